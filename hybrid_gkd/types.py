@@ -1,0 +1,122 @@
+"""Records that cross a boundary: between processes, or between the stages of a step.
+
+Shapes: P prompt tokens, R response tokens, K teacher candidates. Everything is numpy, so that this
+module needs no torch and the records travel through Ray without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of the prompt data, already tokenized.
+
+    Example: Prompt(index=7, token_ids=np.array([1, 5, 9], np.int32), text="12+30=", answer="42")
+    """
+
+    index: int
+    """Row number in the data set."""
+    token_ids: np.ndarray
+    """int32 [P], chat template applied."""
+    text: str
+    """What the user wrote, for sample generations."""
+    answer: str | None = None
+    """Ground truth for rule rewards; None where the data has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the rollout engine draws a response."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    logprobs: bool = False
+    """Return the log-probability of every sampled token (costs generation speed)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One response to draw."""
+
+    index: int
+    """Position of the sequence in its rollout: prompt i, sample j of n is i * n + j."""
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    seed: int
+    """Seed of this request alone, so that a response depends neither on its neighbours nor on the rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One prompt with one response.
+
+    Example: a response of three tokens that ended with the end-of-sequence token:
+    Sequence(index=0, prompt_ids=[1, 5], response_ids=[8, 9, 2], weight_version=3, finish_reason="stop")
+    """
+
+    index: int
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    response_ids: np.ndarray
+    """int32 [R], the end-of-sequence token included where the engine produced one."""
+    weight_version: int
+    """Number of optimizer steps behind the weights that produced the response."""
+    finish_reason: str
+    """"stop" (end of sequence) or "length" (max_response_length)."""
+    logprobs: np.ndarray | None = None
+    """float32 [R], log-probabilities of the sampled tokens in the rollout engine; None if not asked for."""
+
+    @property
+    def num_tokens(self) -> int:
+        """P + R."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTopK:
+    """What the teacher says of one response: one row per response token.
+
+    Row r is the teacher's distribution of response token r given everything before it.
+    """
+
+    ids: np.ndarray
+    """int32 [R, K], distinct within a row, most likely first."""
+    logprobs: np.ndarray
+    """float32 [R, K], normalised over the whole vocabulary."""
+    sampled_logprobs: np.ndarray
+    """float32 [R], log-probability of the response token itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """A sequence with its learning signal: teacher scores (GKD) or advantages (PPO), never neither."""
+
+    sequence: Sequence
+    teacher: TeacherTopK | None = None
+    advantages: np.ndarray | None = None
+    """float32 [R]"""
+    old_logprobs: np.ndarray | None = None
+    """float32 [R], log-probabilities under the weights before the first mini-batch of this rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """All sequences of one training batch, in the order of their index."""
+
+    step: int
+    """The training step (1-based) that this rollout feeds."""
+    epoch: int
+    prompts: tuple[Prompt, ...]
+    """B prompts"""
+    sequences: tuple[Sequence, ...]
+    """B * n sequences; sequence i belongs to prompt i // n."""
+    timing: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage name, for the metrics."""
