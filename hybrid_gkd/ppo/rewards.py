@@ -1,0 +1,120 @@
+"""Rule rewards: functions (response, answer) -> float on plain text, and how a user brings their own.
+
+A reward of one's own is a function in a Python file:
+
+    reward.custom_reward_function.path=/home/me/my_reward.py reward.custom_reward_function.name=score
+
+    def score(response: str, answer: str) -> float: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import numbers
+import re
+import sys
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+
+from hybrid_gkd.errors import ConfigError, DataError, TrainingError
+
+Reward = Callable[[str, str], float]
+
+# 1,234.50 | 18 | .5, with a sign unless it is the minus of a difference such as 7-4.
+_NUMBER = re.compile(
+    r"(?:(?<![\w.])-\$?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])-?\.[0-9]+"
+)
+
+
+def exact_match(response: str, answer: str) -> float:
+    """1.0 if response and answer are the same text, surrounding white space aside, else 0.0."""
+    return float(response.strip() == answer.strip())
+
+
+def gsm8k(response: str, answer: str) -> float:
+    """1.0 if the response's final number equals the answer's, else 0.0.
+
+    The final number of a text is the one that follows its last `####` (the notation of GSM8K, arXiv 2110.14168),
+    or the last number of the text if it has no `####`. Thousands commas and a dollar sign are ignored and the
+    comparison is numerical: "1,200.0" equals "1200". A response without a number gets 0.0.
+
+    Raises:
+        DataError: the answer holds no number.
+    """
+    truth = _final_number(answer)
+    if truth is None:
+        raise DataError(f"the gsm8k reward needs a number in every answer; got {answer!r}")
+    return float(_final_number(response) == truth)
+
+
+def _final_number(text: str) -> Decimal | None:
+    _, marker, conclusion = text.rpartition("####")
+    found = _NUMBER.findall(conclusion)
+    if not found:
+        return None
+    return Decimal(found[0 if marker else -1].replace(",", "").replace("$", ""))
+
+
+BUILTIN_REWARDS: dict[str, Reward] = {"exact_match": exact_match, "gsm8k": gsm8k}
+
+
+def load_reward(name: str, path: str | None, function: str | None) -> Reward:
+    """The reward that the configuration asks for: (response, answer) -> a finite float.
+
+    Args:
+        name: `reward.name`, a key of BUILTIN_REWARDS; used when `path` is None.
+        path: `reward.custom_reward_function.path`, a Python file. It is executed.
+        function: `reward.custom_reward_function.name`, a function of that file.
+
+    Raises:
+        ConfigError: an unknown name, a file that is missing or fails to import, a function that the file lacks.
+
+    The returned function raises TrainingError when a user's function returns something that is not a finite number.
+    """
+    if path is None:
+        if function is not None:
+            raise ConfigError("reward.custom_reward_function.path", f"is needed to find {function!r}", path)
+        if name not in BUILTIN_REWARDS:
+            raise ConfigError("reward.name", f"must be one of {', '.join(BUILTIN_REWARDS)}", name)
+        return BUILTIN_REWARDS[name]
+    return _checked(_load_function(path, function), f"{path}:{function}")
+
+
+def _load_function(path: str, function: str | None) -> Callable[[str, str], object]:
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError("reward.custom_reward_function.path", "must be an existing Python file", path)
+    # Our own prefix: a file named json.py must not replace the module of that name.
+    module_name = f"hybrid_gkd_reward_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError("reward.custom_reward_function.path", "must be an existing Python file", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before execution: dataclasses look their module up while it runs
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        rule = f"must be importable, but raised {type(error).__name__}: {error}"
+        raise ConfigError("reward.custom_reward_function.path", rule, path) from error
+    found = getattr(module, function, None) if function else None
+    if not callable(found):
+        raise ConfigError("reward.custom_reward_function.name", f"must name a function of {path}", function)
+    return found
+
+
+def _checked(function: Callable[[str, str], object], label: str) -> Reward:
+    @functools.wraps(function)
+    def reward(response: str, answer: str) -> float:
+        value = function(response, answer)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise TrainingError(
+                f"the reward {label} must return a finite number; it returned {value!r} for a response "
+                f"that starts with {response[:80]!r}"
+            )
+        return float(value)
+
+    return reward
