@@ -120,3 +120,15 @@ class Rollout:
     """B * n sequences; sequence i belongs to prompt i // n."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds by stage name, for the metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one worker trains on in one optimizer step.
+
+    Every worker gets the same number of micro-batches; an empty one still takes part in the collectives.
+    """
+
+    micro_batches: tuple[tuple[TrainSequence, ...], ...]
+    num_tokens: int
+    """Response tokens of the mini-batch over ALL workers: the denominator of the loss."""

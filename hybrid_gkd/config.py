@@ -1,0 +1,625 @@
+"""Configuration: one dataclass per section, then YAML, then dotted overrides, then checks.
+
+`load_config` merges the dataclass defaults with one YAML file and with ``dotted.key=value`` overrides
+(OmegaConf structured configs, so unknown keys and wrong types are errors), checks what fields demand
+of each other, and returns plain dataclasses. Every problem is a ConfigError of the form
+``<dotted.key>: <rule>; got <value>``. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from hybrid_gkd.errors import ConfigError
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
+
+
+@dataclass
+class DataConfig:
+    """Prompts for training and validation."""
+
+    train_files: Any = MISSING
+    """File or list of files (.jsonl, .json, .parquet, .csv) or hub data sets `org/name[:config][:split]`."""
+    val_files: Any = None
+    """Like train_files; null switches validation off."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages."""
+    max_prompt_length: int = 1024
+    """Tokens, chat template included."""
+    max_response_length: int = 1024
+    """Tokens that the student may generate."""
+    train_batch_size: int = 128
+    """Prompts per training step, over all workers."""
+    shuffle: bool = True
+    """A new order every epoch; false keeps the order of the files."""
+    seed: int = 0
+    """Seed of the order."""
+    filter_overlong_prompts: bool = False
+    """Leave out prompts above max_prompt_length (their number is logged) instead of applying truncation."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What to do with a prompt above max_prompt_length: refuse the data, or cut the named part."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, e.g. {enable_thinking: false}."""
+
+
+@dataclass
+class ModelConfig:
+    """The student."""
+
+    path: str = MISSING
+    """Hugging Face folder or hub id of a causal language model."""
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer; null takes `path`."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the folder."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json to replace, e.g. {attention_dropout: 0.0}."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only (not on biases and norms)."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up, until the last step of the run."""
+    min_lr_ratio: float = 0.0
+    """Share of the peak at which linear and cosine end."""
+
+
+@dataclass
+class FSDPConfig:
+    """How the student is sharded and where it waits while it is not its turn (FSDP2)."""
+
+    param_offload: bool = False
+    """Keep parameters on the host while the rollout engine has the GPU (no effect on the CPU)."""
+    optimizer_offload: bool = False
+    """Keep optimizer state on the host outside of the optimizer step (no effect on the CPU)."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass; false trades memory for one gather less."""
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the master weights and of the Adam state; the compute type is bf16 on GPUs, fp32 on the CPU."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What a checkpoint holds besides what a resume needs."""
+
+    save_hf_model: bool = True
+    """Also write a Hugging Face folder (`huggingface/`), which transformers and vLLM load."""
+
+
+@dataclass
+class ActorConfig:
+    """The update of the student."""
+
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; null takes data.train_batch_size (one exactly on-policy step per rollout)."""
+    use_dynamic_bsz: bool = True
+    """Micro-batches by token count; false: by number of sequences."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens (prompt and response) in one packed micro-batch."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Sequences in one micro-batch when use_dynamic_bsz is false."""
+    ppo_epochs: int = 1
+    """Passes over each rollout."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+    clip_ratio: float = 0.2
+    """Clip range of PPO's probability ratio."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass
+class ValKwargs:
+    """Sampling in validation."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus mass."""
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+
+
+@dataclass
+class EngineKwargs:
+    """Arguments handed to an engine as they are."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """For `vllm.LLM(...)`; wins over what this program would choose."""
+
+
+@dataclass
+class RolloutConfig:
+    """Generation."""
+
+    name: Literal["auto", "vllm", "hf"] = "auto"
+    """Engine: vllm, hf (transformers, slow), or auto = vllm where it is installed."""
+    n: int = 1
+    """Responses per prompt."""
+    temperature: float = 1.0
+    """Sampling temperature in training."""
+    top_p: float = 1.0
+    """Nucleus mass; below 1 the samples are no longer drawn from the student's own distribution."""
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    tensor_model_parallel_size: int = 1
+    """Workers that share one copy of the engine's weights."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU's memory for the engine's weights and KV cache."""
+    free_cache_engine: bool = True
+    """Release the engine's weights and KV cache during the update (vLLM sleep mode, GPUs only)."""
+    enforce_eager: bool = False
+    """No CUDA graphs: faster start, slower generation."""
+    max_num_batched_tokens: int = 8192
+    """Tokens in one engine step."""
+    max_num_seqs: int = 256
+    """Sequences generated at the same time per engine."""
+    max_model_len: int | None = None
+    """Longest sequence of the engine; null takes prompt limit + response limit."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the engine's weights; auto = bfloat16 on GPUs, float32 on the CPU."""
+    seed: int = 0
+    """Seed of the sampling; every sequence gets its own from it."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+    engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
+
+
+@dataclass
+class TeacherModelConfig:
+    """The model of a teacher that this run starts itself."""
+
+    path: str | None = None
+    """Hugging Face folder or hub id; its tokenizer must be the student's."""
+
+
+@dataclass
+class TeacherConfig:
+    """The teacher service."""
+
+    server_ip: str | None = None
+    """Address of a running service; null starts one on this machine for the length of the run."""
+    server_port: int = 15555
+    """Its port; 0 lets a local service choose a free one."""
+    n_server_workers: int = 8
+    """Requests in flight."""
+    num_microbatches: int = 8
+    """Sequences in one request."""
+    overlap_rollout: bool = True
+    """Send a sequence as soon as it is finished; false waits for the whole rollout."""
+    connect_timeout: float = 20.0
+    """Seconds for the handshake with a given server."""
+    start_timeout: float = 900.0
+    """Seconds for a local service to load its model."""
+    request_timeout: float = 600.0
+    """Seconds until a request, retries included, must be answered."""
+    max_retries: int = 3
+    """Further attempts for a request that was not answered or not answered well."""
+    backend: Literal["auto", "vllm", "hf"] = "auto"
+    """Scoring engine of a local service; auto = vllm where it is installed."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where a local service runs; auto = a GPU that no worker needs, else the CPU."""
+    tensor_model_parallel_size: int = 1
+    """GPUs of a local service."""
+    gpu_memory_utilization: float = 0.3
+    """Share of the GPU's memory for a local vLLM service."""
+    max_model_len: int | None = None
+    """Longest sequence a local service scores; null takes prompt limit + response limit + 1."""
+    model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """Student, rollout engine and teacher."""
+
+    nccl_timeout: float = 600.0
+    """Seconds that any collective, and any call to a worker, may take before the run ends with an error."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+
+
+@dataclass
+class DistillationConfig:
+    """The distillation loss."""
+
+    enabled: bool = True
+    """false trains with PPO on the rule reward and needs no teacher."""
+    loss_mode: Literal["forward_kl"] = "forward_kl"
+    """Divergence between teacher and student."""
+    topk: int = 64
+    """Teacher candidates per position."""
+    tail: Literal["bucket", "none", "renormalise"] = "bucket"
+    """The vocabulary outside the top-k: one bucket, left out, or removed from both distributions."""
+    temperature: float = 1.0
+    """Temperature at which both distributions are compared; vLLM teachers can only score at 1."""
+    distillation_loss_coef: float = 1.0
+    """Factor of the loss."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Advantages of PPO."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Reward relative to the other responses to the same prompt."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation."""
+
+
+@dataclass
+class CustomRewardFunction:
+    """A reward function of your own."""
+
+    path: str | None = None
+    """Python file with a function `f(response: str, answer: str) -> float`."""
+    name: str = "compute_score"
+    """Name of the function."""
+
+
+@dataclass
+class RewardConfig:
+    """Rule reward: what PPO trains on and what validation reports."""
+
+    name: Literal["exact_match", "gsm8k"] = "exact_match"
+    """exact_match compares the stripped response; gsm8k compares the last number."""
+    answer_key: str | None = None
+    """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
+    custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+
+
+@dataclass
+class TrainerConfig:
+    """The run."""
+
+    scheduler: Literal["sync"] = "sync"
+    """How far generation runs ahead of the update: sync = not at all."""
+    total_epochs: int = 1
+    """Passes over the prompts."""
+    total_training_steps: int | None = None
+    """Steps; null takes total_epochs. Wins over total_epochs where both are given."""
+    project_name: str = "hybrid_gkd"
+    """Project in wandb, folder under default_local_dir."""
+    experiment_name: str = "gkd"
+    """Run name in wandb, folder under the project."""
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "wandb"])
+    """Any of console, jsonl, wandb."""
+    nnodes: int = 1
+    """Machines of the Ray cluster."""
+    n_gpus_per_node: int = 1
+    """Workers per machine, one GPU each (on the CPU: worker processes)."""
+    save_freq: int = -1
+    """Steps between checkpoints; -1 saves only at the end, 0 never."""
+    test_freq: int = -1
+    """Steps between validations; -1 validates only before and after training."""
+    val_before_train: bool = True
+    """Validate the untrained student first."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto continues from the newest checkpoint of this experiment; resume_path from resume_from_path."""
+    resume_from_path: str | None = None
+    """A `global_step_N` folder."""
+    default_local_dir: str = "outputs"
+    """Where run folders go: <default_local_dir>/<project_name>/<experiment_name>."""
+    max_actor_ckpt_to_keep: int | None = 2
+    """Older checkpoints are removed; null keeps all."""
+    balance_batch: bool = True
+    """Give each worker the same number of tokens; false: contiguous slices."""
+    log_val_generations: int = 8
+    """Sample generations logged with each validation."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto = cuda where a GPU is visible."""
+    seed: int = 0
+    """Seed of the trainer's random states."""
+
+
+@dataclass
+class RayInitConfig:
+    """Connection to Ray."""
+
+    address: str | None = None
+    """Address of a running cluster; null starts one on this machine for the length of the run."""
+    num_cpus: int | None = None
+    """CPUs that a local cluster offers; null takes all."""
+
+
+@dataclass
+class Config:
+    """The whole configuration."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest possible prompt with its longest response."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Prompts per optimizer step."""
+        return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run's checkpoints, metrics and logs."""
+        trainer = self.trainer
+        return Path(trainer.default_local_dir).expanduser().absolute() / trainer.project_name / trainer.experiment_name
+
+
+def load_config(
+    overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
+) -> Config:
+    """Merge defaults, `<config_path>/<config_name>.yaml` (if a name is given) and dotted overrides; check.
+
+    Raises:
+        ConfigError: unknown key, wrong type, missing file, or a rule between fields is broken.
+    """
+    merged = OmegaConf.structured(Config)
+    if config_name is not None:
+        merged = _merge(merged, _read_yaml(Path(config_path), config_name))
+    for override in overrides or []:
+        merged = _merge(merged, _parse_override(override), key=override.partition("=")[0])
+    OmegaConf.register_resolver("demo", _demo_path, replace=True)
+    try:
+        config = OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        raise ConfigError(_full_key(error), "must be given", show_value=False) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(_full_key(error), _reason(error), show_value=False) from None
+    assert isinstance(config, Config)
+    _normalise(config)
+    check_config(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to the same values."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def _read_yaml(folder: Path, name: str) -> DictConfig:
+    file = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    if not file.is_file():
+        names = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
+        raise ConfigError("--config-name", f"must name a YAML file in {folder} (there: {names})", name)
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # yaml's own error types are not part of OmegaConf's interface
+        raise ConfigError("--config-name", f"{file} is not valid YAML: {error}", show_value=False) from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError("--config-name", f"{file} must hold a mapping of sections", show_value=False)
+    return loaded
+
+
+def _parse_override(override: str) -> DictConfig:
+    key, equals, _ = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key.lstrip("+")):
+        raise ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
+    try:
+        return OmegaConf.from_dotlist([override.lstrip("+")])
+    except Exception as error:  # the value is parsed as YAML, which has its own error types
+        raise ConfigError(key, f"the value is not valid YAML: {error}", override) from None
+
+
+def _merge(base: Any, extra: DictConfig, key: str = "") -> Any:
+    try:
+        return OmegaConf.merge(base, extra)
+    except ConfigKeyError as error:
+        unknown = _full_key(error)
+        close = difflib.get_close_matches(unknown, _all_keys(base), n=1, cutoff=0.6)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(unknown, f"there is no such key{hint}", show_value=False) from None
+    except OmegaConfBaseException as error:
+        named = error.full_key or key or "config"
+        raise ConfigError(str(named), _reason(error), show_value=False) from None
+
+
+def _all_keys(node: Any, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key in node:
+        full = f"{prefix}{key}"
+        keys.append(full)
+        value = None if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) else node[key]
+        if isinstance(value, DictConfig):
+            keys += _all_keys(value, f"{full}.")
+    return keys
+
+
+def _full_key(error: OmegaConfBaseException) -> str:
+    return str(error.full_key or error.key or "config")
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    return str(error.msg or error).splitlines()[0]
+
+
+def _demo_path(part: str) -> str:
+    """`${demo:student}` in YAML: where the demo keeps its student; nothing is built here."""
+    from hybrid_gkd.demo import DemoPaths, demo_dir
+
+    return str(getattr(DemoPaths.under(demo_dir()), part))
+
+
+def _normalise(config: Config) -> None:
+    for name in ("train_files", "val_files"):
+        value = getattr(config.data, name)
+        files = [value] if isinstance(value, str) else (value or [])
+        if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
+            raise ConfigError(f"data.{name}", "must be a file or a list of files", value)
+        setattr(config.data, name, files)
+
+
+def check_config(config: Config) -> None:
+    """Check what the types cannot: ranges, and what fields demand of each other. Raises ConfigError."""
+    _check_ranges(config)
+    arr, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    if not data.train_files:
+        raise ConfigError("data.train_files", "must name at least one file", data.train_files)
+    if arr.actor.ppo_max_token_len_per_gpu < config.max_sequence_length and arr.actor.use_dynamic_bsz:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "must be at least data.max_prompt_length + data.max_response_length "
+            f"({data.max_prompt_length} + {data.max_response_length} = {config.max_sequence_length})",
+            arr.actor.ppo_max_token_len_per_gpu,
+        )
+    if not arr.actor.use_dynamic_bsz and arr.actor.ppo_micro_batch_size_per_gpu is None:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "must be given when use_dynamic_bsz is false", None
+        )
+    if config.mini_batch_size > data.train_batch_size:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            f"must be at most data.train_batch_size ({data.train_batch_size})",
+            arr.actor.ppo_mini_batch_size,
+        )
+    if arr.rollout.max_model_len is not None and arr.rollout.max_model_len < config.max_sequence_length:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.max_model_len",
+            f"must be at least data.max_prompt_length + data.max_response_length ({config.max_sequence_length})",
+            arr.rollout.max_model_len,
+        )
+    if config.world_size % arr.rollout.tensor_model_parallel_size:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"must divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
+            arr.rollout.tensor_model_parallel_size,
+        )
+    if arr.rollout.name == "hf" and arr.rollout.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size", "must be 1 with rollout.name=hf",
+            arr.rollout.tensor_model_parallel_size,
+        )
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        raise ConfigError(
+            "trainer.resume_from_path", "goes together with trainer.resume_mode=resume_path", trainer.resume_from_path
+        )
+    unknown = [name for name in trainer.logger if name not in ("console", "jsonl", "wandb")]
+    if unknown:
+        raise ConfigError("trainer.logger", "may hold console, jsonl and wandb", unknown[0])
+    if config.distillation.enabled:
+        _check_distillation(config)
+    else:
+        _check_ppo(config)
+
+
+def _check_distillation(config: Config) -> None:
+    teacher = config.actor_rollout_ref.teacher
+    if teacher.server_ip is None and teacher.model.path is None:
+        raise ConfigError(
+            "actor_rollout_ref.teacher.model.path",
+            "a teacher is needed: give a model to start one, or server_ip and server_port of a running one",
+            None,
+        )
+    if teacher.server_ip is not None and teacher.server_port == 0:
+        raise ConfigError("actor_rollout_ref.teacher.server_port", "must be given together with server_ip", 0)
+    if config.distillation.temperature != 1.0 and teacher.server_ip is None and teacher.backend == "vllm":
+        raise ConfigError(
+            "distillation.temperature", "a vLLM teacher can only score at temperature 1 (backend=hf scores at any)",
+            config.distillation.temperature,
+        )
+
+
+def _check_ppo(config: Config) -> None:
+    if config.reward.answer_key is None:
+        raise ConfigError("reward.answer_key", "PPO needs the column with the right answers", None)
+    if config.actor_rollout_ref.rollout.n < 2:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.n", "group-relative advantages need at least 2 responses per prompt",
+            config.actor_rollout_ref.rollout.n,
+        )
+
+
+_POSITIVE = """
+data.max_prompt_length data.max_response_length data.train_batch_size
+actor_rollout_ref.nccl_timeout actor_rollout_ref.actor.ppo_mini_batch_size
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+actor_rollout_ref.actor.ppo_epochs actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.clip_ratio
+actor_rollout_ref.actor.optim.lr actor_rollout_ref.actor.optim.eps
+actor_rollout_ref.rollout.n actor_rollout_ref.rollout.tensor_model_parallel_size
+actor_rollout_ref.rollout.max_num_batched_tokens actor_rollout_ref.rollout.max_num_seqs
+actor_rollout_ref.rollout.temperature
+actor_rollout_ref.teacher.n_server_workers actor_rollout_ref.teacher.num_microbatches
+actor_rollout_ref.teacher.connect_timeout actor_rollout_ref.teacher.start_timeout
+actor_rollout_ref.teacher.request_timeout actor_rollout_ref.teacher.tensor_model_parallel_size
+actor_rollout_ref.teacher.max_model_len
+distillation.topk distillation.temperature distillation.distillation_loss_coef
+trainer.total_epochs trainer.total_training_steps trainer.nnodes trainer.n_gpus_per_node
+trainer.max_actor_ckpt_to_keep ray_init.num_cpus
+""".split()
+_NOT_NEGATIVE = """
+actor_rollout_ref.actor.optim.weight_decay actor_rollout_ref.actor.optim.lr_warmup_steps
+actor_rollout_ref.rollout.val_kwargs.temperature actor_rollout_ref.teacher.max_retries
+actor_rollout_ref.rollout.seed data.seed trainer.seed trainer.log_val_generations
+""".split()
+_SHARES = """
+actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.rollout.top_p
+actor_rollout_ref.rollout.val_kwargs.top_p actor_rollout_ref.rollout.gpu_memory_utilization
+actor_rollout_ref.teacher.gpu_memory_utilization
+""".split()
+
+
+def _check_ranges(config: Config) -> None:
+    def value_of(key: str) -> Any:
+        node: Any = config
+        for part in key.split("."):
+            node = getattr(node, part)
+        return node
+
+    def require(keys: list[str], rule: str, holds: Any) -> None:
+        for key in keys:
+            value = value_of(key)
+            if value is not None and not holds(value):
+                raise ConfigError(key, rule, value)
+
+    require(_POSITIVE, "must be above 0", lambda value: value > 0)
+    require(_NOT_NEGATIVE, "must be at least 0", lambda value: value >= 0)
+    require(_SHARES, "must be between 0 and 1", lambda value: 0 <= value <= 1)
+    require(["trainer.save_freq", "trainer.test_freq"], "must be -1, 0 or more", lambda value: value >= -1)
+    require(["actor_rollout_ref.teacher.server_port"], "must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
+    require(
+        ["actor_rollout_ref.rollout.top_k", "actor_rollout_ref.rollout.val_kwargs.top_k"],
+        "must be -1 or above 0", lambda value: value == -1 or value > 0,
+    )
+    require(
+        ["trainer.project_name", "trainer.experiment_name"], "must be a plain folder name",
+        lambda value: bool(value) and value not in (".", "..") and "/" not in value,
+    )

@@ -1,0 +1,109 @@
+"""Every metric this package reports: its name, unit and meaning.
+
+The same names appear in the console, in metrics.jsonl, in Weights & Biases and in docs/metrics.md,
+which is this table printed:
+
+    python -m hybrid_gkd.metrics > docs/metrics.md
+
+A step reports the metrics that apply to it: the table is what may appear, not what must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one number means."""
+
+    unit: str
+    """Empty for a plain number."""
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    # The learning signal. Means are over the response tokens of the whole batch, on all GPUs.
+    "actor/kl_loss": Metric(
+        "nats/token", "Divergence between teacher and student (distillation.loss_mode), mean over response tokens"
+    ),
+    "actor/loss": Metric("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
+    "actor/grad_norm": Metric("", "Norm of the gradient before clipping, mean over the optimizer steps"),
+    "actor/lr": Metric("", "Learning rate of the last optimizer step"),
+    "actor/entropy": Metric("nats/token", "Entropy of the student's distribution, mean over response tokens"),
+    "actor/pg_clipfrac": Metric("fraction", "Response tokens whose PPO ratio was clipped"),
+    "actor/ppo_kl": Metric("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
+    "actor/distillation/student_mass": Metric(
+        "fraction", "Probability that the student gives to the teacher's top-k tokens, mean over response tokens"
+    ),
+    "actor/distillation/teacher_mass": Metric(
+        "fraction", "Probability that the teacher gives to its top-k tokens, mean over response tokens"
+    ),
+    # Where the time of a step goes. Spans may overlap, so they need not add up to timing/step.
+    "timing/step": Metric("seconds", "The whole training step"),
+    "timing/gen": Metric("seconds", "Drawing the responses of this batch"),
+    "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
+    "timing/get_teacher_knowledge": Metric("seconds", "From the first request to the teacher to its last reply"),
+    "timing/update_actor": Metric("seconds", "Forward, backward and optimizer steps"),
+    "timing/sync_rollout_weights": Metric("seconds", "Copying the new weights into the rollout engine"),
+    "timing/offload": Metric("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
+    "timing/testing": Metric("seconds", "Validation on held-out prompts"),
+    "timing/save_checkpoint": Metric("seconds", "Writing the checkpoint of the step before"),
+    # The teacher service, seen from the trainer.
+    "teacher/latency": Metric("seconds", "From sending a request to its reply, median over the requests of the step"),
+    "teacher/latency_p95": Metric("seconds", "The same, 95th percentile"),
+    "teacher/tokens_per_second": Metric("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
+    "teacher/retries": Metric("", "Requests that were sent again"),
+    "teacher/bytes_per_token": Metric("bytes/token", "Size of the replies per response token"),
+    "teacher/hidden_fraction": Metric(
+        "fraction", "Share of timing/get_teacher_knowledge during which the trainer had other work"
+    ),
+    "perf/tokens_per_second": Metric(
+        "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
+    ),
+    "perf/max_memory_allocated_gb": Metric("GB", "Largest GPU memory held by torch during the step, on any GPU"),
+    # The batch.
+    "response_length/mean": Metric("tokens", "Mean response length"),
+    "response_length/max": Metric("tokens", "Longest response"),
+    "response_length/min": Metric("tokens", "Shortest response"),
+    "response_length/clip_ratio": Metric("fraction", "Responses cut at data.max_response_length"),
+    "prompt_length/mean": Metric("tokens", "Mean prompt length"),
+    "prompt_length/max": Metric("tokens", "Longest prompt"),
+    "reward/mean": Metric("", "Mean reward of the responses (PPO, or distillation with task rewards)"),
+    "reward/std": Metric("", "Standard deviation of the same"),
+    "training/global_step": Metric("steps", "Training steps done"),
+    "training/epoch": Metric("epochs", "Pass over the prompt data that the batch belongs to"),
+    "training/staleness": Metric("steps", "How many steps old the weights were that wrote the responses"),
+    # Validation, in the steps that have one.
+    "val/accuracy": Metric("fraction", "Held-out prompts answered correctly"),
+    "val/response_length": Metric("tokens", "Mean response length on held-out prompts"),
+    "val/num_prompts": Metric("prompts", "Held-out prompts asked"),
+}
+
+
+def check_names(metrics: Iterable[str]) -> None:
+    """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
+    unknown = sorted(set(metrics) - METRICS.keys())
+    if unknown:
+        raise AssertionError(f"metrics without an entry in hybrid_gkd/metrics.py: {', '.join(unknown)}")
+
+
+def markdown_table() -> str:
+    """The table as the text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "The same names in the console, in `metrics.jsonl` and in Weights & Biases. A step reports those that",
+        "apply to it. In `metrics.jsonl`, a value that is not finite is the string `NaN`, `Infinity` or `-Infinity`.",
+        "This page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {metric.unit} | {metric.description} |" for name, metric in METRICS.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown_table(), end="")

@@ -1,0 +1,332 @@
+"""The loop: generate, update, publish, validate, report, save.
+
+`PPOTrainer` is a complete trainer on a rule reward with group-relative advantages. Subclasses replace
+`_update_actor`, which owns the whole learning signal: what a rollout is worth and how it is trained on.
+
+Left out: a critic, and a reference model (no KL penalty to the starting point).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
+from hybrid_gkd.clock import Clock
+from hybrid_gkd.config import Config
+from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.data.sampler import PromptSampler
+from hybrid_gkd.errors import CheckpointError, TrainingError
+from hybrid_gkd.ppo.advantages import group_relative_advantages
+from hybrid_gkd.ppo.rewards import Reward
+from hybrid_gkd.tracking import Generation, Tracking
+from hybrid_gkd.types import (
+    GenerationRequest,
+    MiniBatch,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Sequence,
+    TrainSequence,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hybrid_gkd.workers.group import WorkerGroup
+
+Plan = list[list[tuple[TrainSequence, ...]]]
+"""For each worker its micro-batches."""
+
+
+class PPOTrainer:
+    """Trains the actor of a worker group.
+
+    Args:
+        config: the whole configuration.
+        group: the workers; the caller closes them.
+        tokenizer: decodes responses for rewards and samples.
+        train_prompts, val_prompts: tokenized prompts; no validation where the latter are empty.
+        reward: score of a response given the answer; None where the data has no answers.
+        tracking: takes the metrics.
+        store: the run's checkpoints.
+        resume_from: a checkpoint folder to continue from, or None.
+
+    Raises:
+        DataError: fewer prompts than one batch needs.
+        CheckpointError: the checkpoint cannot be loaded or belongs to other data.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        group: WorkerGroup,
+        tokenizer: Any,
+        train_prompts: list[Prompt],
+        val_prompts: list[Prompt],
+        reward: Reward | None,
+        tracking: Tracking,
+        store: CheckpointStore,
+        resume_from: Path | None = None,
+    ):
+        self.config = config
+        self.group = group
+        self.tokenizer = tokenizer
+        self.train_prompts, self.val_prompts = train_prompts, val_prompts
+        self.reward = reward
+        self.tracking = tracking
+        self.store = store
+        self.clock = Clock()
+        self.sampler = make_sampler(config, len(train_prompts))
+        self.total_steps = total_steps(config, len(train_prompts))
+        self.step = 0
+        self.checkpoint: Path | None = None
+        """The newest checkpoint that this run wrote or continued from."""
+        self.first_metrics: dict[str, float] = {}
+        self.last_metrics: dict[str, float] = {}
+        self.on_finished: list[Callable[[list[Sequence]], None]] = []
+        """Called with training sequences as they leave the rollout engine."""
+        if resume_from is not None:
+            self._resume(resume_from)
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        self._publish_weights()
+        if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
+            self._report(self._validate())
+        for rollout in self._rollouts():
+            metrics = self._update_actor(rollout)
+            self.step = rollout.step
+            self._publish_weights()
+            metrics |= self._rollout_metrics(rollout)
+            if self._due(self.config.trainer.test_freq) and self.val_prompts:
+                metrics |= self._validate()
+            self._report(metrics)
+            # After the report: a run that resumes here finds the rows of all steps before it.
+            if self._due(self.config.trainer.save_freq):
+                self._save()
+
+    def _update_actor(self, rollout: Rollout) -> dict[str, float]:
+        """Learn from a rollout: rewards, advantages, old log-probabilities, PPO's clipped objective.
+
+        Returns:
+            Metrics of the update.
+        """
+        assert self.reward is not None
+        rewards = np.array([self._score(rollout.prompts, s, self.config.actor_rollout_ref.rollout.n)
+                            for s in rollout.sequences], np.float32)
+        advantages = group_relative_advantages(
+            rewards,
+            self.config.actor_rollout_ref.rollout.n,
+            norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo,
+        )
+        with self.clock.span("update_actor"):
+            plan = self._plan([TrainSequence(sequence=s) for s in rollout.sequences])
+            old_logprobs = self.group.compute_logprobs([tuple(share) for share in plan])
+            metrics = self._train(
+                [
+                    TrainSequence(
+                        sequence=s,
+                        advantages=np.full(len(s.response_ids), advantage, np.float32),
+                        old_logprobs=old_logprobs[s.index],
+                    )
+                    for s, advantage in zip(rollout.sequences, advantages, strict=True)
+                ]
+            )
+        return metrics | {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+
+    def _rollouts(self) -> Iterator[Rollout]:
+        """The rollouts of all remaining steps, each generated with the newest weights (scheduler `sync`)."""
+        for step in range(self.step + 1, self.total_steps + 1):
+            yield self._generate(step)
+
+    def _generate(self, step: int) -> Rollout:
+        """Draw `rollout.n` responses to each prompt of the step's batch."""
+        rollout = self.config.actor_rollout_ref.rollout
+        epoch, rows = self.sampler.batch(step)
+        prompts = tuple(self.train_prompts[row] for row in rows)
+        sampling = SamplingParams(
+            max_tokens=self.config.data.max_response_length,
+            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
+        )
+        requests = [
+            GenerationRequest(index=index, prompt_ids=prompts[index // rollout.n].token_ids, seed=seed)
+            for index, seed in enumerate(request_seeds(rollout.seed, step, len(prompts) * rollout.n))
+        ]
+        sequences: dict[int, Sequence] = {}
+        with self.clock.span("gen"):
+            for finished in self.group.generate(requests, sampling):
+                sequences |= {sequence.index: sequence for sequence in finished}
+                for listener in self.on_finished:
+                    listener(finished)
+        ordered = tuple(sequences[request.index] for request in requests)
+        return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered)
+
+    def _train(self, sequences: list[TrainSequence]) -> dict[str, float]:
+        """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each."""
+        size = self.config.mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        mini_batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        shares: list[list[MiniBatch]] = [[] for _ in range(self.group.size)]
+        for mini_batch in mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs:
+            num_tokens = sum(len(item.sequence.response_ids) for item in mini_batch)
+            for share, micro_batches in zip(shares, self._plan(mini_batch), strict=True):
+                share.append(MiniBatch(micro_batches=tuple(micro_batches), num_tokens=num_tokens))
+        updates = self.group.update(shares)
+        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        return metrics | {"actor/lr": updates[-1]["actor/lr"]}
+
+    def _plan(self, sequences: list[TrainSequence]) -> Plan:
+        """Cut sequences into micro-batches, the same number for each worker."""
+        actor = self.config.actor_rollout_ref.actor
+        plan = plan_micro_batches(
+            [item.sequence.num_tokens for item in sequences],
+            self.group.size,
+            actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+            None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+            self.config.trainer.balance_batch,
+        )
+        return [[tuple(sequences[i] for i in micro_batch) for micro_batch in share] for share in plan]
+
+    def _publish_weights(self) -> None:
+        with self.clock.span("sync_rollout_weights"):
+            seconds = self.group.publish(self.step)
+        self.clock.add("offload", seconds["offload"])
+
+    def _validate(self) -> dict[str, float]:
+        """Answer the validation prompts; accuracy where the data has answers."""
+        values = self.config.actor_rollout_ref.rollout.val_kwargs
+        sampling = SamplingParams(
+            max_tokens=self.config.data.max_response_length,
+            temperature=values.temperature, top_p=values.top_p, top_k=values.top_k,
+        )
+        seeds = request_seeds(self.config.actor_rollout_ref.rollout.seed, 0, len(self.val_prompts))
+        requests = [
+            GenerationRequest(index=index, prompt_ids=prompt.token_ids, seed=seed)
+            for index, (prompt, seed) in enumerate(zip(self.val_prompts, seeds, strict=True))
+        ]
+        with self.clock.span("testing"):
+            found = [sequence for finished in self.group.generate(requests, sampling) for sequence in finished]
+        sequences = sorted(found, key=lambda sequence: sequence.index)
+        metrics = {
+            "val/response_length": float(np.mean([len(s.response_ids) for s in sequences])),
+            "val/num_prompts": float(len(sequences)),
+        }
+        rewards: list[float | None] = [None] * len(sequences)
+        if self.reward is not None:
+            scores = [self._score(self.val_prompts, sequence, 1) for sequence in sequences]
+            rewards = list(scores)
+            metrics["val/accuracy"] = float(np.mean(scores))
+        self.tracking.log_generations(
+            [
+                Generation(prompt=prompt.text, response=self._decode(s), answer=prompt.answer, reward=reward)
+                for prompt, s, reward in zip(self.val_prompts, sequences, rewards, strict=True)
+            ][: self.config.trainer.log_val_generations],
+            self.step,
+        )
+        return metrics
+
+    def _score(self, prompts: Any, sequence: Sequence, n: int) -> float:
+        prompt: Prompt = prompts[sequence.index // n]
+        if prompt.answer is None:
+            raise TrainingError(f"row {prompt.index} of the data has no answer to compute a reward from")
+        assert self.reward is not None
+        return self.reward(self._decode(sequence), prompt.answer)
+
+    def _decode(self, sequence: Sequence) -> str:
+        return self.tokenizer.decode(sequence.response_ids.tolist(), skip_special_tokens=True)
+
+    def _due(self, every: int) -> bool:
+        """Whether something that happens each `every` steps happens now: -1 = at the last step, 0 = never."""
+        last = self.step == self.total_steps
+        return every != 0 and (last or (every > 0 and self.step % every == 0))
+
+    def _rollout_metrics(self, rollout: Rollout) -> dict[str, float]:
+        responses = np.array([len(s.response_ids) for s in rollout.sequences])
+        prompts = np.array([len(p.token_ids) for p in rollout.prompts])
+        timing = self.clock.take()
+        parts = ("gen", "wait_prev_teacher", "update_actor", "sync_rollout_weights")
+        timing["timing/step"] = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
+        return timing | {
+            "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / timing["timing/step"],
+            "perf/max_memory_allocated_gb": self.group.max_memory_gb(),
+            "response_length/mean": float(responses.mean()),
+            "response_length/max": float(responses.max()),
+            "response_length/min": float(responses.min()),
+            "response_length/clip_ratio": float(np.mean([s.finish_reason == "length" for s in rollout.sequences])),
+            "prompt_length/mean": float(prompts.mean()),
+            "prompt_length/max": float(prompts.max()),
+            "training/epoch": float(rollout.epoch),
+            "training/staleness": float(rollout.step - 1 - min(s.weight_version for s in rollout.sequences)),
+        }
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        metrics = metrics | self.clock.take() | {"training/global_step": float(self.step)}
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            raise TrainingError(f"step {self.step}: {bad[0]} is {metrics[bad[0]]}")
+        for name in ("actor/kl_loss", "val/accuracy"):
+            if name in metrics:
+                self.first_metrics.setdefault(name, metrics[name])
+                self.last_metrics[name] = metrics[name]
+        self.tracking.log(metrics, self.step)
+
+    def _data_state(self) -> dict[str, Any]:
+        """What decides, with the step, which prompts and seeds come next."""
+        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        return {
+            "num_prompts": len(self.train_prompts),
+            "data.train_batch_size": data.train_batch_size,
+            "data.shuffle": data.shuffle,
+            "data.seed": data.seed,
+            "actor_rollout_ref.rollout.n": rollout.n,
+            "actor_rollout_ref.rollout.seed": rollout.seed,
+        }
+
+    def _save(self) -> None:
+        state = TrainerState(step=self.step, data=self._data_state(), first_metrics=self.first_metrics)
+        model = self.config.actor_rollout_ref.model
+        with self.clock.span("save_checkpoint"), self.store.writing(state) as folder:
+            self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
+        self.checkpoint = self.store.latest()
+        if self.step < self.total_steps:
+            self._publish_weights()  # the engine made room for the optimizer state and lost its weights
+
+    def _resume(self, folder: Path) -> None:
+        state = load_state(folder)
+        for key, now in self._data_state().items():
+            if state.data.get(key) != now:
+                raise CheckpointError(
+                    f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, so it would not "
+                    "go on with the same batches; use trainer.resume_mode=disable or another trainer.experiment_name"
+                )
+        self.group.load_checkpoint(folder)
+        self.step = state.step
+        self.first_metrics = dict(state.first_metrics)
+        self.checkpoint = folder
+
+
+def make_sampler(config: Config, num_prompts: int) -> PromptSampler:
+    """The order of the training prompts. Raises DataError if they do not fill one batch."""
+    data = config.data
+    return PromptSampler(num_prompts, data.train_batch_size, data.shuffle, data.seed)
+
+
+def total_steps(config: Config, num_prompts: int) -> int:
+    """Training steps of the whole run."""
+    per_epoch = make_sampler(config, num_prompts).steps_per_epoch
+    return config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
+
+
+def num_updates(config: Config, steps: int) -> int:
+    """Optimizer steps in `steps` training steps."""
+    per_epoch = -(-config.data.train_batch_size // config.mini_batch_size)
+    return steps * per_epoch * config.actor_rollout_ref.actor.ppo_epochs
+
+
+def request_seeds(seed: int, step: int, count: int) -> list[int]:
+    """One 31-bit seed per sequence of a step, the same on every run."""
+    return (np.random.SeedSequence([seed, step]).generate_state(count) >> 1).tolist()

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Start a teacher on this machine: bash hybrid_gkd/teacher/start_server.sh --ckpt-path MODEL [further options]
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -m hybrid_gkd.teacher serve "$@"

@@ -1,0 +1,40 @@
+"""Loading a tokenizer, and the hash by which student and teacher find out that they share one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_gkd.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Raises ModelError with the folder when there is no tokenizer or it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1  # a name on the hub has one slash at most
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise ModelError(f"{path}: no such model folder")
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()), trust_remote_code=trust_remote_code)
+    # Whatever a tokenizer file or a folder's own code raises is the folder's fault.
+    except Exception as error:
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error, for messages of one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over all (token, id) pairs and the special token ids; equal for equal vocabularies, in any process."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special_ids = sorted(set(tokenizer.all_special_ids))
+    return hashlib.sha256(json.dumps([vocabulary, special_ids]).encode()).hexdigest()

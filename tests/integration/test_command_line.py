@@ -1,0 +1,349 @@
+"""`python -m hybrid_gkd` as a user runs it: real Ray, FSDP2, vLLM, teacher service, files and signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+
+from hybrid_gkd import vllm_compat
+
+ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Student, teacher, a teacher of another vocabulary, and prompts."""
+    root = tmp_path_factory.mktemp("world")
+    tiny.make_model(root / "student", seed=1, layers=1)
+    tiny.make_model(root / "teacher", seed=2, layers=2)
+    tiny.make_model(root / "stranger", seed=3, extra_tokens=("<|other|>",))
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:6]))
+    (root / "empty.jsonl").write_text("")
+    return root
+
+
+def arguments(world, out, *overrides):
+    """A short GKD run on the tiny models."""
+    return [
+        f"actor_rollout_ref.model.path={world}/student", f"actor_rollout_ref.teacher.model.path={world}/teacher",
+        f"data.train_files={world}/train.jsonl", f"data.val_files={world}/val.jsonl", "data.prompt_key=question",
+        "reward.answer_key=answer", "data.train_batch_size=8", "data.max_prompt_length=32",
+        "data.max_response_length=16", "actor_rollout_ref.actor.optim.lr=1e-2", "distillation.topk=32",
+        "actor_rollout_ref.teacher.server_port=0", f"actor_rollout_ref.rollout.name={ENGINE}",
+        f"actor_rollout_ref.teacher.backend={ENGINE}", "trainer.total_training_steps=4", "trainer.save_freq=2",
+        "trainer.test_freq=2", f"trainer.default_local_dir={out}", "trainer.device=cpu",
+        "actor_rollout_ref.rollout.max_num_seqs=16", *overrides,
+    ]
+
+
+def start(args, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybrid_gkd", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def finish(process, timeout=300):
+    """Exit code, standard output, standard error; whatever the process started must be gone."""
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert_gone(children)
+    return process.returncode, out, err
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+
+
+def run(args, **options):
+    return finish(start(args, **options))
+
+
+def rows_of(out, experiment="gkd"):
+    lines = (out / "hybrid_gkd" / experiment / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def wait_for(condition, what, seconds=180):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.1)
+    return found
+
+
+def logged_step(out, step):
+    """A condition: the run has logged this step."""
+
+    def condition():
+        file = out / "hybrid_gkd" / "gkd" / "metrics.jsonl"
+        return file.exists() and any(json.loads(line)["step"] >= step for line in file.read_text().splitlines())
+
+    return condition
+
+
+@pytest.fixture(scope="module")
+def finished(world, tmp_path_factory):
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("out")
+    code, text, errors = run(arguments(world, out))
+    assert code == 0, errors
+    return out, text, errors
+
+
+def test_a_run_trains_and_says_where_everything_is(finished):
+    out, text, errors = finished
+    rows = rows_of(out)
+    assert sorted(rows) == [0, 1, 2, 3, 4]
+    assert rows[4]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
+    assert all("val/accuracy" in rows[step] for step in (0, 2, 4))
+    assert {row["training/staleness"] for step, row in rows.items() if step} == {0.0}
+    for shown in ("student after", "actor/kl_loss", "global_step_4", "metrics.jsonl", "config.yaml"):
+        assert shown in text
+    assert f"rollout engine {ENGINE}" in errors
+    assert f"engine {ENGINE}" in errors.partition("teacher:")[2]
+
+
+def test_the_checkpoint_is_a_hugging_face_folder(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished[0] / "hybrid_gkd" / "gkd" / "global_step_4" / "huggingface"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    assert model(ids).logits.shape == (1, ids.shape[1], model.config.vocab_size)
+
+
+def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, world, tmp_path):
+    """Ctrl-C after step 3, then the same command again: it goes on from step 2."""
+    process = start(arguments(world, tmp_path))
+    wait_for(logged_step(tmp_path, 3), "step 3")
+    process.send_signal(signal.SIGINT)
+    code, _, errors = finish(process)
+    if code != 0:  # the run may have been through already
+        assert code == 130, errors
+        assert "Traceback" not in errors
+        code, _, errors = run(arguments(world, tmp_path))
+        assert code == 0, errors
+        assert "continuing from" in errors
+    whole, resumed = rows_of(finished[0]), rows_of(tmp_path)
+    assert sorted(resumed) == sorted(whole)
+    # Scores depend in the last bits on how the teacher happened to batch its requests; those are rounded to float16.
+    for name in ("actor/kl_loss", "actor/grad_norm", "response_length/mean", "val/accuracy"):
+        assert resumed[4][name] == pytest.approx(whole[4][name], rel=1e-3), name
+
+
+def test_resuming_with_other_data_is_refused(finished, world):
+    code, _, errors = run(arguments(world, finished[0], "data.train_batch_size=4"))
+    assert code == 1
+    assert "data.train_batch_size" in errors
+    assert "with 8, this run has 4" in errors
+
+
+def test_a_killed_run_leaves_no_process(world, tmp_path):
+    process = start(arguments(world, tmp_path, "trainer.total_training_steps=500"))
+    wait_for(logged_step(tmp_path, 1), "step 1")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 3
+    process.kill()
+    process.communicate(timeout=60)
+    assert_gone(children)
+
+
+@pytest.mark.parametrize("victim", ["Worker", "hybrid_gkd.teacher"])
+def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim):
+    process = start(
+        arguments(
+            world, tmp_path, "trainer.total_training_steps=500", "actor_rollout_ref.teacher.request_timeout=5",
+            "actor_rollout_ref.teacher.max_retries=1",
+        )
+    )
+    wait_for(logged_step(tmp_path, 1), "step 1")
+    victims = [
+        child for child in psutil.Process(process.pid).children(recursive=True)
+        if victim in " ".join(child.cmdline()) and child.is_running()
+    ]
+    assert victims
+    for child in victims:
+        child.kill()
+    code, _, errors = finish(process)
+    assert code == 1
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert ("worker 0" if victim == "Worker" else "teacher") in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+
+
+def test_a_given_teacher_is_used_and_left_running(world, tmp_path):
+    ready = tmp_path / "ready.json"
+    service = subprocess.Popen(
+        [
+            sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--ckpt-path", str(world / "teacher"), "--port", "0",
+            "--worker-port", "0", "--backend", "hf", "--device", "cpu", "--ready-file", str(ready),
+        ]
+    )
+    try:
+        wait_for(ready.exists, "readiness")
+        port = json.loads(ready.read_text())["port"]
+        given = ["actor_rollout_ref.teacher.server_ip=127.0.0.1", f"actor_rollout_ref.teacher.server_port={port}"]
+        short = ["trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0", "data.val_files=null"]
+        code, text, errors = run(arguments(world, tmp_path, *given, *short))
+        assert code == 0, errors
+        assert f"127.0.0.1:{port}" in errors
+        assert "training steps" in text
+        assert service.poll() is None
+        stranger = [f"actor_rollout_ref.model.path={world}/stranger", "trainer.experiment_name=other"]
+        code, _, errors = run(arguments(world, tmp_path, *given, *stranger))
+        assert code == 1
+        assert "259" in errors
+        assert "260" in errors
+    finally:
+        service.terminate()
+        service.wait(timeout=60)
+
+
+def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
+    """A reward that the random student can reach: short answers are no better, long ones are."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(response, answer):\n    return len(response) % 7 / 7\n")
+    code, _, errors = run(
+        arguments(
+            world, tmp_path, "distillation.enabled=false", "actor_rollout_ref.teacher.model.path=null",
+            "actor_rollout_ref.rollout.n=4", f"reward.custom_reward_function.path={reward}",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
+            "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2",
+        )
+    )
+    assert code == 0, errors
+    rows = rows_of(tmp_path)
+    assert sorted(rows) == [0, 1, 2]
+    assert rows[1]["reward/std"] > 0
+    assert rows[1]["actor/ppo_kl"] != 0  # four optimizer steps on one rollout
+    assert "actor/kl_loss" not in rows[1]
+
+
+def test_dry_run_prints_the_configuration_and_the_plan(world, tmp_path):
+    code, text, errors = run([*arguments(world, tmp_path / "out"), "--dry-run"])
+    assert code == 0, errors
+    assert "train_batch_size: 8" in text
+    assert "memory per worker" in text
+    assert not (tmp_path / "out").exists()
+
+
+BAD = {
+    "unknown key": (["data.trian_files=x"], ["data.trian_files", "no such key"]),
+    "wrong type": (["trainer.save_freq=often"], ["trainer.save_freq", "often"]),
+    "no model folder": (["actor_rollout_ref.model.path=./nowhere"], ["actor_rollout_ref.model.path", "./nowhere"]),
+    "no teacher folder": (
+        ["actor_rollout_ref.teacher.model.path=/nowhere/at/all"], ["actor_rollout_ref.teacher.model.path", "/nowhere"],
+    ),
+    "no data file": (["data.train_files=nowhere.jsonl"], ["data.train_files", "nowhere.jsonl"]),
+    "empty data file": (["data.train_files={world}/empty.jsonl"], ["data.train_files", "empty.jsonl"]),
+    "no such column": (["data.prompt_key=prompt"], ["data.prompt_key", "'prompt'", "question"]),
+    "prompt too long": (["data.max_prompt_length=4"], ["data.max_prompt_length", "4", "data.truncation"]),
+    "batch larger than data": (["data.train_batch_size=100"], ["data.train_batch_size", "100", "40"]),
+    "other vocabulary": (["actor_rollout_ref.teacher.model.path={world}/stranger"], ["stranger", "260", "259"]),
+    "no cuda": (["trainer.device=cuda"], ["trainer.device", "cuda"]),
+    "nothing to resume": (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"], ["trainer.resume_from_path", "/nowhere"],
+    ),
+    "unwritable run folder": (["trainer.default_local_dir=/proc/runs"], ["trainer.default_local_dir", "/proc/runs"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_message(world, tmp_path, case):
+    overrides, parts = BAD[case]
+    if case == "no cuda" and os.path.exists("/dev/nvidia0"):
+        pytest.skip("there is a GPU")
+    out = tmp_path / "out"
+    base = [a for a in arguments(world, out) if a.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
+    code, text, errors = run([*base, *(override.format(world=world) for override in overrides)])
+    assert code == 1
+    assert "Traceback" not in errors + text
+    message = errors.splitlines()[-1]
+    assert message.startswith("error: ")
+    for part in parts:
+        assert part in message
+    assert not out.exists() or not list(out.glob("*/*/global_step_*"))
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_long_prompts_can_be_cut(world, tmp_path, truncation):
+    code, _, errors = run(
+        arguments(
+            world, tmp_path, "data.max_prompt_length=8", f"data.truncation={truncation}", "data.val_files=null",
+            "trainer.total_training_steps=1", "trainer.save_freq=0", "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.teacher.backend=hf",
+        )
+    )
+    assert code == 0, errors
+    assert rows_of(tmp_path)[1]["prompt_length/max"] == 8
+
+
+def test_an_unreachable_teacher_ends_the_run_within_its_connect_timeout(world, tmp_path):
+    with socket.socket() as listener:  # answers no handshake
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        code, _, errors = run(
+            arguments(
+                world, tmp_path, "actor_rollout_ref.teacher.server_ip=127.0.0.1",
+                f"actor_rollout_ref.teacher.server_port={port}", "actor_rollout_ref.teacher.connect_timeout=2",
+            )
+        )
+    assert code == 1
+    assert f"127.0.0.1:{port}" in errors.splitlines()[-1]
+    assert "2" in errors.splitlines()[-1]
+
+
+def test_a_port_in_use_is_named(world, tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        code, _, errors = run(arguments(world, tmp_path, f"actor_rollout_ref.teacher.server_port={port}"))
+    assert code == 1
+    assert str(port) in errors.splitlines()[-1]
+    assert "port" in errors.splitlines()[-1]
+
+
+def test_two_runs_in_one_folder_are_refused(world, tmp_path):
+    first = start(arguments(world, tmp_path, "trainer.total_training_steps=500"))
+    try:
+        wait_for((tmp_path / "hybrid_gkd" / "gkd" / "config.yaml").exists, "the run folder")
+        code, _, errors = run(arguments(world, tmp_path))
+        assert code == 1
+        assert "trainer.experiment_name" in errors.splitlines()[-1]
+    finally:
+        first.send_signal(signal.SIGTERM)
+        code, _, errors = finish(first)
+    assert code == 128 + signal.SIGTERM, errors
+
+
+def test_a_fresh_start_moves_the_earlier_run_aside(world, tmp_path):
+    out = tmp_path
+    (out / "hybrid_gkd" / "gkd").mkdir(parents=True)
+    (out / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 7}\n')
+    args = arguments(
+        world, out, "trainer.resume_mode=disable", "trainer.total_training_steps=1", "data.val_files=null",
+        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.backend=hf", "trainer.save_freq=0",
+    )
+    code, _, errors = run(args)
+    assert code == 0, errors
+    assert Path(out / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text() == '{"step": 7}\n'
+    assert sorted(rows_of(out)) == [1]

@@ -1,0 +1,344 @@
+"""The teacher service with real processes: right numbers, and what happens when parts of it die."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import zmq
+from transformers import AutoModelForCausalLM
+
+from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
+from hybrid_gkd.teacher.connection import query_status
+from hybrid_gkd.teacher.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.types import Sequence
+from hybrid_gkd.vllm_compat import vllm_available
+
+PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
+MAX_LENGTH = 128
+HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
+VLLM = ["--backend", "vllm", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
+needs_vllm = pytest.mark.skipif(not vllm_available(), reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(tiny.make_model(tmp_path_factory.mktemp("teacher_model")))
+
+
+@pytest.fixture(scope="module")
+def hf_teacher(model_path, tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("hf") / "teacher.log"
+    with LocalTeacher(model_path, log_path=log_path, options=HF, start_timeout=PATIENCE) as teacher:
+        yield teacher
+
+
+@pytest.fixture
+def own_teacher(model_path, tmp_path):
+    """For tests that break it."""
+    with LocalTeacher(model_path, log_path=tmp_path / "teacher.log", options=HF, start_timeout=PATIENCE) as teacher:
+        yield teacher
+
+
+@pytest.fixture(scope="module")
+def vllm_teacher(model_path, tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("vllm") / "teacher.log"
+    with LocalTeacher(model_path, log_path=log_path, options=VLLM, start_timeout=PATIENCE) as teacher:
+        yield teacher
+
+
+@contextlib.contextmanager
+def connected(model_path, teacher, **options):
+    options = {"topk": 5, "vocab_size": 259, "connect_timeout": PATIENCE, "request_timeout": PATIENCE} | options
+    tokenizer = load_tokenizer(model_path)
+    with TeacherClient([teacher.address], **options) as client:
+        client.handshake(
+            tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer), max_sequence_length=100
+        )
+        yield client
+
+
+def sequences(count, longest=60):
+    rng = np.random.default_rng(7)
+    return [
+        Sequence(
+            index=index,
+            prompt_ids=rng.integers(0, 259, rng.integers(1, longest), dtype=np.int32),
+            response_ids=rng.integers(0, 259, rng.integers(1, longest), dtype=np.int32),
+            weight_version=0,
+            finish_reason="stop",
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(model_path):
+    """(sequence, temperature) -> log-probabilities [R, V] by the shortest way there is."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logprobs(sequence, temperature):
+        ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids]).astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0, len(sequence.prompt_ids) - 1 : -1]
+        return (logits / temperature).log_softmax(-1).numpy()
+
+    return logprobs
+
+
+def expect_scores(futures, batch, reference, temperature=1.0):
+    for future, sequence in zip(futures, batch, strict=True):
+        score = future.result(PATIENCE)
+        expected = reference(sequence, temperature)
+        top = -np.sort(-expected, axis=1)[:, : score.ids.shape[1]]
+        rows = np.arange(len(sequence.response_ids))
+        np.testing.assert_allclose(score.sampled_logprobs, expected[rows, sequence.response_ids], atol=2e-4)
+        # float16 on the wire: 11 bits.
+        np.testing.assert_allclose(score.logprobs, top, rtol=1e-3, atol=2e-4)
+        np.testing.assert_allclose(np.take_along_axis(expected, score.ids, 1), top, atol=2e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_hf_scores_are_the_plain_log_softmax(model_path, hf_teacher, reference, temperature):
+    batch = sequences(30)
+    with connected(model_path, hf_teacher, temperature=temperature) as client:
+        expect_scores(client.submit(batch), batch, reference, temperature)
+
+
+def test_whole_vocabulary(model_path, tmp_path, reference):
+    options = {"log_path": tmp_path / "log", "options": HF, "n_logprobs": 259, "start_timeout": PATIENCE}
+    with LocalTeacher(model_path, **options) as teacher, connected(model_path, teacher, topk=259) as client:
+        batch = sequences(3)
+        expect_scores(client.submit(batch), batch, reference)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, reference):
+    batch = sequences(30)
+    with connected(model_path, vllm_teacher, n_server_workers=4) as client:
+        expect_scores(client.submit(batch), batch, reference)
+    # The longest that it promises to score.
+    rng = np.random.default_rng(0)
+    limit = query_status(vllm_teacher.address).model.max_sequence_length
+    assert limit == MAX_LENGTH
+    full = [
+        Sequence(
+            index=0,
+            prompt_ids=rng.integers(0, 259, 8, dtype=np.int32),
+            response_ids=rng.integers(0, 259, limit - 8, dtype=np.int32),
+            weight_version=0,
+            finish_reason="length",
+        )
+    ]
+    with connected(model_path, vllm_teacher) as client:
+        expect_scores(client.submit(full), full, reference)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_refuses_a_temperature_before_training(model_path, vllm_teacher):
+    with pytest.raises(TeacherMismatch, match=r"temperature: the teacher has only 1\.0 \(backend vllm\)"):
+        with connected(model_path, vllm_teacher, temperature=0.5):
+            pass
+
+
+def test_what_does_not_fit_is_said(model_path, hf_teacher):
+    with pytest.raises(TeacherMismatch, match="the teacher has 64, the student needs 65"):
+        with connected(model_path, hf_teacher, topk=65):
+            pass
+    long = sequences(1)[0]
+    long = Sequence(
+        index=0, prompt_ids=long.prompt_ids, response_ids=np.ones(MAX_LENGTH, np.int32), weight_version=0,
+        finish_reason="length",
+    )  # fmt: skip
+    with connected(model_path, hf_teacher) as client:
+        with pytest.raises(TeacherRefused, match=f"has {long.num_tokens} tokens, the server's limit is {MAX_LENGTH}"):
+            client.submit([long])[0].result(PATIENCE)
+
+
+def test_malformed_messages_are_dropped_and_counted(model_path, hf_teacher, reference):
+    before = query_status(hf_teacher.address).counters["malformed"]
+    with zmq.Context() as context:
+        for address in (hf_teacher.address, hf_teacher.worker_address):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, 2000)
+                dealer.connect(f"tcp://{address}")
+                for frames in ([b""], [b"\x80\x04garbage"], [b"x"] * 50, [b"\x93", b"y"]):
+                    dealer.send_multipart(frames)
+        time.sleep(0.5)
+    with socket.create_connection(hf_teacher.address.split(":"), timeout=PATIENCE) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert query_status(hf_teacher.address).counters["malformed"] == before + 8
+    with connected(model_path, hf_teacher) as client:
+        batch = sequences(2)
+        expect_scores(client.submit(batch), batch, reference)
+
+
+def start_joined_worker(model_path, address, log_path):
+    command = [sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", address, "--ckpt-path", model_path]
+    with open(log_path, "wb") as log:
+        return subprocess.Popen([*command, *HF], stdout=log, stderr=log, env=child_environment())
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE} s: {what}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def joined_worker(model_path, teacher, tmp_path):
+    worker = start_joined_worker(model_path, teacher.worker_address, tmp_path / "join.log")
+    try:
+        wait_until(lambda: query_status(teacher.address).num_workers == 2, "for the second worker")
+        yield worker
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_requests_of_a_dead_worker_go_to_another(model_path, own_teacher, reference, tmp_path):
+    batch = sequences(60)
+    with joined_worker(model_path, own_teacher, tmp_path) as worker:
+        with connected(model_path, own_teacher) as client:
+            worker.send_signal(signal.SIGSTOP)  # so that it surely holds requests when it dies
+            futures = client.submit(batch)
+            wait_until(lambda: query_status(own_teacher.address).num_in_flight > 0, "for requests in flight")
+            worker.kill()
+            expect_scores(futures, batch, reference)
+            metrics = client.drain_metrics()
+        state = query_status(own_teacher.address)
+    assert state.counters["requeued"] > 0
+    assert state.counters["delivered"] == len(metrics.latencies) == 15
+    assert metrics.retries == 0
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid):
+    try:
+        return re.search(r"\) (\S)", Path(f"/proc/{pid}/stat").read_text())[1] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
+    (worker,) = children(own_teacher.pid)
+    batch = sequences(8)
+    with connected(model_path, own_teacher) as client:
+        os.kill(worker, signal.SIGSTOP)
+        futures = client.submit(batch)
+        wait_until(lambda: query_status(own_teacher.address).num_in_flight == 2, "for requests in flight")
+        os.kill(worker, signal.SIGKILL)
+        expect_scores(futures, batch, reference)
+    assert children(own_teacher.pid) != [worker]
+
+
+@pytest.mark.slow
+def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_teacher, reference, tmp_path):
+    batch = sequences(8)
+    ports = [own_teacher.address.split(":")[1], own_teacher.worker_address.split(":")[1]]
+    with joined_worker(model_path, own_teacher, tmp_path), connected(model_path, own_teacher) as client:
+        expect_scores(client.submit(batch), batch, reference)
+        os.kill(own_teacher.pid, signal.SIGKILL)
+        wait_until(lambda: own_teacher.poll() is not None, "for the service to die")
+        futures = client.submit(batch)
+        second = LocalTeacher(
+            model_path, log_path=tmp_path / "second.log", port=int(ports[0]), start_timeout=PATIENCE,
+            options=[*HF, "--worker-port", ports[1]],
+        )  # fmt: skip
+        with second:
+            expect_scores(futures, batch, reference)
+            wait_until(lambda: query_status(second.address).num_workers == 2, "for the worker to come back")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_process_survives_the_service(own_teacher, how):
+    processes = [own_teacher.pid, *children(own_teacher.pid)]
+    assert len(processes) == 2
+    os.kill(own_teacher.pid, how)
+    wait_until(lambda: own_teacher.poll() is not None, "for the service to end")
+    wait_until(lambda: not any(map(is_alive, processes)), "for its worker to end")
+    assert own_teacher.poll() == (-signal.SIGKILL if how == signal.SIGKILL else 0)
+
+
+def test_the_service_ends_with_its_parent(model_path, tmp_path):
+    program = (
+        "import sys, time; from hybrid_gkd.teacher.local import LocalTeacher\n"
+        f"teacher = LocalTeacher({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
+        "teacher.start(); print(teacher.pid, flush=True); time.sleep(1000)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=child_environment())
+    try:
+        service = int(parent.stdout.readline())
+        processes = [service, *children(service)]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(map(is_alive, processes)), "for the service to end with its parent")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ckpt-path", "/no/such/folder"], "/no/such/folder: no such model folder"),
+        (["--ckpt-path", "{model}", "--host", "0.0.0.0"], "--host 0.0.0.0: .* add --insecure"),
+        (["--ckpt-path", "{model}", "--port", "{taken}"], "--port {taken}: cannot bind .* another process uses it"),
+        (["--ckpt-path", "{model}", "--tp-size", "2"], "--tp-size 2: tensor parallelism needs --backend vllm"),
+        (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: on the CPU"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher, arguments, text):
+    values = {"model": model_path, "taken": hf_teacher.address.split(":")[1]}
+    command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--port", "0", "--worker-port", "0"]
+    command += ["--backend", "hf", "--device", "cpu", *(word.format(**values) for word in arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=child_environment())
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert ended.returncode == 1
+    assert len(errors) == 1
+    assert re.search(text.format(**values), errors[0])
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_launcher_reports_the_reason_at_once(tmp_path):
+    teacher = LocalTeacher("/no/such/folder", log_path=tmp_path / "log", options=HF, start_timeout=PATIENCE)
+    with pytest.raises(TeacherError, match="did not start: /no/such/folder: no such model folder; its log: "):
+        teacher.__enter__()
+    assert teacher.poll() == 1
+
+
+def test_status_command(hf_teacher):
+    command = [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr"]
+    environment = child_environment()
+    answer = subprocess.run(
+        [*command, hf_teacher.address], capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
+    assert answer.returncode == 0
+    for line in (
+        r"model .*backend hf",
+        r"workers alive +1",
+        r"queue length +0",
+        r"tokens per second +\d+",
+        "top-k +up to 64",
+    ):
+        assert re.search(line, answer.stdout), answer.stdout
+    nobody = subprocess.run(
+        [*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
+    assert nobody.returncode == 1
+    assert nobody.stderr.startswith("error: 127.0.0.1:1: no teacher server answered")

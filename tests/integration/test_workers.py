@@ -1,0 +1,171 @@
+"""The worker group on real Ray, FSDP2 over gloo, and the real rollout engines, on the CPU."""
+
+import contextlib
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+import tiny
+from safetensors.torch import load_file
+
+from hybrid_gkd import vllm_compat
+from hybrid_gkd.config import load_config
+from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+NUM_STEPS = 4
+TOPK = 8
+needs_vllm = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.make_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(model, tmp_path_factory):
+    """One Ray cluster with room for two workers."""
+    with ray_cluster(make_config(model, tmp_path_factory.mktemp("ray"), "trainer.n_gpus_per_node=2"), "cpu"):
+        yield
+
+
+def make_config(model, folder, *overrides):
+    return load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={model}",
+            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
+            "data.max_prompt_length=24", "data.max_response_length=24", "trainer.device=cpu",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128", f"distillation.topk={TOPK}",
+            # Adam divides by the root of the second moment: with a tiny eps, rounding of a near-zero gradient is a step.
+            "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.eps=1e-4", "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.nccl_timeout=120", *overrides,
+        ]
+    )
+
+
+def make_group(config, num_updates=2):
+    return WorkerGroup(config, device="cpu", num_updates=num_updates, stop_token_ids=[256])
+
+
+def random_batch(step, count=12):
+    """Sequences of odd lengths with random but valid teacher scores."""
+    rng = np.random.default_rng(step)
+    batch = []
+    for index in range(count):
+        prompt, response = (rng.integers(0, 256, rng.integers(1, 24)).astype(np.int32) for _ in range(2))
+        ids = np.stack([rng.permutation(256)[:TOPK] for _ in response]).astype(np.int32)
+        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 1), len(response))[:, :TOPK]).astype(np.float32)
+        sequence = Sequence(
+            index=index, prompt_ids=prompt, response_ids=response, weight_version=step, finish_reason="stop"
+        )
+        teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        batch.append(TrainSequence(sequence=sequence, teacher=teacher))
+    return batch
+
+
+def shares(batch, num_workers, max_tokens):
+    plan = plan_micro_batches([item.sequence.num_tokens for item in batch], num_workers, max_tokens, None, True)
+    num_tokens = sum(len(item.sequence.response_ids) for item in batch)
+    return [
+        [MiniBatch(micro_batches=tuple(tuple(batch[i] for i in m) for m in share), num_tokens=num_tokens)]
+        for share in plan
+    ]
+
+
+def train(config, folder, *, max_tokens=128, batches=None):
+    """Loss curve and final weights of a few steps on given sequences and scores."""
+    curve = []
+    with contextlib.closing(make_group(config, num_updates=NUM_STEPS)) as group:
+        for batch in batches or [random_batch(step) for step in range(NUM_STEPS)]:
+            curve += group.update(shares(batch, group.size, max_tokens))
+        group.save_checkpoint(folder, tokenizer_path=config.actor_rollout_ref.model.path)
+    return curve, load_file(folder / "huggingface" / "model.safetensors")
+
+
+def assert_same(first, second, weights_first, weights_second):
+    """Equal up to the order of float32 sums, over all steps: 1e-5 relative for metrics, 2e-5 for weights."""
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert weights_first.keys() == weights_second.keys()
+    for name in weights_first:
+        np.testing.assert_allclose(weights_first[name], weights_second[name], rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_one_worker_and_two_train_the_same(model, tmp_path):
+    one = make_config(model, tmp_path / "one")
+    two = make_config(model, tmp_path / "two", "trainer.n_gpus_per_node=2")
+    curve_one, weights_one = train(one, tmp_path / "w1")
+    curve_two, weights_two = train(two, tmp_path / "w2", max_tokens=96)
+    assert_same(curve_one, curve_two, weights_one, weights_two)
+    before = load_file(model / "model.safetensors")
+    assert any((weights_one[name] - before[name]).abs().max() > 1e-3 for name in before)
+
+
+def test_a_worker_without_sequences_takes_part(model, tmp_path):
+    batches = [random_batch(0, count=1)]
+    two = make_config(model, tmp_path / "two", "trainer.n_gpus_per_node=2")
+    one = make_config(model, tmp_path / "one")
+    result_one, result_two = (train(c, tmp_path / n, batches=batches) for c, n in ((one, "w1"), (two, "w2")))
+    assert_same(result_one[0], result_two[0], result_one[1], result_two[1])
+
+
+@needs_vllm
+def test_vllm_generates_with_the_published_weights(model, tmp_path):
+    """Sampled log-probabilities of engine and actor agree before and after an update, on two workers."""
+    config = make_config(
+        model, tmp_path, "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2",
+    )
+    requests = [
+        GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)
+    ]
+    with contextlib.closing(make_group(config)) as group:
+        assert {"vllm" in worker["engine"] for worker in group.description} == {True}
+        drawn = []
+        for version in range(2):
+            group.publish(version)
+            found = [s for part in group.generate(requests, SamplingParams(max_tokens=24, logprobs=True)) for s in part]
+            found.sort(key=lambda sequence: sequence.index)
+            drawn.append([s.response_ids.tolist() for s in found])
+            assert [s.index for s in found] == list(range(10))
+            assert {s.weight_version for s in found} == {version}
+            batch = [TrainSequence(sequence=s) for s in found]
+            logprobs = group.compute_logprobs([(tuple(batch[rank::2]),) for rank in range(2)])
+            for s in found:
+                np.testing.assert_allclose(s.logprobs, logprobs[s.index], atol=2e-5)
+            group.update(shares(random_batch(version), 2, 128))
+        assert drawn[0] != drawn[1]
+
+
+def test_a_killed_worker_ends_the_call_with_its_name_and_log(model, tmp_path):
+    config = make_config(model, tmp_path, "trainer.n_gpus_per_node=2")
+    with contextlib.closing(make_group(config)) as group:
+        ray.kill(group._workers[1])
+        with pytest.raises(WorkerError, match=r"worker 1 died in update.*worker_1\.log"):
+            group.update(shares(random_batch(0), 2, 128))
+
+
+def test_a_hung_worker_ends_the_call_at_the_deadline(model, tmp_path):
+    config = make_config(model, tmp_path, "actor_rollout_ref.nccl_timeout=60")
+    with contextlib.closing(make_group(config)) as group:
+        pid = ray.get(group._workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
+        os.kill(pid, signal.SIGSTOP)
+        group.timeout = 3
+        try:
+            with pytest.raises(WorkerError, match=r"no answer to publish from worker 0 within 3 s"):
+                group.publish(1)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_cluster_without_the_resources_is_refused_by_name(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("hybrid_gkd.workers.group.PLACEMENT_SECONDS", 2)
+    config = make_config(model, tmp_path)
+    with pytest.raises(WorkerError, match=r"trainer\.n_gpus_per_node.*GPU"):
+        WorkerGroup(config, device="cuda", num_updates=2, stop_token_ids=[256])

@@ -1,0 +1,72 @@
+"""An interrupted or failed write never replaces a good checkpoint."""
+
+import pytest
+
+from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState, load_state
+from hybrid_gkd.errors import CheckpointError
+
+
+def state(step):
+    return TrainerState(step=step, data={"data.seed": 0}, first_metrics={"actor/kl_loss": 1.5})
+
+
+def write(store, step, text="weights"):
+    with store.writing(state(step)) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "part").write_text(text)
+
+
+def test_latest_is_the_newest_complete_one_and_its_state_reads_back(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    assert store.latest() is None
+    write(store, 5)
+    write(store, 10)
+    assert store.latest() == tmp_path / "global_step_10"
+    assert load_state(store.latest()) == state(10)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left on device"), RuntimeError])
+def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 5, "good")
+    with pytest.raises((KeyboardInterrupt, CheckpointError, RuntimeError)):
+        with store.writing(state(6)) as folder:
+            (folder / "half").write_text("written")
+            raise error
+    assert store.latest() == tmp_path / "global_step_5"
+    assert (store.latest() / "actor" / "part").read_text() == "good"
+    write(store, 6)  # what was left behind is no obstacle
+    assert store.latest() == tmp_path / "global_step_6"
+    assert not (store.latest() / "half").exists()
+
+
+def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5, "old")
+    write(store, 5, "new")
+    assert (store.latest() / "actor" / "part").read_text() == "new"
+
+
+def test_only_the_newest_are_kept_and_later_ones_of_another_run_do_not_count(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (30, 1, 2, 3):
+        write(store, step)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_2", "global_step_3", "global_step_30",
+    ]
+
+
+def test_a_pointer_without_its_folder_and_a_broken_state_are_errors(tmp_path):
+    (tmp_path / LATEST).write_text("7\n")
+    with pytest.raises(CheckpointError, match="global_step_7"):
+        CheckpointStore(tmp_path, keep=2).latest()
+    (tmp_path / "global_step_7").mkdir()
+    (tmp_path / "global_step_7" / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        load_state(tmp_path / "global_step_7")
+
+
+def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        write(CheckpointStore(tmp_path / "file", keep=2), 1)

@@ -1,0 +1,105 @@
+"""Configuration: strictness, precedence, messages, and every recipe under config/."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hybrid_gkd.config import CONFIG_DIR, load_config, to_yaml
+from hybrid_gkd.errors import ConfigError
+
+OWN = [
+    "data.train_files=prompts.jsonl",
+    "actor_rollout_ref.model.path=student",
+    "actor_rollout_ref.teacher.model.path=teacher",
+]
+
+
+@pytest.mark.parametrize("file", sorted(CONFIG_DIR.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_recipe_loads(file):
+    overrides = [] if "${demo:" in file.read_text() else OWN
+    assert load_config(overrides, config_name=file.stem).data.train_batch_size > 0
+
+
+def test_precedence_is_defaults_then_yaml_then_overrides(tmp_path):
+    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n")
+    config = load_config([*OWN, "data.seed=9"], config_name="mine", config_path=tmp_path)
+    assert (config.data.train_batch_size, config.data.seed, config.data.prompt_key) == (7, 9, "prompt")
+
+
+def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
+    config = load_config([*OWN, "actor_rollout_ref.actor.optim.lr=1e-4", "data.apply_chat_template_kwargs={a: 1}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(config_name="config", config_path=tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.trunction=left", ["data.trunction", "no such key", "data.truncation"]),
+        ("data.train_batch_size=abc", ["data.train_batch_size", "'abc'"]),
+        ("data.train_batch_size=1.5", ["data.train_batch_size", "'1.5'"]),
+        ("data.train_batch_size=0", ["data.train_batch_size", "above 0", "0"]),
+        ("data.truncation=middel", ["data.truncation", "'middel'", "middle"]),
+        ("data.val_files=3", ["data.val_files", "list of files", "3"]),
+        ("data.seed=[", ["data.seed", "YAML"]),
+        ("justaword", ["justaword", "dotted.key=value"]),
+        ("trainer=3", ["trainer", "3"]),
+        ("trainer.scheduler=two_steps", ["trainer.scheduler", "two_steps", "sync"]),
+        ("trainer.logger=[tensorboard]", ["trainer.logger", "wandb", "tensorboard"]),
+        ("trainer.experiment_name=a/b", ["trainer.experiment_name", "a/b"]),
+        ("trainer.resume_mode=resume_path", ["trainer.resume_from_path", "resume_path"]),
+        ("actor_rollout_ref.rollout.top_p=1.5", ["actor_rollout_ref.rollout.top_p", "between 0 and 1", "1.5"]),
+        ("actor_rollout_ref.rollout.top_k=0", ["actor_rollout_ref.rollout.top_k", "0"]),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", ["tensor_model_parallel_size", "divide", "3"]),
+        ("actor_rollout_ref.rollout.max_model_len=10", ["max_model_len", "2048", "10"]),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10", ["ppo_max_token_len_per_gpu", "2048", "10"]),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=500", ["ppo_mini_batch_size", "128", "500"]),
+        ("actor_rollout_ref.actor.use_dynamic_bsz=false", ["ppo_micro_batch_size_per_gpu"]),
+        ("actor_rollout_ref.teacher.model.path=null", ["actor_rollout_ref.teacher.model.path", "server_ip"]),
+        ("actor_rollout_ref.teacher.server_port=70000", ["actor_rollout_ref.teacher.server_port", "70000"]),
+        ("distillation.enabled=false", ["reward.answer_key"]),
+    ],
+)
+def test_bad_values_are_refused_by_name(override, parts):
+    with pytest.raises(ConfigError) as caught:
+        load_config([*OWN, override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.train_files: must be given"):
+        load_config([])
+    with pytest.raises(ConfigError, match="--config-name.*nothere"):
+        load_config(OWN, config_name="nothere", config_path=tmp_path)
+
+
+def test_a_temperature_that_a_vllm_teacher_cannot_apply_is_refused():
+    with pytest.raises(ConfigError, match=r"distillation\.temperature.*0\.7"):
+        load_config([*OWN, "distillation.temperature=0.7", "actor_rollout_ref.teacher.backend=vllm"])
+
+
+LIGHT = {
+    "hybrid_gkd.config": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
+    "hybrid_gkd.types": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
+    "hybrid_gkd.errors": {"torch", "vllm", "ray", "transformers", "zmq", "numpy"},
+    "hybrid_gkd.teacher.protocol": {"torch", "vllm", "ray", "transformers"},
+    "hybrid_gkd.teacher_client": {"torch", "vllm", "ray", "transformers"},
+    "hybrid_gkd.teacher.__main__": {"ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
+    "hybrid_gkd.teacher.worker": {"ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
+    "hybrid_gkd.teacher.local": {"torch", "ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
+    "hybrid_gkd.workers.actor": {"ray", "vllm"},
+    "hybrid_gkd.workers.rollout": {"ray", "vllm"},
+    "hybrid_gkd.trainer": {"vllm", "torch.distributed"},
+    "hybrid_gkd.ppo.trainer": {"vllm", "torch.distributed"},
+    "hybrid_gkd.losses.head": {"ray", "vllm", "hybrid_gkd.workers"},
+}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_imports_run_one_way(module):
+    """In a fresh interpreter, importing the module does not bring in what it must not know."""
+    code = f"import sys, {module}; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert not LIGHT[module] & set(done.stdout.split())
