@@ -569,21 +569,19 @@ def _check_ppo(config: Config) -> None:
 
 
 _POSITIVE = """
-data.max_prompt_length data.max_response_length data.train_batch_size
-actor_rollout_ref.nccl_timeout actor_rollout_ref.actor.ppo_mini_batch_size
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-actor_rollout_ref.actor.ppo_epochs actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.clip_ratio
-actor_rollout_ref.actor.optim.lr actor_rollout_ref.actor.optim.eps
-actor_rollout_ref.rollout.n actor_rollout_ref.rollout.tensor_model_parallel_size
-actor_rollout_ref.rollout.max_num_batched_tokens actor_rollout_ref.rollout.max_num_seqs
-actor_rollout_ref.rollout.temperature
+data.max_prompt_length data.max_response_length data.train_batch_size actor_rollout_ref.nccl_timeout
+actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.ppo_epochs
+actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.clip_ratio actor_rollout_ref.actor.optim.lr
+actor_rollout_ref.actor.optim.eps actor_rollout_ref.rollout.n
+actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.max_num_batched_tokens
+actor_rollout_ref.rollout.max_num_seqs actor_rollout_ref.rollout.temperature
 actor_rollout_ref.teacher.n_server_workers actor_rollout_ref.teacher.num_microbatches
 actor_rollout_ref.teacher.connect_timeout actor_rollout_ref.teacher.start_timeout
 actor_rollout_ref.teacher.request_timeout actor_rollout_ref.teacher.tensor_model_parallel_size
-actor_rollout_ref.teacher.max_model_len
-distillation.topk distillation.temperature distillation.distillation_loss_coef
-trainer.total_epochs trainer.total_training_steps trainer.nnodes trainer.n_gpus_per_node
-trainer.max_actor_ckpt_to_keep ray_init.num_cpus
+actor_rollout_ref.teacher.max_model_len distillation.topk distillation.temperature
+distillation.distillation_loss_coef trainer.total_epochs trainer.total_training_steps trainer.nnodes
+trainer.n_gpus_per_node trainer.max_actor_ckpt_to_keep ray_init.num_cpus
 """.split()
 _NOT_NEGATIVE = """
 actor_rollout_ref.actor.optim.weight_decay actor_rollout_ref.actor.optim.lr_warmup_steps

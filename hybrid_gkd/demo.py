@@ -11,6 +11,7 @@ Nothing here is used by training: the trainer sees two model folders and two dat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,14 +67,14 @@ class DemoRecipe:
 
     version: int = 1
     """To be raised when the code changes what is built."""
-    min_digits: int = 5
-    max_digits: int = 8
+    num_digits: int = 6
+    """Of every prompt; with mixed lengths the student would need several times as many steps."""
     num_train: int = 20_000
     num_val: int = 256
     batch_size: int = 256
     teacher: ModelRecipe = field(
         default_factory=lambda: ModelRecipe(
-            hidden_size=128, num_layers=2, max_steps=220, learning_rate=2e-3, stop_at_accuracy=1.01, init_seed=1
+            hidden_size=128, num_layers=2, max_steps=180, learning_rate=2e-3, stop_at_accuracy=1.01, init_seed=1
         )
     )
     student: ModelRecipe = field(
@@ -140,38 +142,47 @@ def build_demo(
     return DemoPaths.under(root)
 
 
+def teacher_accuracy(paths: DemoPaths) -> float:
+    """Held-out greedy accuracy of the teacher, measured when the demo was built."""
+    return json.loads(paths.manifest.read_text())["teacher"]["held_out_accuracy"]
+
+
+def _manifest_key(root: Path) -> str | None:
+    """Key of the recipe and seed of a built demo; None where there is none."""
+    try:
+        return json.loads(DemoPaths.under(root).manifest.read_text())["key"]
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or somebody else's file
+        return None
+
+
 def _is_complete(root: Path, key: str) -> bool:
-    paths = DemoPaths.under(root)
-    if not all(p.exists() for p in asdict(paths).values()):
-        return False
-    return json.loads(paths.manifest.read_text())["key"] == key
+    return _manifest_key(root) == key and all(path.exists() for path in asdict(DemoPaths.under(root)).values())
 
 
 def _check_replaceable(root: Path, key: str, force: bool) -> None:
     """Only an absent or empty folder, a broken copy of the same demo, or (with force) another demo may be replaced."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return
-    manifest = DemoPaths.under(root).manifest
-    if not manifest.is_file():
+    found = _manifest_key(root)
+    if found is None:
         raise ConfigError("--out", "must be an absent or empty folder, or one that holds a demo", str(root))
-    if not force and json.loads(manifest.read_text())["key"] != key:
+    if found != key and not force:
         raise ConfigError("--out", "holds a demo of another seed or recipe; --force replaces it", str(root))
 
 
 def _move_into_place(building: Path, root: Path, key: str, force: bool) -> None:
     """Rename onto `root`; if another build was faster, keep that one."""
-    replaced = None
-    if root.exists() and (force or not _is_complete(root, key)):
-        replaced = Path(tempfile.mkdtemp(prefix=f".{root.name}.old.", dir=root.parent))
-        root.rename(replaced)  # onto an empty folder
+    replaced = Path(tempfile.mkdtemp(prefix=f".{root.name}.old.", dir=root.parent))
     try:
+        if force or not _is_complete(root, key):
+            with contextlib.suppress(FileNotFoundError):
+                root.rename(replaced)  # onto an empty folder
         building.rename(root)
     except OSError:
         if not _is_complete(root, key):
             raise
     finally:
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
@@ -179,7 +190,7 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
     import transformers
 
     started = time.monotonic()
-    logger.info("building the demo models in %s (a minute or two on two CPU cores)", paths.root.parent)
+    logger.info("building the demo models in %s (about half a minute on two idle CPU cores)", paths.root.parent)
     train, val = make_data(recipe, seed)
     for file, rows in ((paths.train, train), (paths.val, val)):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -193,19 +204,31 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
         "num_train": len(train),
         "num_val": len(val),
     }
-    for name, model_recipe, folder in (
-        ("teacher", recipe.teacher, paths.teacher),
-        ("student", recipe.student, paths.student),
-    ):
+    jobs = (("teacher", recipe.teacher, paths.teacher), ("student", recipe.student, paths.student))
+    for name, model_recipe, folder in jobs:
         model, steps = _train(name, model_recipe, recipe.batch_size, train, tokenizer, seed)
         accuracy = greedy_accuracy(model, tokenizer, val)
         parameters = sum(p.numel() for p in model.parameters())
         logger.info("%s: %d parameters, held-out accuracy %.3f", name, parameters, accuracy)
         manifest[name] = {"parameters": parameters, "sft_steps": steps, "held_out_accuracy": accuracy}
-        model.save_pretrained(folder)
+        with _no_progress_bars():
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     manifest["build_seconds"] = round(time.monotonic() - started, 1)
     paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
@@ -213,10 +236,8 @@ def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
     rng = np.random.default_rng([recipe.version, seed])
     prompts: dict[str, None] = {}  # an ordered set
     while len(prompts) < recipe.num_train + recipe.num_val:
-        length = int(rng.integers(recipe.min_digits, recipe.max_digits + 1))
-        prompts["".join(map(str, rng.integers(0, 10, length)))] = None
+        prompts["".join(map(str, rng.integers(0, 10, recipe.num_digits)))] = None
     rows = [{"prompt": prompt, "answer": "".join(sorted(prompt))} for prompt in prompts]
-    rng.shuffle(rows)  # type: ignore[arg-type]  # later draws are longer: the short ones collide more often
     return rows[recipe.num_val :], rows[: recipe.num_val]
 
 

@@ -63,7 +63,9 @@ def plan(config: Config, *, device: str, engine: str) -> str:
     if not (fsdp.optimizer_offload and device == "cuda"):
         on_device = {phase: value + optimizer for phase, value in on_device.items()}
     on_device["optimizer step"] = shard * master * 4
-    lines.append(f"student: {size.parameters / 1e6:.1f} M parameters, {size.kv_bytes_per_token} bytes of KV cache a token")
+    lines.append(
+        f"student: {size.parameters / 1e6:.1f} M parameters, {size.kv_bytes_per_token} bytes of KV cache a token"
+    )
     lines.append("memory per worker, GiB (activations not included):")
     lines += [f"  {phase:15s} actor {value / GIB:8.3f}" for phase, value in on_device.items()]
     lines.append(f"  {'rollout':15s} engine weights {engine_bytes / GIB:.3f}")

@@ -33,7 +33,7 @@ from hybrid_gkd.errors import (
     TeacherTimeout,
     TeacherUnreachable,
 )
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.connection import Connection, ServerInfo, StudentNeeds, query_status
 from hybrid_gkd.teacher.protocol import ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
@@ -113,6 +113,8 @@ class TeacherClient:
         self._ids = itertools.count(1)
         if not endpoints:
             raise TeacherError("no teacher address is given")
+        for address in endpoints:
+            network.endpoint_url(address)  # a bad one is an error before anything is opened
         self._context = zmq.Context()
         self._endpoints = [Connection(self._context, address) for address in endpoints]
         self._wake_reader, self._wake_writer = socket.socketpair()

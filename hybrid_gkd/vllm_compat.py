@@ -55,7 +55,10 @@ def prepare_environment(device: str) -> None:
     """Set what vLLM reads while it is imported ("cpu" or "cuda"); values that the user has set stay."""
     settings = {
         # The engine lives in this process: it shares tensors with its neighbours and dies with them.
+        # An engine core of its own would outlive a killed parent; tensor-parallel workers notice the death.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # A fork after PyTorch has asked for the number of GPUs cannot use them.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }

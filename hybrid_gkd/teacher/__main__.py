@@ -19,9 +19,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
-from hybrid_gkd.teacher.broker import Broker, is_loopback
+from hybrid_gkd.teacher.broker import Broker
 from hybrid_gkd.teacher.connection import query_status
 from hybrid_gkd.teacher.local import child_environment, stop_process
+from hybrid_gkd.teacher.network import is_loopback
 
 log = logging.getLogger("hybrid_gkd.teacher")
 

@@ -7,9 +7,7 @@ request costs time, not the request; no message, however malformed, ends the loo
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import socket
 import time
 import uuid
 from collections import Counter, deque
@@ -21,7 +19,7 @@ import numpy as np
 import zmq
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.protocol import Reply, ScoreError, ScoreRequest, ScoreResult
 
 log = logging.getLogger(__name__)
@@ -80,8 +78,12 @@ class Broker:
         self._clients = self._context.socket(zmq.ROUTER)
         self._worker_socket = self._context.socket(zmq.ROUTER)
         try:
-            self.port = _bind(self._clients, host, port, "--port", protocol.MAX_REQUEST_BYTES)
-            self.worker_port = _bind(self._worker_socket, host, worker_port, "--worker-port", protocol.MAX_REPLY_BYTES)
+            self.port = network.bind(
+                self._clients, host, port, "--port", protocol.MAX_REQUEST_BYTES, 4 * MAX_HELD_REQUESTS
+            )
+            self.worker_port = network.bind(
+                self._worker_socket, host, worker_port, "--worker-port", protocol.MAX_REPLY_BYTES, 4 * MAX_HELD_REQUESTS
+            )
         except BaseException:
             self.close()
             raise
@@ -374,32 +376,6 @@ class Broker:
             uptime_seconds=uptime,
             counters=dict(self.counters),
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Raises TeacherError for a name that does not resolve."""
-    return ipaddress.ip_address(_resolve(host)).is_loopback
-
-
-def _resolve(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise TeacherError(f"--host {host}: not an address of this machine ({error})") from error
-
-
-def _bind(server: zmq.Socket, host: str, port: int, option: str, max_message_bytes: int) -> int:
-    protocol.configure(server, max_message_bytes)
-    server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its name at once
-    # Answers are bounded by MAX_HELD_REQUESTS; a ROUTER drops silently what exceeds the mark.
-    server.setsockopt(zmq.SNDHWM, 4 * MAX_HELD_REQUESTS)
-    try:
-        server.bind(f"tcp://{_resolve(host)}:{port or '*'}")
-    except zmq.ZMQError as error:
-        advice = "another process uses it; choose another port, 0 picks a free one"
-        reason = advice if error.errno == zmq.EADDRINUSE else str(error)
-        raise TeacherError(f"{option} {port}: cannot bind {host}:{port}: {reason}") from error
-    return int(server.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 def _send(

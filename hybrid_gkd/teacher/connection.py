@@ -10,7 +10,7 @@ import numpy as np
 import zmq
 
 from hybrid_gkd.errors import TeacherMismatch, TeacherUnreachable
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.protocol import PROTOCOL_VERSION, AnyMessage, Buffer
 
 
@@ -59,10 +59,10 @@ class Connection:
     def __init__(self, context: zmq.Context, address: str):
         self.address = address
         self.socket = context.socket(zmq.DEALER)
-        protocol.configure(self.socket, protocol.MAX_REPLY_BYTES)
+        network.configure(self.socket, protocol.MAX_REPLY_BYTES)
         self.socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().bytes)  # survives reconnects
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a server that is away
-        self.socket.connect(protocol.endpoint_url(address))
+        self.socket.connect(network.endpoint_url(address))
         self.server: ServerInfo | None = None
         """None: not (or no longer) known to serve; nothing but hellos is sent there."""
         self.answered = False
@@ -119,8 +119,8 @@ class Connection:
 def query_status(address: str, timeout: float = 2.0) -> protocol.Status:
     """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        protocol.configure(dealer, protocol.MAX_REQUEST_BYTES)
-        dealer.connect(protocol.endpoint_url(address))
+        network.configure(dealer, protocol.MAX_REQUEST_BYTES)
+        dealer.connect(network.endpoint_url(address))
         dealer.send_multipart(protocol.encode(protocol.StatusRequest()))
         if dealer.poll(int(timeout * 1000)):
             message = protocol.decode_header(dealer.recv_multipart()[0])

@@ -21,8 +21,8 @@ class LocalTeacher:
     for example ["--backend", "hf"]; `environment` is added to the child's, for example
     {"CUDA_VISIBLE_DEVICES": "1"}. Its output goes to `log_path`.
 
-    Raises TeacherError on entry if the service ends early (with its last error line) or is not ready within
-    `start_timeout` seconds.
+    `wait_ready` raises TeacherError if the service ends early (with its last error line) or is not ready within
+    `start_timeout` seconds of its start.
     """
 
     def __init__(
@@ -34,6 +34,9 @@ class LocalTeacher:
         self._environment = {**child_environment(), **(environment or {})}
         self._log_path = Path(log_path)
         self._start_timeout = start_timeout
+        self._ready_folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")
+        self._ready_file = Path(self._ready_folder.name) / "ready.json"
+        self._deadline = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
         """host:port, once ready."""
@@ -41,39 +44,38 @@ class LocalTeacher:
         """host:port that further workers join."""
 
     def __enter__(self) -> LocalTeacher:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
+        """Start the service; it loads in the background."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", *self._arguments]
+        command += ["--ready-file", str(self._ready_file), "--die-with-parent", str(os.getpid())]
+        self._deadline = time.monotonic() + self._start_timeout
+        with open(self._log_path, "wb") as log:
+            # Its own session: a Ctrl-C in the terminal reaches the trainer, which stops the teacher last.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Start the service and wait until it has answered a test request."""
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_") as folder, open(self._log_path, "wb") as log:
-            ready_file = Path(folder) / "ready.json"
-            command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", *self._arguments]
-            command += ["--ready-file", str(ready_file), "--die-with-parent", str(os.getpid())]
-            # Its own session: a Ctrl-C in the terminal reaches the trainer, which stops the teacher last.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
-            )
-            deadline = time.monotonic() + self._start_timeout
-            while not ready_file.exists():
-                if self._process.poll() is not None:
-                    raise TeacherError(f"the teacher did not start: {self.last_error()}; its log: {self._log_path}")
-                if time.monotonic() > deadline:
-                    raise TeacherError(
-                        f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
-                    )
-                time.sleep(0.1)
-            ready = json.loads(ready_file.read_text())
+    def wait_ready(self) -> None:
+        """Wait until the service has answered a test request. Raises TeacherError."""
+        while not self._ready_file.exists():
+            self.check()
+            if time.monotonic() > self._deadline:
+                raise TeacherError(
+                    f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
+                )
+            time.sleep(0.1)
+        ready = json.loads(self._ready_file.read_text())
         self.address = f"127.0.0.1:{ready['port']}"
         self.worker_address = f"127.0.0.1:{ready['worker_port']}"
+
+    def check(self) -> None:
+        """Raise TeacherError if the service has ended."""
+        if self.poll() is not None:
+            raise TeacherError(f"the teacher did not start: {self.last_error()}; its log: {self._log_path}")
 
     @property
     def pid(self) -> int:
@@ -95,6 +97,7 @@ class LocalTeacher:
         """End the service: SIGTERM, a short wait, SIGKILL. May be called twice."""
         if self._process is not None:
             stop_process(self._process)
+        self._ready_folder.cleanup()
 
 
 def stop_process(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:

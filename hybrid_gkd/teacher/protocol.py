@@ -31,7 +31,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import zmq
 
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.types import TeacherTopK
@@ -349,24 +348,3 @@ def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]
             if ids.min() < 0 or ids.max() >= model.num_embeddings:
                 return f"sequence {index} has token ids outside the {model.num_embeddings} that the model can read"
     return None
-
-
-def configure(socket: zmq.Socket, max_message_bytes: int) -> None:
-    """Options that every socket of the service shares; call before bind or connect."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    # The transport's own heartbeat drops connections to hosts that vanished without a word; it runs
-    # in the I/O thread of libzmq, so a long computation does not delay it.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(PING_INTERVAL_SECONDS * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(LIVENESS_SECONDS * 1000))
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-
-
-def endpoint_url(address: str) -> str:
-    """tcp:// URL of ``host:port``. Raises TeacherError for another form."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise TeacherError(f"{address!r} is no teacher address; expected host:port, for example 127.0.0.1:15555")
-    return f"tcp://{host}:{port}"

@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.engines import ScoringEngine
 from hybrid_gkd.teacher.protocol import Reply, ScoreError, ScoreRequest, ScoreResult, TokenIds
 from hybrid_gkd.types import TeacherTopK
@@ -73,10 +73,10 @@ class Link:
     def _serve(self) -> None:
         try:
             broker = self._context.socket(zmq.DEALER)
-            protocol.configure(broker, protocol.MAX_REPLY_BYTES)
+            network.configure(broker, protocol.MAX_REPLY_BYTES)
             broker.setsockopt(zmq.ROUTING_ID, uuid.uuid4().bytes)  # survives reconnects
             broker.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a broker that is away
-            broker.connect(protocol.endpoint_url(self.address))
+            broker.connect(network.endpoint_url(self.address))
             replies = self._context.socket(zmq.PAIR)
             replies.connect("inproc://replies")
             poller = zmq.Poller()

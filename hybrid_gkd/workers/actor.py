@@ -38,9 +38,9 @@ class LogprobModel(nn.Module):
     head as this module's own parameters, has gathered the output embedding when it is used.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self._refuse_inexact_heads()
 
     def forward(
@@ -54,7 +54,7 @@ class LogprobModel(nn.Module):
 
     def _refuse_inexact_heads(self) -> None:
         head, config = self.model.get_output_embeddings(), self.model.config
-        if not isinstance(head, nn.Linear) or head.bias is not None:
+        if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
             raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
         for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
             if getattr(config, name, None) not in (None, 1.0):

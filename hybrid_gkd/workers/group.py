@@ -57,7 +57,9 @@ class WorkerGroup:
             raise
 
     def _place(self, device: str) -> None:
-        bundle: dict[str, float] = {"CPU": 1} | ({"GPU": 1} if device == "cuda" else {})
+        bundle: dict[str, float] = {"CPU": 1.0}
+        if device == "cuda":
+            bundle["GPU"] = 1.0
         self._placement = placement_group([bundle] * self.size, strategy="PACK")
         if not self._placement.wait(timeout_seconds=PLACEMENT_SECONDS):
             raise WorkerError(
@@ -82,21 +84,23 @@ class WorkerGroup:
         """
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         replicas = self.size // replica_size
-        streams = {}
+        streams: dict[Any, int] = {}
         for rank, worker in enumerate(self._workers):
             share = requests[rank // replica_size :: replicas]
             stream = worker.generate.options(num_returns="streaming").remote(share, sampling)
             streams[stream] = rank
         missing = len(requests)
         while streams:
+            ready: list[Any]
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=self.timeout, fetch_local=False)
             if not ready:
                 raise self._timeout_error("generate", list(streams.values()))
-            rank = streams[ready[0]]
+            stream = ready[0]
+            rank = streams[stream]
             try:
-                finished = self._get("generate", next(ready[0]), rank)
+                finished = self._get("generate", next(stream), rank)
             except StopIteration:
-                del streams[ready[0]]
+                del streams[stream]
                 continue
             missing -= len(finished)
             yield finished

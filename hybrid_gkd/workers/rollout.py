@@ -58,7 +58,8 @@ def resolve_engine(name: str) -> str:
 
 def make_engine(config: Config, *, device: torch.device, stop_token_ids: list[int]) -> RolloutEngine:
     """The engine that `actor_rollout_ref.rollout.name` asks for. Collective over the process group."""
-    engine = {"vllm": VLLMEngine, "hf": HFEngine}[resolve_engine(config.actor_rollout_ref.rollout.name)]
+    name = resolve_engine(config.actor_rollout_ref.rollout.name)
+    engine: type[VLLMEngine | HFEngine] = VLLMEngine if name == "vllm" else HFEngine
     return engine(config, device=device, stop_token_ids=stop_token_ids)
 
 

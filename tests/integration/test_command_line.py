@@ -47,9 +47,8 @@ def arguments(world, out, *overrides):
 
 
 def start(args, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "hybrid_gkd", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    command = [sys.executable, "-m", "hybrid_gkd", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def finish(process, timeout=300):
@@ -259,7 +258,8 @@ BAD = {
     "other vocabulary": (["actor_rollout_ref.teacher.model.path={world}/stranger"], ["stranger", "260", "259"]),
     "no cuda": (["trainer.device=cuda"], ["trainer.device", "cuda"]),
     "nothing to resume": (
-        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"], ["trainer.resume_from_path", "/nowhere"],
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"],
+        ["trainer.resume_from_path", "/nowhere"],
     ),
     "unwritable run folder": (["trainer.default_local_dir=/proc/runs"], ["trainer.default_local_dir", "/proc/runs"]),
 }

@@ -41,8 +41,9 @@ def make_config(model, folder, *overrides):
             "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
             "data.max_prompt_length=24", "data.max_response_length=24", "trainer.device=cpu",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128", f"distillation.topk={TOPK}",
-            # Adam divides by the root of the second moment: with a tiny eps, rounding of a near-zero gradient is a step.
-            "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.eps=1e-4", "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.name=hf",
+            # Adam divides by the root of the second moment: with a tiny eps, rounding of a zero gradient is a step.
+            "actor_rollout_ref.actor.optim.eps=1e-4",
             "actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.nccl_timeout=120", *overrides,
         ]
     )

@@ -29,10 +29,14 @@ def test_latest_is_the_newest_complete_one_and_its_state_reads_back(tmp_path):
 def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 5, "good")
-    with pytest.raises((KeyboardInterrupt, CheckpointError, RuntimeError)):
+
+    def interrupted_write():
         with store.writing(state(6)) as folder:
             (folder / "half").write_text("written")
             raise error
+
+    with pytest.raises((KeyboardInterrupt, CheckpointError, RuntimeError)):
+        interrupted_write()
     assert store.latest() == tmp_path / "global_step_5"
     assert (store.latest() / "actor" / "part").read_text() == "good"
     write(store, 6)  # what was left behind is no obstacle

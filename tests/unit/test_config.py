@@ -71,7 +71,7 @@ def test_bad_values_are_refused_by_name(override, parts):
 def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.train_files: must be given"):
         load_config([])
-    with pytest.raises(ConfigError, match="--config-name.*nothere"):
+    with pytest.raises(ConfigError, match=r"--config-name.*nothere"):
         load_config(OWN, config_name="nothere", config_path=tmp_path)
 
 

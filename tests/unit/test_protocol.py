@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.types import TeacherTopK
 
 SEQUENCES = [
@@ -162,5 +163,5 @@ def test_refusals_name_the_reason(changes, sequences, text):
 
 @pytest.mark.parametrize("address", ["", "15555", "host:", "host:x", "host:0", "host:70000", ":15555"])
 def test_bad_addresses(address):
-    with pytest.raises(protocol.TeacherError, match="host:port"):
-        protocol.endpoint_url(address)
+    with pytest.raises(TeacherError, match="host:port"):
+        network.endpoint_url(address)

@@ -345,6 +345,12 @@ def test_nobody_there():
             client.submit(sequences())
 
 
+def test_bad_addresses_are_refused_at_once():
+    for endpoints in ([], ["127.0.0.1"], ["127.0.0.1:15555", "nowhere"]):
+        with pytest.raises(TeacherError, match="address"):
+            TeacherClient(endpoints, topk=1, vocab_size=2)
+
+
 def test_close_fails_what_is_open():
     with Server(silence) as server:
         with connect(server) as client:

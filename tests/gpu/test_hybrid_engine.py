@@ -1,0 +1,101 @@
+"""Actor and vLLM taking turns on one GPU: every offload on, sleep mode, bf16, a real model shape.
+
+    bash tests/run.sh -m gpu tests/gpu
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+import tiny
+
+from hybrid_gkd.config import load_config
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TeacherTopK, TrainSequence
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+TOPK = 16
+MEAN_LOGPROB_DIFFERENCE = 0.015
+"""Between bf16 in vLLM's kernels and in the actor's, mean over sampled tokens."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Qwen2.5-0.5B's shape with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny.make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=1e6,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config_for(model, folder, *overrides):
+    return load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={model}",
+            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
+            "data.max_prompt_length=256", "data.max_response_length=128", "trainer.device=cuda",
+            "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
+            f"distillation.topk={TOPK}", "actor_rollout_ref.actor.optim.lr=1e-4", *overrides,
+        ]
+    )
+
+
+def distil(sequences, step):
+    rng = np.random.default_rng(step)
+    batch = []
+    for s in sequences:
+        ids = np.stack([rng.choice(151936, TOPK, replace=False) for _ in s.response_ids]).astype(np.int32)
+        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 1), len(ids))[:, :TOPK]).astype(np.float32)
+        teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        batch.append(TrainSequence(sequence=s, teacher=teacher))
+    num_tokens = sum(len(s.response_ids) for s in sequences)
+    half = len(batch) // 2
+    return [[MiniBatch(micro_batches=(tuple(batch[:half]), tuple(batch[half:])), num_tokens=num_tokens)]]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_actor_and_engine_take_turns(model, tmp_path, offload):
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = config_for(
+        model, tmp_path, f"{fsdp}.param_offload={offload}", f"{fsdp}.optimizer_offload={offload}",
+        f"actor_rollout_ref.rollout.free_cache_engine={offload}",
+    )
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 100 + i).astype(np.int32), seed=i)
+        for i in range(32)
+    ]
+    losses, drawn = [], []
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+    ) as group:
+        print(group.description)
+        for step in range(4):
+            print("publish", group.publish(step))
+            sampling = SamplingParams(max_tokens=128, logprobs=True)
+            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
+            drawn.append([s.response_ids.tolist() for s in found])
+            logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in found),)])
+            difference = np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])
+            print("logprob difference", difference.mean(), difference.max())
+            assert difference.mean() < MEAN_LOGPROB_DIFFERENCE
+            losses.append(group.update(distil(found, 0))[0]["actor/kl_loss"])
+            if step == 1:
+                group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
+                group.load_checkpoint(tmp_path / "checkpoint")
+        print("losses", losses, "peak GiB", group.max_memory_gb())
+    assert losses[-1] < losses[0]
+    assert drawn[0] != drawn[-1]
