@@ -156,7 +156,9 @@ def _save_huggingface(actor: Actor, folder: Path, *, tokenizer_path: str, config
 
     from hybrid_gkd.tokenizer import load_tokenizer
 
+    # The type of the folder that the student came from; as text where config.json was read by another library.
     dtype = getattr(actor.hf_model.config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tied = set(getattr(actor.hf_model, "_tied_weights_keys", None) or ())
     if not getattr(actor.hf_model.config, "tie_word_embeddings", False):
         tied = set()

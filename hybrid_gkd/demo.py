@@ -31,13 +31,13 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError
 
 if TYPE_CHECKING:  # torch and transformers are imported where they are used: a cached demo needs neither
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, str]
 
-PAD, END = "<|pad|>", "<|end|>"
+PAD, END = "<|endoftext|>", "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -241,20 +241,23 @@ def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
     return rows[recipe.num_val :], rows[: recipe.num_val]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and a few special ones, so that any text has an encoding."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token per byte and a few special ones, so that any text has an encoding (in Unicode form NFC).
+
+    The class is Qwen2's own because AutoTokenizer loads every folder of a Qwen2 model with it, whatever the
+    folder says; a plain PreTrainedTokenizerFast would come back with one token more than the model has.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+    tokenizer = Qwen2Tokenizer(
+        vocab={char: i for i, char in enumerate(alphabet)},
+        merges=[],
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        unk_token=PAD,
+        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
@@ -262,7 +265,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _make_model(recipe: ModelRecipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def _make_model(recipe: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -285,7 +288,7 @@ def _make_model(recipe: ModelRecipe, tokenizer: PreTrainedTokenizerFast, seed: i
         return Qwen2ForCausalLM(config).float()
 
 
-def _chat_ids(row: Row, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+def _chat_ids(row: Row, tokenizer: Qwen2Tokenizer) -> tuple[list[int], list[int]]:
     """Token ids of the prompt and of the response, which ends with the end-of-sequence token."""
     messages = [{"role": "user", "content": row["prompt"]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -295,7 +298,7 @@ def _chat_ids(row: Row, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], 
     )
 
 
-def _encode(rows: list[Row], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and next-token labels [B, T], padded on the right; -100 where no response token follows."""
     import torch
 
@@ -310,7 +313,7 @@ def _encode(rows: list[Row], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.
 
 
 def _train(
-    name: str, recipe: ModelRecipe, batch_size: int, rows: list[Row], tokenizer: PreTrainedTokenizerFast, seed: int
+    name: str, recipe: ModelRecipe, batch_size: int, rows: list[Row], tokenizer: Qwen2Tokenizer, seed: int
 ) -> tuple[Qwen2ForCausalLM, int]:
     """Plain supervised training; returns the model and the number of steps taken."""
     import torch
@@ -350,7 +353,7 @@ def _forced_accuracy(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.T
     return ((best == labels) | (labels < 0)).all(-1).float().mean().item()
 
 
-def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
+def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row]) -> float:
     """Part of the rows whose greedy response, decoded without special tokens and stripped, is the answer."""
     import torch
 

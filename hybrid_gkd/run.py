@@ -58,6 +58,8 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             if local is None:
                 teacher = stack.enter_context(connect(config, inputs, _given_endpoints(config)))
         stack.enter_context(ray_cluster(config, device))
+        if local is not None:
+            local.check()  # a port in use shows now, before the workers load
         steps = total_steps(config, len(inputs.train_prompts))
         group = stack.enter_context(
             contextlib.closing(
@@ -88,6 +90,8 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             "val_prompts": inputs.val_prompts, "reward": inputs.reward, "tracking": log, "store": store,
             "resume_from": resume_from,
         }
+        if local is not None:
+            arguments["check_teacher"] = local.check
         trainer = GKDTrainer(config, teacher=teacher, **arguments) if teacher else PPOTrainer(config, **arguments)
         trainer.fit()
     return summarise(trainer, started, teacher_accuracy)
@@ -110,7 +114,7 @@ class Inputs:
         self.reward: Reward | None = None
         if config.reward.answer_key is not None:
             custom = config.reward.custom_reward_function
-            self.reward = load_reward(config.reward.name, custom.path, custom.name)
+            self.reward = load_reward(config.reward.name, custom.path, custom.name if custom.path else None)
         if config.distillation.enabled and arr.teacher.server_ip is None:
             self._check_local_teacher(config)
         self.train_prompts = self._load(config, "data.train_files", config.data.train_files)

@@ -12,6 +12,7 @@ the two distributions that the student minimises.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -24,6 +25,8 @@ from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence
 
 LATE_SECONDS = 30.0
 """The client answers every request before its own deadline; this much later it is taken for dead."""
+CHECK_SECONDS = 1.0
+"""How often a teacher that this run started is looked after while the trainer waits for scores."""
 
 
 class GKDTrainer(PPOTrainer):
@@ -31,12 +34,16 @@ class GKDTrainer(PPOTrainer):
 
     Args:
         teacher: a client that has shaken hands; the caller closes it.
+        check_teacher: raises if the teacher is known to have ended; called while waiting for it.
         others: see `PPOTrainer`.
     """
 
-    def __init__(self, *args: Any, teacher: TeacherClient, **kwargs: Any):
+    def __init__(
+        self, *args: Any, teacher: TeacherClient, check_teacher: Callable[[], None] = lambda: None, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.teacher = teacher
+        self.check_teacher = check_teacher
         self._pending: dict[int, Future[TeacherTopK]] = {}
         self._first_submit: float | None = None
         if self.config.actor_rollout_ref.teacher.overlap_rollout:
@@ -71,14 +78,17 @@ class GKDTrainer(PPOTrainer):
     def _wait_for_scores(self) -> None:
         """Wait for all scores, or for the first error; never longer than a request may take without news."""
         patience = self.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
-        waiting = set(self._pending.values())
+        waiting, deadline = set(self._pending.values()), time.monotonic() + patience
         while waiting:
-            done, still_waiting = wait(waiting, timeout=patience, return_when=FIRST_EXCEPTION)
+            done, waiting = wait(waiting, timeout=CHECK_SECONDS, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result(0)  # raises what the client reported
-            if not done:
+            if done:
+                deadline = time.monotonic() + patience
+            elif time.monotonic() > deadline:
                 raise TeacherTimeout(f"{len(waiting)} sequences were not scored and not refused in {patience:.0f} s")
-            waiting = still_waiting
+            if waiting:
+                self.check_teacher()
 
     def _teacher_metrics(self, rollout: Rollout, waited: float) -> dict[str, float]:
         assert self._first_submit is not None

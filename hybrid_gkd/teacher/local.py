@@ -75,7 +75,8 @@ class LocalTeacher:
     def check(self) -> None:
         """Raise TeacherError if the service has ended."""
         if self.poll() is not None:
-            raise TeacherError(f"the teacher did not start: {self.last_error()}; its log: {self._log_path}")
+            what = "ended" if self.address else "did not start"
+            raise TeacherError(f"the teacher {what}: {self.last_error()}; its log: {self._log_path}")
 
     @property
     def pid(self) -> int:

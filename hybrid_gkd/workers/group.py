@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,7 +202,7 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         WorkerError: Ray could not start or be reached.
     """
     init = config.ray_init
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if init.address is not None:
         options["address"] = init.address
     else:
@@ -209,10 +211,13 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         # Workers get the first GPUs, so that a local teacher can have the ones after them.
         options["num_gpus"] = config.trainer.n_gpus_per_node if device == "cuda" else 0
         options["include_dashboard"] = False
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray's own aborts the process without any clean-up
     try:
         yield
     finally:

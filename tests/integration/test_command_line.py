@@ -1,5 +1,6 @@
 """`python -m hybrid_gkd` as a user runs it: real Ray, FSDP2, vLLM, teacher service, files and signals."""
 
+import contextlib
 import json
 import os
 import signal
@@ -63,8 +64,8 @@ def finish(process, timeout=300):
     return process.returncode, out, err
 
 
-def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=30)
+def assert_gone(processes, seconds=30):
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
     assert not alive, [p.cmdline() for p in alive if p.is_running()]
 
 
@@ -161,15 +162,14 @@ def test_a_killed_run_leaves_no_process(world, tmp_path):
     assert len(children) > 3
     process.kill()
     process.communicate(timeout=60)
-    assert_gone(children)
+    assert_gone(children, seconds=120)  # Ray's agents look for their dead cluster for a minute
 
 
 @pytest.mark.parametrize("victim", ["Worker", "hybrid_gkd.teacher"])
 def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim):
     process = start(
         arguments(
-            world, tmp_path, "trainer.total_training_steps=500", "actor_rollout_ref.teacher.request_timeout=5",
-            "actor_rollout_ref.teacher.max_retries=1",
+            world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=0", "trainer.test_freq=0",
         )
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
@@ -179,7 +179,8 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim):
     ]
     assert victims
     for child in victims:
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     code, _, errors = finish(process)
     assert code == 1
     assert errors.splitlines()[-1].startswith("error: ")
@@ -208,8 +209,8 @@ def test_a_given_teacher_is_used_and_left_running(world, tmp_path):
         stranger = [f"actor_rollout_ref.model.path={world}/stranger", "trainer.experiment_name=other"]
         code, _, errors = run(arguments(world, tmp_path, *given, *stranger))
         assert code == 1
-        assert "259" in errors
         assert "260" in errors
+        assert "261" in errors
     finally:
         service.terminate()
         service.wait(timeout=60)
@@ -253,9 +254,12 @@ BAD = {
     "no data file": (["data.train_files=nowhere.jsonl"], ["data.train_files", "nowhere.jsonl"]),
     "empty data file": (["data.train_files={world}/empty.jsonl"], ["data.train_files", "empty.jsonl"]),
     "no such column": (["data.prompt_key=prompt"], ["data.prompt_key", "'prompt'", "question"]),
-    "prompt too long": (["data.max_prompt_length=4"], ["data.max_prompt_length", "4", "data.truncation"]),
+    "prompt too long": (
+        ["data.max_prompt_length=4", "data.filter_overlong_prompts=false"],
+        ["data.max_prompt_length=4", "row 1", "data.truncation"],
+    ),
     "batch larger than data": (["data.train_batch_size=100"], ["data.train_batch_size", "100", "40"]),
-    "other vocabulary": (["actor_rollout_ref.teacher.model.path={world}/stranger"], ["stranger", "260", "259"]),
+    "other vocabulary": (["actor_rollout_ref.teacher.model.path={world}/stranger"], ["stranger", "261", "260"]),
     "no cuda": (["trainer.device=cuda"], ["trainer.device", "cuda"]),
     "nothing to resume": (
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"],
@@ -287,6 +291,7 @@ def test_long_prompts_can_be_cut(world, tmp_path, truncation):
     code, _, errors = run(
         arguments(
             world, tmp_path, "data.max_prompt_length=8", f"data.truncation={truncation}", "data.val_files=null",
+            "data.filter_overlong_prompts=false",
             "trainer.total_training_steps=1", "trainer.save_freq=0", "actor_rollout_ref.rollout.name=hf",
             "actor_rollout_ref.teacher.backend=hf",
         )
@@ -329,6 +334,7 @@ def test_two_runs_in_one_folder_are_refused(world, tmp_path):
         code, _, errors = run(arguments(world, tmp_path))
         assert code == 1
         assert "trainer.experiment_name" in errors.splitlines()[-1]
+        wait_for(logged_step(tmp_path, 1), "step 1")
     finally:
         first.send_signal(signal.SIGTERM)
         code, _, errors = finish(first)

@@ -37,24 +37,31 @@ def model_path(tmp_path_factory):
     return str(tiny.make_model(tmp_path_factory.mktemp("teacher_model")))
 
 
+@contextlib.contextmanager
+def running(*args, **options):
+    with LocalTeacher(*args, **options) as teacher:
+        teacher.wait_ready()
+        yield teacher
+
+
 @pytest.fixture(scope="module")
 def hf_teacher(model_path, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("hf") / "teacher.log"
-    with LocalTeacher(model_path, log_path=log_path, options=HF, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=log_path, options=HF, start_timeout=PATIENCE) as teacher:
         yield teacher
 
 
 @pytest.fixture
 def own_teacher(model_path, tmp_path):
     """For tests that break it."""
-    with LocalTeacher(model_path, log_path=tmp_path / "teacher.log", options=HF, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=tmp_path / "teacher.log", options=HF, start_timeout=PATIENCE) as teacher:
         yield teacher
 
 
 @pytest.fixture(scope="module")
 def vllm_teacher(model_path, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("vllm") / "teacher.log"
-    with LocalTeacher(model_path, log_path=log_path, options=VLLM, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=log_path, options=VLLM, start_timeout=PATIENCE) as teacher:
         yield teacher
 
 
@@ -118,7 +125,7 @@ def test_hf_scores_are_the_plain_log_softmax(model_path, hf_teacher, reference, 
 
 def test_whole_vocabulary(model_path, tmp_path, reference):
     options = {"log_path": tmp_path / "log", "options": HF, "n_logprobs": 259, "start_timeout": PATIENCE}
-    with LocalTeacher(model_path, **options) as teacher, connected(model_path, teacher, topk=259) as client:
+    with running(model_path, **options) as teacher, connected(model_path, teacher, topk=259) as client:
         batch = sequences(3)
         expect_scores(client.submit(batch), batch, reference)
 
@@ -258,11 +265,11 @@ def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_tea
         os.kill(own_teacher.pid, signal.SIGKILL)
         wait_until(lambda: own_teacher.poll() is not None, "for the service to die")
         futures = client.submit(batch)
-        second = LocalTeacher(
-            model_path, log_path=tmp_path / "second.log", port=int(ports[0]), start_timeout=PATIENCE,
-            options=[*HF, "--worker-port", ports[1]],
-        )  # fmt: skip
-        with second:
+        options = [*HF, "--worker-port", ports[1]]
+        log_path = tmp_path / "second.log"
+        with running(
+            model_path, log_path=log_path, port=int(ports[0]), start_timeout=PATIENCE, options=options
+        ) as second:
             expect_scores(futures, batch, reference)
             wait_until(lambda: query_status(second.address).num_workers == 2, "for the worker to come back")
 
@@ -281,7 +288,7 @@ def test_the_service_ends_with_its_parent(model_path, tmp_path):
     program = (
         "import sys, time; from hybrid_gkd.teacher.local import LocalTeacher\n"
         f"teacher = LocalTeacher({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
-        "teacher.start(); print(teacher.pid, flush=True); time.sleep(1000)"
+        "teacher.__enter__().wait_ready(); print(teacher.pid, flush=True); time.sleep(1000)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=child_environment())
     try:
@@ -317,8 +324,8 @@ def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher
 
 def test_the_launcher_reports_the_reason_at_once(tmp_path):
     teacher = LocalTeacher("/no/such/folder", log_path=tmp_path / "log", options=HF, start_timeout=PATIENCE)
-    with pytest.raises(TeacherError, match="did not start: /no/such/folder: no such model folder; its log: "):
-        teacher.__enter__()
+    with teacher, pytest.raises(TeacherError, match="did not start: /no/such/folder: no such model folder; its log: "):
+        teacher.wait_ready()
     assert teacher.poll() == 1
 
 

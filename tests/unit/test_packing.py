@@ -24,7 +24,7 @@ def test_packing_keeps_the_limit_and_wastes_at_most_half(lengths, max_tokens):
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in members) <= max_tokens for members in bins)
     if sum(lengths):
-        # All bins but one are more than half full in any greedy packing that opens a bin only when needed.
+        # Longest first fails with n bins only when all n are more than half full.
         assert len(bins) <= 2 * -(-sum(lengths) // max_tokens)
 
 
