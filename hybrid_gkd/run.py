@@ -60,6 +60,8 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         stack.enter_context(ray_cluster(config, device))
         if local is not None:
             local.check()  # a port in use shows now, before the workers load
+            if shares_gpus(config, device):
+                local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
         steps = total_steps(config, len(inputs.train_prompts))
         group = stack.enter_context(
             contextlib.closing(
@@ -107,6 +109,7 @@ class Inputs:
     def __init__(self, config: Config):
         arr = config.actor_rollout_ref
         check_model_folder("actor_rollout_ref.model.path", arr.model.path)
+        check_length("student", arr.model.path, config, config.max_sequence_length)
         self.tokenizer = load_tokenizer(
             arr.model.tokenizer_path or arr.model.path, trust_remote_code=arr.model.trust_remote_code
         )
@@ -125,6 +128,7 @@ class Inputs:
         path = config.actor_rollout_ref.teacher.model.path
         assert path is not None
         check_model_folder("actor_rollout_ref.teacher.model.path", path)
+        check_length("teacher", path, config, config.max_sequence_length + 1)  # vLLM has to generate a token to score
         teacher = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
         if tokenizer_hash(teacher) != tokenizer_hash(self.tokenizer):
             raise TeacherMismatch(
@@ -170,6 +174,27 @@ def check_model_folder(key: str, path: str) -> None:
             raise ModelError(f"{key}: the folder has no config.json; got {path!r}")
     elif looks_local:
         raise ModelError(f"{key}: no such folder; got {path!r}")
+
+
+def check_length(who: str, path: str, config: Config, needed: int) -> None:
+    """The longest possible sequence must fit the model. Raises ConfigError or ModelError."""
+    from transformers import AutoConfig
+
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+        ).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and limit < needed:
+        data = config.data
+        raise ConfigError(
+            "data.max_response_length",
+            f"prompt limit and response limit together ({data.max_prompt_length} + {data.max_response_length}) need "
+            f"{needed} positions, but the {who} {path} has {limit}",
+            data.max_response_length,
+        )
 
 
 def find_stop_token_ids(path: str, tokenizer: Any) -> list[int]:
@@ -261,6 +286,14 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
         log_path=config.run_dir / "logs" / "teacher.log",
     )
     return stack.enter_context(local)
+
+
+def shares_gpus(config: Config, device: str) -> bool:
+    """Whether a local teacher computes on GPUs that workers use too."""
+    on_gpu = config.actor_rollout_ref.teacher.device == "cuda" or (
+        config.actor_rollout_ref.teacher.device == "auto" and device == "cuda"
+    )
+    return on_gpu and device == "cuda" and teacher_gpus(config)[0] < config.trainer.n_gpus_per_node
 
 
 def teacher_gpus(config: Config) -> list[int]:

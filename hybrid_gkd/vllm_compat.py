@@ -99,6 +99,15 @@ def device_engine_args(
     }
 
 
+def seeded_sampling_args(device: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` without which requests with a seed of their own fail on the device.
+
+    After a part of a prompt the CPU's model runner rewinds the request's random generator, which a generator
+    on the CPU cannot do: there, a prompt has to fit into one engine step.
+    """
+    return {"enable_chunked_prefill": False} if device == "cpu" else {}
+
+
 def prompt_logprobs_batch_tokens(device: str, hf_config: Any) -> int:
     """Tokens of one engine step that is to return prompt log-probabilities, for `max_num_batched_tokens`.
 

@@ -275,9 +275,10 @@ class PPOTrainer:
         self.tracking.log(metrics, self.step)
 
     def _data_state(self) -> dict[str, Any]:
-        """What decides, with the step, which prompts and seeds come next."""
+        """What a checkpoint belongs to, and what decides, with the step, which prompts and seeds come next."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         return {
+            "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
             "num_prompts": len(self.train_prompts),
             "data.train_batch_size": data.train_batch_size,
             "data.shuffle": data.shuffle,

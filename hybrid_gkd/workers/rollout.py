@@ -104,6 +104,7 @@ class VLLMEngine:
             device.type, dtype=rollout.dtype, max_model_len=max_model_len, max_num_seqs=rollout.max_num_seqs,
             hf_config=hf_config,
         )
+        arguments |= vllm_compat.seeded_sampling_args(device.type)
         with _random_states_kept():
             self.llm = LLM(**(arguments | rollout.engine_kwargs.vllm))
         self.engine = self.llm.llm_engine
