@@ -45,8 +45,8 @@ class StudentNeeds:
             ("tokenizer size", model.vocab_size == self.tokenizer_size, model.vocab_size, self.tokenizer_size),
             ("tokenizer hash", model.tokenizer_hash == self.tokenizer_hash, model.tokenizer_hash, self.tokenizer_hash),
             ("topk (the server's --n-logprobs)", model.max_topk >= self.topk, model.max_topk, self.topk),
-            ("tokens of prompt and response", model.max_sequence_length >= self.max_sequence_length, model.max_sequence_length,
-             self.max_sequence_length),
+            ("tokens of prompt and response", model.max_sequence_length >= self.max_sequence_length,
+             model.max_sequence_length, self.max_sequence_length),
             ("temperature", model.any_temperature or self.temperature == 1.0, able, self.temperature),
         ):  # fmt: skip
             if not fits:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 30
 """How long the cluster may take to find room for the workers."""
+CLOSE_SECONDS = 5.0
+"""How long the cluster may take to stop the workers."""
 
 
 class WorkerGroup:
@@ -146,7 +148,15 @@ class WorkerGroup:
         return max(self._call("max_memory_gb"))
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers. Returns within seconds also when Ray itself has been killed before."""
+        # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
+        closing = threading.Thread(target=self._close, name="close workers", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            logger.warning("Ray did not answer within %.0f s while the workers were stopped", CLOSE_SECONDS)
+
+    def _close(self) -> None:
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         self._workers = []

@@ -7,18 +7,15 @@ import contextlib
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-import tiny
 
 from hybrid_gkd.config import load_config
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 TOPK = 16
 MEAN_LOGPROB_DIFFERENCE = 0.015

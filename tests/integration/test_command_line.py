@@ -327,8 +327,8 @@ def test_a_port_in_use_is_named(world, tmp_path):
     assert "port" in errors.splitlines()[-1]
 
 
-def test_two_runs_in_one_folder_are_refused(world, tmp_path):
-    first = start(arguments(world, tmp_path, "trainer.total_training_steps=500"))
+def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tmp_path):
+    first = start(arguments(world, tmp_path, "trainer.total_training_steps=500"), start_new_session=True)
     try:
         wait_for((tmp_path / "hybrid_gkd" / "gkd" / "config.yaml").exists, "the run folder")
         code, _, errors = run(arguments(world, tmp_path))
@@ -336,9 +336,12 @@ def test_two_runs_in_one_folder_are_refused(world, tmp_path):
         assert "trainer.experiment_name" in errors.splitlines()[-1]
         wait_for(logged_step(tmp_path, 1), "step 1")
     finally:
-        first.send_signal(signal.SIGTERM)
+        # To all of them, as `timeout` and job schedulers do: Ray's own processes end at once.
+        children = psutil.Process(first.pid).children(recursive=True)
+        os.killpg(first.pid, signal.SIGTERM)
         code, _, errors = finish(first)
     assert code == 128 + signal.SIGTERM, errors
+    assert_gone(children)
 
 
 def test_a_fresh_start_moves_the_earlier_run_aside(world, tmp_path):

@@ -1,0 +1,50 @@
+"""The shipped recipes as a newcomer runs them: the demo is built, trained, and does what the README says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An empty cache, so that the demo is built."""
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+def run(environment, out, *args):
+    command = [sys.executable, "-m", "hybrid_gkd", *args, f"trainer.default_local_dir={out}", "trainer.device=cpu"]
+    command.append("actor_rollout_ref.teacher.server_port=0")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows}
+
+
+def test_the_embedded_default_brings_the_student_close_to_its_teacher(environment, tmp_path):
+    table = run(environment, tmp_path)
+    teacher = float(re.search(r"accuracy: teacher +([\d.]+)%", table)[1]) / 100
+    rows = metrics(tmp_path / "hybrid_gkd" / "demo")
+    before, after = rows[0]["val/accuracy"], rows[max(rows)]["val/accuracy"]
+    assert before <= 0.4
+    assert after >= 0.8
+    assert after >= teacher - 0.1
+    assert rows[max(rows)]["actor/kl_loss"] <= rows[1]["actor/kl_loss"] / 5
+    again = run(environment, tmp_path, "trainer.total_training_steps=2", "trainer.test_freq=0")
+    assert "global_step_2" in again
+    assert max(metrics(tmp_path / "hybrid_gkd" / "demo.1")) == max(rows)  # the first run was moved aside, whole
+
+
+def test_ppo_raises_the_accuracy(environment, tmp_path):
+    run(environment, tmp_path, "--config-name", "ppo")
+    rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")
+    assert rows[max(rows)]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.15

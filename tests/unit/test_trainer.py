@@ -1,0 +1,198 @@
+"""The seam between PPO and GKD, and what must never happen around it. Faults come from fakes, on demand."""
+
+import inspect
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from hybrid_gkd.config import OptimConfig, load_config
+from hybrid_gkd.errors import BadTeacherReply, TeacherError
+from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
+from hybrid_gkd.teacher_client import TeacherMetrics
+from hybrid_gkd.trainer import GKDTrainer
+from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
+from hybrid_gkd.workers.actor import learning_rate
+
+NUM_PROMPTS, GROUP_SIZE = 6, 2
+
+
+def config(*overrides):
+    return load_config(
+        [
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
+            "data.train_batch_size=3", "data.max_prompt_length=8", "data.max_response_length=8",
+            f"actor_rollout_ref.rollout.n={GROUP_SIZE}", *overrides,
+        ]
+    )
+
+
+class Group:
+    """Two workers that record what they are asked to train on."""
+
+    size = 2
+
+    def __init__(self):
+        self.updates = []
+
+    def update(self, shares):
+        self.updates.append(shares)
+        return [{"actor/loss": float(i), "actor/lr": 0.1 * i} for i in range(len(shares[0]))]
+
+    def compute_logprobs(self, micro_batches):
+        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
+        return {item.sequence.index: np.zeros(len(item.sequence.response_ids), np.float32) for item in items}
+
+
+class Teacher:
+    """Answers when told to."""
+
+    def __init__(self):
+        self.futures = {}
+
+    def submit(self, sequences):
+        futures = [Future() for _ in sequences]
+        self.futures |= {s.index: (s, future) for s, future in zip(sequences, futures, strict=True)}
+        return futures
+
+    def answer_all(self):
+        for s, future in self.futures.values():
+            rows = len(s.response_ids)
+            ids, logprobs = np.full((rows, 1), s.index, np.int32), np.full((rows, 1), -0.5, np.float32)
+            future.set_result(TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0]))
+
+    def drain_metrics(self):
+        return TeacherMetrics(latencies=[0.1], tokens=10)
+
+
+class Tokenizer:
+    """The decoded response is the number of its tokens."""
+
+    def decode(self, ids, skip_special_tokens):
+        return str(len(ids))
+
+
+def make(cls, *overrides, **options):
+    prompts = [
+        Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i), answer="2")
+        for i in range(NUM_PROMPTS)
+    ]
+    group = Group()
+    trainer = cls(
+        config(*overrides), group=group, tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=[],
+        reward=lambda response, answer: float(response == answer), tracking=None, store=None, **options,
+    )
+    sequences = tuple(
+        Sequence(
+            index=i, prompt_ids=prompts[i // GROUP_SIZE].token_ids, response_ids=np.arange(i % 2 + 1, dtype=np.int32),
+            weight_version=0, finish_reason="stop",
+        )
+        for i in range(3 * GROUP_SIZE)
+    )
+    return trainer, group, Rollout(step=1, epoch=0, prompts=tuple(prompts[:3]), sequences=sequences)
+
+
+def trained(group):
+    return sorted(
+        item.sequence.index
+        for share in group.updates[-1] for batch in share for micro_batch in batch.micro_batches for item in micro_batch
+    )
+
+
+def test_gkd_overrides_exactly_one_method_of_ppo():
+    methods = {name for name, _ in inspect.getmembers(PPOTrainer, inspect.isfunction)} - {"__init__"}
+    assert {name for name in methods if name in vars(GKDTrainer)} == {"_update_actor"}
+
+
+def test_gkd_trains_every_sequence_with_its_own_scores():
+    teacher = Teacher()
+    trainer, group, rollout = make(GKDTrainer, teacher=teacher)
+    trainer.on_finished[0](list(rollout.sequences[4:]))  # these finished early
+    trainer.on_finished[0](list(rollout.sequences[:2]))
+    submit = teacher.submit
+    teacher.submit = lambda sequences: (submit(sequences), teacher.answer_all())[0]  # the rest, then the answers
+    metrics = trainer._update_actor(rollout)
+    assert trained(group) == [0, 1, 2, 3, 4, 5]
+    for share in group.updates[0]:
+        assert share[0].num_tokens == sum(len(s.response_ids) for s in rollout.sequences)
+        for micro_batch in share[0].micro_batches:
+            for item in micro_batch:
+                assert set(item.teacher.ids.ravel()) == {item.sequence.index}
+    assert metrics["teacher/hidden_fraction"] <= 1.0
+
+
+def test_nothing_is_trained_when_one_sequence_has_no_scores():
+    teacher = Teacher()
+    trainer, group, rollout = make(GKDTrainer, teacher=teacher)
+    trainer.on_finished[0](list(rollout.sequences))
+    teacher.futures.pop(3)[1].set_exception(BadTeacherReply("row 1 holds NaN"))
+    teacher.answer_all()
+    with pytest.raises(BadTeacherReply, match="NaN"):
+        trainer._update_actor(rollout)
+    assert group.updates == []
+
+
+def test_a_teacher_that_ended_is_noticed_while_waiting():
+    def check():
+        raise TeacherError("the teacher ended: killed")
+
+    trainer, group, rollout = make(GKDTrainer, teacher=Teacher(), check_teacher=check)
+    with pytest.raises(TeacherError, match="killed"):
+        trainer._update_actor(rollout)
+    assert group.updates == []
+
+
+def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr("hybrid_gkd.trainer.LATE_SECONDS", 0.0)
+    monkeypatch.setattr("hybrid_gkd.trainer.CHECK_SECONDS", 0.01)
+    trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=Teacher())
+    with pytest.raises(TeacherError, match="6 sequences"):
+        trainer._update_actor(rollout)
+
+
+def test_ppo_gives_each_sequence_its_group_relative_advantage():
+    trainer, group, rollout = make(PPOTrainer, "algorithm.norm_adv_by_std_in_grpo=false")
+    metrics = trainer._update_actor(rollout)
+    assert trained(group) == [0, 1, 2, 3, 4, 5]
+    assert metrics["reward/mean"] == 0.5  # responses of one token are wrong, of two are right
+    for share in group.updates[0]:
+        for item in share[0].micro_batches[0]:
+            expected = 0.5 if item.sequence.index % 2 else -0.5
+            np.testing.assert_allclose(item.advantages, np.full(len(item.sequence.response_ids), expected))
+
+
+def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
+    trainer, group, rollout = make(
+        PPOTrainer, "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2"
+    )
+    metrics = trainer._update_actor(rollout)
+    assert [batch.num_tokens for batch in group.updates[0][0]] == [6, 3, 6, 3]
+    assert metrics["actor/lr"] == pytest.approx(0.3)  # of the last optimizer step
+    assert num_updates(trainer.config, 5) == 20
+
+
+def test_steps_come_from_epochs_unless_given():
+    assert total_steps(config("trainer.total_epochs=3"), 7) == 6
+    assert total_steps(config("trainer.total_epochs=3", "trainer.total_training_steps=4"), 7) == 4
+
+
+def test_seeds_differ_by_sequence_and_step_and_are_the_same_on_every_run():
+    seeds = [request_seeds(0, step, 100) for step in range(3)]
+    assert len({seed for step in seeds for seed in step}) == 300
+    assert seeds[1] == request_seeds(0, 1, 100)
+    assert seeds[1] != request_seeds(1, 1, 100)
+    assert all(0 <= seed < 2**31 for seed in seeds[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5)]),
+    ],
+)
+def test_learning_rate_warms_up_and_follows_the_schedule(kind, expected):
+    optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type=kind, min_lr_ratio=0.2)
+    found = [learning_rate(optim, update, 6) for update in range(6)]
+    assert found == pytest.approx(expected)
