@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_gkd.config import load_config
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TeacherTopK, TrainSequence
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -96,3 +96,56 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
         print("losses", losses, "peak GiB", group.max_memory_gb())
     assert losses[-1] < losses[0]
     assert drawn[0] != drawn[-1]
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two
+def test_two_gpus_train_as_one_with_tensor_parallel_1_and_2(model, tmp_path):
+    """Same sequences and scores: the same loss curve in bf16; the engine agrees with the actor at each layout."""
+    rng = np.random.default_rng(0)
+    fixed = [
+        Sequence(
+            index=i, prompt_ids=rng.integers(0, 151936, 20 + i).astype(np.int32),
+            response_ids=rng.integers(0, 151936, 40 + 3 * i).astype(np.int32), weight_version=0, finish_reason="stop",
+        )
+        for i in range(16)
+    ]
+    requests = [GenerationRequest(index=s.index, prompt_ids=s.prompt_ids, seed=s.index) for s in fixed]
+    curves = {}
+    for workers, tensor_parallel in ((1, 1), (2, 1), (2, 2)):
+        fsdp = "actor_rollout_ref.actor.fsdp_config"
+        config = config_for(
+            model, tmp_path / f"{workers}_{tensor_parallel}", f"trainer.n_gpus_per_node={workers}",
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
+            f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
+        )
+        curve = []
+        with ray_cluster(config, "cuda"), contextlib.closing(
+            WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        ) as group:
+            for step in range(3):
+                print(workers, tensor_parallel, "publish", group.publish(step))
+                sampling = SamplingParams(max_tokens=64, logprobs=True)
+                found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
+                assert [s.index for s in found] == list(range(16))
+                items = [TrainSequence(sequence=s) for s in found]
+                logprobs = group.compute_logprobs([(tuple(items[r::workers]),) for r in range(workers)])
+                difference = np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])
+                assert difference.mean() < MEAN_LOGPROB_DIFFERENCE
+                first, second = distil(fixed, 0)[0][0].micro_batches
+                batch = [*first, *second]
+                num_tokens = sum(len(s.response_ids) for s in fixed)
+                shares = [
+                    [MiniBatch(micro_batches=(tuple(batch[r::workers]),), num_tokens=num_tokens)]
+                    for r in range(workers)
+                ]
+                curve.append(group.update(shares)[0])
+            print(curve, "peak GiB", group.max_memory_gb())
+        curves[workers, tensor_parallel] = curve
+    for layout, curve in curves.items():
+        for one, other in zip(curves[1, 1], curve, strict=True):
+            for name in one:
+                # bf16 products are summed in another order on each layout; the reduction over ranks is float32.
+                assert other[name] == pytest.approx(one[name], rel=5e-3), (layout, name)
