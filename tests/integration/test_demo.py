@@ -31,7 +31,7 @@ def test_both_folders_load_and_answer(paths):
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.architectures == ["Qwen2ForCausalLM"]
         assert model.config.vocab_size == len(tokenizer)
-        assert model.config.max_position_embeddings == 2048
+        assert model.config.max_position_embeddings == 4096
         assert model.config.hidden_size // model.config.num_attention_heads in (32, 64)
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
         ids = tokenizer.apply_chat_template(

@@ -321,7 +321,7 @@ def test_server_that_comes_back_with_another_model_ends_the_run():
         ({"tokenizer_hash": "x"}, {}, "tokenizer hash: the teacher has x, the student needs h"),
         ({"vocab_size": 49}, {}, "tokenizer size: the teacher has 49, the student needs 50"),
         ({"max_topk": 3}, {}, "the teacher has 3, the student needs 4"),
-        ({"max_sequence_length": 31}, {}, "sequence length: the teacher has 31, the student needs 32"),
+        ({"max_sequence_length": 31}, {}, "tokens of prompt and response: the teacher has 31, the student needs 32"),
         ({"any_temperature": False}, {"temperature": 0.5}, r"only 1\.0 \(backend hf\), the student needs 0\.5"),
     ],
 )
