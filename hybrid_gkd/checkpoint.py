@@ -14,6 +14,7 @@ an interrupted write leaves the previous one untouched.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -156,18 +157,18 @@ def _save_huggingface(actor: Actor, folder: Path, *, tokenizer_path: str, config
 
     from hybrid_gkd.tokenizer import load_tokenizer
 
-    # The type of the folder that the student came from; as text where config.json was read by another library.
-    dtype = getattr(actor.hf_model.config, "dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tied = set(getattr(actor.hf_model, "_tied_weights_keys", None) or ())
     if not getattr(actor.hf_model.config, "tie_word_embeddings", False):
         tied = set()
     weights = {}
-    for name, tensor in actor.full_tensors(dtype):
+    for name, tensor in actor.full_tensors(actor.hf_model.stored_dtype):
         if dist.get_rank() == 0 and name not in tied:
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
         actor.hf_model.save_pretrained(folder, state_dict=weights)
+        exported = copy.deepcopy(actor.hf_model.config)
+        exported.dtype = actor.hf_model.stored_dtype  # save_pretrained names the type of the master weights
+        exported.save_pretrained(folder)
         trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
         load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)
 

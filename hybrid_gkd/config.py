@@ -99,6 +99,9 @@ class FSDPConfig:
     """Free a block's gathered parameters after its forward pass; false trades memory for one gather less."""
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the master weights and of the Adam state; the compute type is bf16 on GPUs, fp32 on the CPU."""
+    fsdp_size: int = -1
+    """Workers that share one copy of the weights; -1 = all. Smaller: hybrid sharding, the weights are sharded
+    within groups of this size and replicated across them (less traffic between nodes, more memory)."""
 
 
 @dataclass
@@ -184,6 +187,10 @@ class RolloutConfig:
     """Type of the engine's weights; auto = bfloat16 on GPUs, float32 on the CPU."""
     seed: int = 0
     """Seed of the sampling; every sequence gets its own from it."""
+    update_weights_bucket_megabytes: int = 512
+    """Weights gathered at once when they are published, MiB in the engine's type; smaller takes less memory."""
+    verify_weights: bool = False
+    """After every publish, compare all of the engine's weights with the actor's; a difference ends the run."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
 
@@ -364,6 +371,12 @@ class Config:
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
+    def shard_size(self) -> int:
+        """Workers that share one copy of the student's weights."""
+        size = self.actor_rollout_ref.actor.fsdp_config.fsdp_size
+        return self.world_size if size == -1 else size
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest possible prompt with its longest response."""
         return self.data.max_prompt_length + self.data.max_response_length
@@ -523,6 +536,14 @@ def check_config(config: Config) -> None:
             f"must divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
             arr.rollout.tensor_model_parallel_size,
         )
+    fsdp_size = arr.actor.fsdp_config.fsdp_size
+    if fsdp_size != -1 and (fsdp_size < 1 or config.world_size % fsdp_size):
+        raise ConfigError(
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            "must be -1 or divide the number of workers "
+            f"(trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
+            fsdp_size,
+        )
     if arr.rollout.name == "hf" and arr.rollout.tensor_model_parallel_size > 1:
         raise ConfigError(
             "actor_rollout_ref.rollout.tensor_model_parallel_size", "must be 1 with rollout.name=hf",
@@ -576,6 +597,7 @@ actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.clip_ratio actor_rollo
 actor_rollout_ref.actor.optim.eps actor_rollout_ref.rollout.n
 actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.max_num_batched_tokens
 actor_rollout_ref.rollout.max_num_seqs actor_rollout_ref.rollout.temperature
+actor_rollout_ref.rollout.update_weights_bucket_megabytes
 actor_rollout_ref.teacher.n_server_workers actor_rollout_ref.teacher.num_microbatches
 actor_rollout_ref.teacher.connect_timeout actor_rollout_ref.teacher.start_timeout
 actor_rollout_ref.teacher.request_timeout actor_rollout_ref.teacher.tensor_model_parallel_size

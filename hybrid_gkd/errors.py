@@ -5,6 +5,7 @@
     ├── DataError                   a data file or a row of it
     ├── ModelError                  a model or tokenizer folder
     ├── CheckpointError             a checkpoint that cannot be written or read
+    ├── DeviceMemoryError           a tenant of the GPU does not fit into what is free
     ├── WorkerError                 a training or rollout worker died, hung or failed
     ├── TrainingError               the learning signal is not usable (NaN loss, nothing to train on)
     └── TeacherError                anything about the teacher service
@@ -44,6 +45,10 @@ class ModelError(HybridGKDError):
 
 class CheckpointError(HybridGKDError):
     """A checkpoint cannot be written or read."""
+
+
+class DeviceMemoryError(HybridGKDError):
+    """A tenant of the GPU (parameters, optimizer state, engine weights, KV cache) does not fit into what is free."""
 
 
 class WorkerError(HybridGKDError):

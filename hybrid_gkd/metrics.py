@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hybrid_gkd.offload.residency import RESIDENCY, TENANTS
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -62,7 +64,16 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_second": Metric(
         "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
     ),
-    "perf/max_memory_allocated_gb": Metric("GB", "Largest GPU memory held by torch during the step, on any GPU"),
+    "perf/max_memory_allocated_gb": Metric(
+        "GiB", "Largest GPU memory that torch held during the step, on any GPU; without an engine that can sleep"
+    ),
+    "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
+    # What is on the GPU when a phase begins, on the GPU that has most of it. Absent: not there.
+    **{
+        f"memory/{phase}/{tenant}_gb": Metric("GiB", f"{tenant} on the GPU when the phase {phase} begins")
+        for phase in RESIDENCY
+        for tenant in TENANTS
+    },
     # The batch.
     "response_length/mean": Metric("tokens", "Mean response length"),
     "response_length/max": Metric("tokens", "Longest response"),

@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid_gkd import tracking
 from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import Config, to_dict, to_yaml
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError, TeacherMismatch
+from hybrid_gkd.plan import check_memory, student_size, teacher_shares_gpu
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, total_steps
 from hybrid_gkd.report import RunSummary
@@ -48,6 +51,9 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     device = resolve_device(config)
     resolve_engine(config.actor_rollout_ref.rollout.name)
     inputs = Inputs(config)
+    if device == "cuda" and config.ray_init.address is None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        check_memory(config, student_size(config), total_bytes=total)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
@@ -60,7 +66,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         stack.enter_context(ray_cluster(config, device))
         if local is not None:
             local.check()  # a port in use shows now, before the workers load
-            if shares_gpus(config, device):
+            if device == "cuda" and teacher_shares_gpu(config):
                 local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
         steps = total_steps(config, len(inputs.train_prompts))
         group = stack.enter_context(
@@ -152,8 +158,6 @@ class Inputs:
 
 def resolve_device(config: Config) -> str:
     """`trainer.device` with auto resolved. Raises ConfigError if CUDA was asked for and is not there."""
-    import torch
-
     available = torch.cuda.is_available()
     if config.trainer.device == "cuda" and not available and config.ray_init.address is None:
         raise ConfigError("trainer.device", "no CUDA device is visible", "cuda")
@@ -288,18 +292,8 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
     return stack.enter_context(local)
 
 
-def shares_gpus(config: Config, device: str) -> bool:
-    """Whether a local teacher computes on GPUs that workers use too."""
-    on_gpu = config.actor_rollout_ref.teacher.device == "cuda" or (
-        config.actor_rollout_ref.teacher.device == "auto" and device == "cuda"
-    )
-    return on_gpu and device == "cuda" and teacher_gpus(config)[0] < config.trainer.n_gpus_per_node
-
-
 def teacher_gpus(config: Config) -> list[int]:
     """GPUs of a local teacher: those after the workers', or, where there are too few, the workers' own."""
-    import torch
-
     size = config.actor_rollout_ref.teacher.tensor_model_parallel_size
     first_free = config.trainer.n_gpus_per_node
     first = first_free if torch.cuda.device_count() >= first_free + size else 0

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import ModelError
@@ -106,6 +107,21 @@ def seeded_sampling_args(device: str) -> dict[str, Any]:
     on the CPU cannot do: there, a prompt has to fit into one engine step.
     """
     return {"enable_chunked_prefill": False} if device == "cpu" else {}
+
+
+def unlink_shared_memory() -> None:
+    """On the CPU, take away the name of the memory that this process shares with its tensor-parallel peers.
+
+    All of them have opened it by the time the engine is built. The name is the same for every engine in a
+    process group of its own, and left behind by a killed process it would keep the next engine from starting.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    shared = getattr(getattr(group, "device_communicator", None), "dist_module", None)
+    name = getattr(shared, "group_name", None)
+    if isinstance(name, str):
+        Path("/dev/shm", f"{name.lstrip('/')}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 def prompt_logprobs_batch_tokens(device: str, hf_config: Any) -> int:

@@ -252,7 +252,7 @@ class PPOTrainer:
         timing["timing/step"] = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
         return timing | {
             "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / timing["timing/step"],
-            "perf/max_memory_allocated_gb": self.group.max_memory_gb(),
+            **self.group.memory_metrics(),
             "response_length/mean": float(responses.mean()),
             "response_length/max": float(responses.max()),
             "response_length/min": float(responses.min()),

@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybrid_gkd.config import ActorConfig, Config, OptimConfig
-from hybrid_gkd.errors import ConfigError, ModelError, TrainingError
+from hybrid_gkd.errors import ModelError, TrainingError
 from hybrid_gkd.losses.divergence import forward_kl, support_mass
 from hybrid_gkd.losses.head import logprobs_of_ids
 from hybrid_gkd.losses.policy import clipped_policy_loss
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, PackedBatch, pack
+from hybrid_gkd.packed_attention import PackedBatch, pack
 from hybrid_gkd.types import MiniBatch, TrainSequence
+from hybrid_gkd.workers.loading import build_model, load_shards, materialize
+from hybrid_gkd.workers.publish import gather_in_buckets
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -77,12 +79,13 @@ class Actor:
         self.config: ActorConfig = config.actor_rollout_ref.actor
         self.distillation = config.distillation
         self.sampling_temperature = config.actor_rollout_ref.rollout.temperature
+        self.bucket_bytes = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
         self.device = device
         self.num_updates = num_updates
         self.updates_done = 0
         self.world_size = dist.get_world_size()
         model_config = config.actor_rollout_ref.model
-        self.hf_model = load_model(
+        self.hf_model = build_model(
             model_config.path,
             dtype=DTYPES[self.config.fsdp_config.model_dtype],
             trust_remote_code=model_config.trust_remote_code,
@@ -92,12 +95,21 @@ class Actor:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_model.train()
         self.model = LogprobModel(self.hf_model)
-        self._shard()
+        self._shard(config.shard_size)
+        materialize(self.model, device)
+        load_shards(self.hf_model, model_config.path)
         self.optimizer = make_optimizer(self.hf_model, self.config.optim, fused=device.type == "cuda")
 
-    def _shard(self) -> None:
-        """`fully_shard` per decoder block, then the rest (embedding, last norm, head) as one group."""
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+    def _shard(self, shard_size: int) -> None:
+        """`fully_shard` per decoder block, then the rest (embedding, last norm, head) as one group.
+
+        The weights are sharded within groups of `shard_size` consecutive ranks and replicated across them.
+        """
+        if shard_size == self.world_size:
+            mesh = init_device_mesh(self.device.type, (shard_size,))
+        else:
+            shape = (self.world_size // shard_size, shard_size)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         compute = torch.bfloat16 if self.device.type == "cuda" else None
         options: dict[str, Any] = {
             "mesh": mesh,
@@ -107,7 +119,6 @@ class Actor:
             fully_shard(block, reshard_after_forward=self.config.fsdp_config.reshard_after_forward, **options)
         # The head's weight is needed again at once, in the backward pass: do not free it in between.
         fully_shard(self.model, reshard_after_forward=False, **options)
-        self.model.to(self.device)
 
     def parameters(self) -> list[Tensor]:
         """The parameter shards of this rank."""
@@ -209,6 +220,9 @@ class Actor:
             lengths = [len(item.sequence.response_ids) for item in micro_batch]
             for item, values in zip(micro_batch, logprobs[:, 0].cpu().split(lengths), strict=True):
                 result[item.sequence.index] = values.numpy()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward pass nothing else frees what a forward pass keeps gathered
         return result
 
     def _pack(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[PackedBatch, Tensor, Tensor]:
@@ -243,33 +257,13 @@ class Actor:
             special = ["actor/pg_clipfrac", "actor/ppo_kl"]
         return ["actor/loss", "actor/entropy", *special]
 
-    @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All weights in `dtype`, gathered one at a time, under their Hugging Face names.
+        """All weights in `dtype` under their Hugging Face names, gathered in buckets.
 
-        A tied output embedding is yielded too, since an engine may hold a copy of its own.
+        A tied output embedding is handed out too, since an engine may hold a copy of its own.
         """
-        for name, parameter in self.hf_model.named_parameters(remove_duplicate=False):
-            tensor = parameter.detach().to(dtype)
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
-    """A causal LM on the CPU with packed attention. Raises ModelError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        for name, value in override_config.items():
-            if not hasattr(hf_config, name):
-                raise ConfigError("actor_rollout_ref.model.override_config", f"{path} has no such field", name)
-            setattr(hf_config, name, value)
-        return AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config, dtype=dtype, attn_implementation=PACKED_ATTENTION,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"actor_rollout_ref.model.path: cannot load {path!r}: {error}") from error
+        parameters = self.hf_model.named_parameters(remove_duplicate=False)
+        return gather_in_buckets(parameters, dtype=dtype, bucket_bytes=self.bucket_bytes)
 
 
 def decoder_blocks(model: Any) -> list[nn.Module]:

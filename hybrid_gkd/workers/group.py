@@ -133,7 +133,7 @@ class WorkerGroup:
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into every engine; the slowest worker's seconds by name."""
         seconds = self._call("publish", weight_version)
-        return {name: max(part[name] for part in seconds) for name in seconds[0]}
+        return {name: max(part.get(name, 0.0) for part in seconds) for name in seconds[0]}
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
         """Write all parts of a checkpoint into `folder`, which all workers see."""
@@ -143,9 +143,10 @@ class WorkerGroup:
         """Restore a checkpoint. Call `publish` next."""
         self._call("load_checkpoint", str(folder))
 
-    def max_memory_gb(self) -> float:
-        """Peak memory of the fullest worker, GiB."""
-        return max(self._call("max_memory_gb"))
+    def memory_metrics(self) -> dict[str, float]:
+        """Memory by metric name, GiB, each of the worker that has most."""
+        parts = self._call("memory_metrics")
+        return {name: max(part[name] for part in parts) for name in parts[0]}
 
     def close(self) -> None:
         """Stop the workers. Returns within seconds also when Ray itself has been killed before."""

@@ -17,6 +17,7 @@ from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
+from hybrid_gkd.workers.publish import tensor_parallel_share, verify
 
 
 class RolloutEngine(Protocol):
@@ -34,6 +35,9 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take full tensors under their Hugging Face names."""
+
+    def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare what the engine holds with full tensors. Raises WorkerError naming the first that differs."""
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back. The weights are lost."""
@@ -107,8 +111,12 @@ class VLLMEngine:
         arguments |= vllm_compat.seeded_sampling_args(device.type)
         with _random_states_kept():
             self.llm = LLM(**(arguments | rollout.engine_kwargs.vllm))
+        if device.type == "cpu":
+            vllm_compat.unlink_shared_memory()
         self.engine = self.llm.llm_engine
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        if rollout.verify_weights:
+            self.layout: _VLLMLayout = self.llm.apply_model(_VLLMLayout)[0]
 
     def generate(
         self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
@@ -145,6 +153,17 @@ class VLLMEngine:
         if not self.llm.reset_prefix_cache():
             raise WorkerError("the prefix cache could not be reset: requests are still running")
 
+    def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.verify_weights`."""
+        names = set(self.layout.places)
+
+        def pairs(name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+            names.discard(name)
+            return self.layout.pairs(name, full)
+
+        verify(weights, pairs)
+        _refuse_leftovers(names)
+
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
         self.llm.sleep(level=2)
@@ -168,6 +187,79 @@ def _to_sequence(request: GenerationRequest, output: Any, weight_version: int) -
         finish_reason=str(output.finish_reason),
         logprobs=logprobs,
     )
+
+
+class _VLLMLayout:
+    """Where a vLLM model keeps the weights of its Hugging Face original on this tensor-parallel rank.
+
+    Args:
+        model: vLLM's model, unquantised.
+
+    Raises:
+        ConfigError: the model holds weights whose layout is not known here.
+    """
+
+    def __init__(self, model: Any):
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.places: dict[str, tuple[Any, str, int | None]] = {}
+        """Hugging Face name -> module, its attribute, and which part of a merged tensor."""
+        merged: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            attributes = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+            if attributes:
+                parent, _, own_name = path.rpartition(".")
+                parts = merged.get(own_name, [own_name])
+                self._refuse_unknown(path, module, parts)
+                for index, part in enumerate(parts):
+                    for attribute in attributes:
+                        name = ".".join(filter(None, (parent, part, attribute)))
+                        self.places[name] = module, attribute, index if len(parts) > 1 else None
+
+    def _refuse_unknown(self, path: str, module: Any, parts: list[str]) -> None:
+        method = type(getattr(module, "quant_method", None)).__name__
+        merged_in_original = len(parts) != len(getattr(module, "output_partition_sizes", parts))
+        if method not in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod") or (
+            merged_in_original and self.ranks > 1
+        ):
+            raise ConfigError(
+                "actor_rollout_ref.rollout.verify_weights",
+                f"is not available for this model: the layout of {path} ({type(module).__name__}, {method}) "
+                f"with tensor_model_parallel_size={self.ranks} is not known", True,
+            )
+
+    def pairs(self, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What this rank should hold of a full weight, beside what it holds. KeyError: unknown name."""
+        module, attribute, index = self.places[name]
+        return [(self._share(module, full, held), held) for held in self._held(module, attribute, index)]
+
+    def _held(self, module: Any, attribute: str, index: int | None) -> list[Tensor]:
+        tensor: Tensor = getattr(module, attribute).detach()
+        copies = [tensor] if tensor.numel() else []
+        if attribute == "weight" and hasattr(module, "cpu_linear"):
+            # The CPU backend multiplies with a packed copy. Each entry of its product with the identity is
+            # one weight plus zeros, so exactly that weight.
+            columns = tensor.shape[1] if tensor.numel() else module.input_size_per_partition
+            copies.append(module.cpu_linear(torch.eye(columns, dtype=tensor.dtype), tensor, None).T)
+        if not copies:
+            raise KeyError(attribute)
+        if hasattr(module, "shard_indices"):  # vocabulary: what follows is padding
+            return [copy[: module.shard_indices.num_org_elements] for copy in copies]
+        if index is not None:
+            return [copy.split(module.output_partition_sizes)[index] for copy in copies]
+        return copies
+
+    def _share(self, module: Any, full: Tensor, held: Tensor) -> Tensor:
+        if hasattr(module, "shard_indices"):
+            indices = module.shard_indices
+            return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+        return tensor_parallel_share(full, held.shape, rank=self.rank, ranks=self.ranks)
+
+
+def _refuse_leftovers(names: set[str]) -> None:
+    if names:
+        raise WorkerError(f"publish left weights of the rollout engine unset: {sorted(names)[:3]}")
 
 
 class HFEngine:
@@ -263,8 +355,13 @@ class HFEngine:
         own = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in weights:
             own.pop(name).copy_(tensor)
-        if own:
-            raise WorkerError(f"publish left weights of the rollout engine unset: {sorted(own)[:3]}")
+        _refuse_leftovers(set(own))
+
+    def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.verify_weights`."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        verify(weights, lambda name, full: [(full, own.pop(name))])
+        _refuse_leftovers(set(own))
 
     def sleep(self) -> None:
         """Nothing to do."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import sys
 import time
@@ -60,6 +61,7 @@ class Worker:
         self._join(address)
         import torch
 
+        from hybrid_gkd.offload.engine import EngineWeights, KVCache, free_device_bytes
         from hybrid_gkd.offload.host import HostMirror
         from hybrid_gkd.offload.residency import Residency, Tenant
         from hybrid_gkd.workers.actor import Actor
@@ -69,18 +71,28 @@ class Worker:
         device = torch.device(self.device_type, 0) if self.device_type == "cuda" else torch.device("cpu")
         # The engine first: it measures how much memory is free.
         self.engine: RolloutEngine = make_engine(self.config, device=device, stop_token_ids=stop_token_ids)
-        tenants: dict[str, Tenant] = {}
-        resident = {"actor_params", "optimizer_state"}
+        # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
+        self.engine_pool_bytes = torch.cuda.memory_allocated() if self.engine.can_sleep else 0
+        movable: set[str] = set()
         if self.engine.can_sleep:
             self.engine.sleep()
-            tenants |= {"kv_cache": KVCache(self), "engine_weights": EngineWeights(self.engine)}
+            movable |= {"kv_cache", "engine_weights"}
         self.actor: Actor = Actor(self.config, device=device, num_updates=num_updates)
-        fsdp = self.config.actor_rollout_ref.actor.fsdp_config
-        if fsdp.optimizer_offload and self.device_type == "cuda":
-            tenants["optimizer_state"] = HostMirror(self.actor.optimizer_tensors)
-        if fsdp.param_offload and self.device_type == "cuda":
-            tenants["actor_params"] = HostMirror(self.actor.parameters)
-        self.residency = Residency(tenants, resident=resident)
+        tenants: dict[str, Tenant] = {
+            "actor_params": HostMirror(self.actor.parameters),
+            "optimizer_state": HostMirror(self.actor.optimizer_tensors),
+        }
+        on_gpu = self.device_type == "cuda"
+        if on_gpu:
+            tenants["engine_weights"] = EngineWeights(self.engine)
+            tenants["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights)
+            fsdp = self.config.actor_rollout_ref.actor.fsdp_config
+            movable |= {"actor_params"} if fsdp.param_offload else set()
+            movable |= {"optimizer_state"} if fsdp.optimizer_offload else set()
+        self.residency = Residency(
+            tenants, movable=movable, resident=set(tenants) - (movable & {"kv_cache", "engine_weights"}),
+            free_bytes=free_device_bytes if on_gpu else None,
+        )
         return describe(device, self.engine)
 
     def _join(self, address: tuple[str, int]) -> None:
@@ -139,7 +151,10 @@ class Worker:
         """Copy the actor's weights into the engine and make it ready to generate.
 
         Returns:
-            Seconds: `publish` and `offload` (everything the residency moved since the last publish).
+            Seconds: `publish`, `offload` (all that the residency has moved since the last publish), and each move.
+
+        Raises:
+            WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
         """
         self.residency.enter("update")  # vLLM frees its weights only together with its cache
         self.residency.enter("publish")
@@ -148,8 +163,11 @@ class Worker:
         self.weight_version = weight_version
         self.published = True
         seconds = time.perf_counter() - started
+        if self.config.actor_rollout_ref.rollout.verify_weights:
+            self.engine.verify_weights(self.actor.full_tensors(self.engine.dtype))
         self.residency.enter("rollout")
-        return {"publish": seconds, "offload": self.residency.take_seconds()}
+        moves = self.residency.take_seconds()
+        return {"publish": seconds, "offload": sum(moves.values())} | moves
 
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> None:
         """Write this rank's part of a checkpoint into `folder`."""
@@ -165,40 +183,23 @@ class Worker:
         self.residency.enter("optimizer_step")
         checkpoint.load_actor(self.actor, Path(folder))
 
-    def max_memory_gb(self) -> float:
-        """Peak device memory of torch's allocator since the last call, in GiB; on the CPU the resident set."""
-        import torch
-
+    def memory_metrics(self) -> dict[str, float]:
+        """Peak memory since the last call and bytes by phase and tenant, GiB, under their metric names."""
+        metrics = {
+            f"memory/{phase}/{tenant}_gb": num_bytes / 2**30
+            for (phase, tenant), num_bytes in self.residency.bytes_by_phase().items()
+        }
         if self.device_type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / 2**30
+            import torch
+
+            peak = torch.cuda.max_memory_allocated() - self.engine_pool_bytes
+            metrics["perf/max_memory_allocated_gb"] = peak / 2**30
             torch.cuda.reset_peak_memory_stats()
-            return peak
-        import resource
+        metrics["perf/max_host_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return metrics
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-class KVCache:
-    """Residency tenant: the engine's KV cache. vLLM frees cache and weights in one call."""
-
-    def __init__(self, worker: Worker):
-        self.worker = worker
-        self.acquire = worker.engine.wake_kv_cache
-
-    def release(self) -> None:
-        """Free cache and weights; the weights have to be published again."""
-        self.worker.engine.sleep()
-        self.worker.published = False
-
-
-class EngineWeights:
-    """Residency tenant: the engine's weights, which `KVCache.release` has already freed."""
-
-    def __init__(self, engine: RolloutEngine):
-        self.acquire = engine.wake_weights
-
-    def release(self) -> None:
-        """Nothing left to free: the weights never outlive the KV cache."""
+    def _engine_lost_its_weights(self) -> None:
+        self.published = False
 
 
 def redirect_output(log_file: Path) -> None:

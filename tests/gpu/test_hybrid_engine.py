@@ -45,7 +45,8 @@ def config_for(model, folder, *overrides):
             "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
             "data.max_prompt_length=256", "data.max_response_length=128", "trainer.device=cuda",
             "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
-            f"distillation.topk={TOPK}", "actor_rollout_ref.actor.optim.lr=1e-4", *overrides,
+            f"distillation.topk={TOPK}", "actor_rollout_ref.actor.optim.lr=1e-4",
+            "actor_rollout_ref.rollout.verify_weights=true", *overrides,
         ]
     )
 
@@ -93,9 +94,50 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
             if step == 1:
                 group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
                 group.load_checkpoint(tmp_path / "checkpoint")
-        print("losses", losses, "peak GiB", group.max_memory_gb())
+        print("losses", losses, "peak GiB", group.memory_metrics())
     assert losses[-1] < losses[0]
     assert drawn[0] != drawn[-1]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
+    """Weights, graphs and caches hold nothing of what was published in between."""
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = config_for(
+        model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
+        f"actor_rollout_ref.rollout.enforce_eager={eager}", "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes=64",
+    )
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 50 + i).astype(np.int32), seed=i)
+        for i in range(16)
+    ]
+
+    def generate(group):
+        sampling = SamplingParams(max_tokens=64, temperature=0.0)
+        found = [s for part in group.generate(requests, sampling) for s in part]
+        return sorted(found, key=lambda s: s.index)
+
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+    ) as group:
+        group.publish(0)
+        start = generate(group)
+        group.save_checkpoint(tmp_path / "start", tokenizer_path=str(model))
+        group.update(distil(start, 0))
+        group.publish(1)
+        changed = generate(group)
+        group.load_checkpoint(tmp_path / "start")
+        group.publish(2)
+        restored = generate(group)
+        seconds = [group.publish(version)["publish"] for version in range(3, 23)]
+        print("20 publishes, seconds:", np.round(seconds, 4).tolist())
+        last = generate(group)
+    tokens = [[s.response_ids.tolist() for s in found] for found in (start, changed, restored, last)]
+    assert tokens[0] != tokens[1]
+    assert tokens[0] == tokens[2]
+    assert tokens[0] == tokens[3]
 
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -142,7 +184,7 @@ def test_two_gpus_train_as_one_with_tensor_parallel_1_and_2(model, tmp_path):
                     for r in range(workers)
                 ]
                 curve.append(group.update(shares)[0])
-            print(curve, "peak GiB", group.max_memory_gb())
+            print(curve, "peak GiB", group.memory_metrics())
         curves[workers, tensor_parallel] = curve
     for layout, curve in curves.items():
         for one, other in zip(curves[1, 1], curve, strict=True):

@@ -240,7 +240,7 @@ def test_dry_run_prints_the_configuration_and_the_plan(world, tmp_path):
     code, text, errors = run([*arguments(world, tmp_path / "out"), "--dry-run"])
     assert code == 0, errors
     assert "train_batch_size: 8" in text
-    assert "memory per worker" in text
+    assert "memory of each worker by phase" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -99,10 +99,21 @@ def assert_same(first, second, weights_first, weights_second):
         np.testing.assert_allclose(weights_first[name], weights_second[name], rtol=0, atol=2e-5, err_msg=name)
 
 
-def test_one_worker_and_two_train_the_same(model, tmp_path):
-    one = make_config(model, tmp_path / "one")
-    two = make_config(model, tmp_path / "two", "trainer.n_gpus_per_node=2")
-    curve_one, weights_one = train(one, tmp_path / "w1")
+@pytest.fixture(scope="module")
+def one_worker(model, tmp_path_factory):
+    """Loss curve and weights of one worker."""
+    folder = tmp_path_factory.mktemp("one")
+    return train(make_config(model, folder), folder / "w1")
+
+
+@pytest.mark.parametrize("fsdp_size", [1, 2])
+def test_one_worker_and_two_train_the_same(fsdp_size, model, one_worker, tmp_path):
+    """With the weights sharded over both workers, and replicated on each."""
+    two = make_config(
+        model, tmp_path / "two", "trainer.n_gpus_per_node=2",
+        f"actor_rollout_ref.actor.fsdp_config.fsdp_size={fsdp_size}",
+    )
+    curve_one, weights_one = one_worker
     curve_two, weights_two = train(two, tmp_path / "w2", max_tokens=96)
     assert_same(curve_one, curve_two, weights_one, weights_two)
     before = load_file(model / "model.safetensors")

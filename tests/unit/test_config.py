@@ -52,6 +52,8 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("actor_rollout_ref.rollout.top_p=1.5", ["actor_rollout_ref.rollout.top_p", "between 0 and 1", "1.5"]),
         ("actor_rollout_ref.rollout.top_k=0", ["actor_rollout_ref.rollout.top_k", "0"]),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", ["tensor_model_parallel_size", "divide", "3"]),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=3", ["actor.fsdp_config.fsdp_size", "divide", "3"]),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=0", ["actor.fsdp_config.fsdp_size", "-1", "0"]),
         ("actor_rollout_ref.rollout.max_model_len=10", ["max_model_len", "2048", "10"]),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10", ["ppo_max_token_len_per_gpu", "2048", "10"]),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=500", ["ppo_mini_batch_size", "128", "500"]),

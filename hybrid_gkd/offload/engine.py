@@ -1,0 +1,68 @@
+"""The rollout engine's part of the residency: its weights and its KV cache.
+
+vLLM frees both in one call and wakes them one after the other; what they take is measured while they wake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hybrid_gkd.workers.rollout import RolloutEngine
+
+
+class EngineTenant:
+    """`acquire` wakes one of the two; its size is known from the first time on."""
+
+    def __init__(self, wake: Callable[[], None]):
+        self._wake = wake
+        self._num_bytes = 0
+
+    def num_bytes(self) -> int:
+        """Bytes as measured when it last woke; 0 before."""
+        return self._num_bytes
+
+    def acquire(self) -> None:
+        """Wake, with the memory that torch has cached for others given back first: vLLM allocates beside it."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        self._wake()
+        self._num_bytes = max(0, before - torch.cuda.mem_get_info()[0])
+
+
+class EngineWeights(EngineTenant):
+    """The engine's weights, undefined after `acquire` until they are published."""
+
+    def __init__(self, engine: RolloutEngine):
+        super().__init__(engine.wake_weights)
+
+    def release(self) -> None:
+        """Nothing left to free: the weights never outlive the KV cache."""
+
+
+class KVCache(EngineTenant):
+    """The engine's KV cache; releasing it frees the weights too.
+
+    Args:
+        engine: the engine.
+        on_release: called after the weights have been lost.
+    """
+
+    def __init__(self, engine: RolloutEngine, on_release: Callable[[], None]):
+        super().__init__(engine.wake_kv_cache)
+        self._sleep = engine.sleep
+        self._on_release = on_release
+
+    def release(self) -> None:
+        """Free cache and weights."""
+        self._sleep()
+        self._on_release()
+
+
+def free_device_bytes() -> int:
+    """Bytes that torch or vLLM can still allocate: free on the device, or cached by torch's allocator."""
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached

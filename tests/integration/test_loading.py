@@ -1,0 +1,329 @@
+"""The student's weights on two FSDP2 ranks over gloo: what is read, what arrives, what is refused."""
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hybrid_gkd.checkpoint import load_actor, save_actor
+from hybrid_gkd.config import load_config
+from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.workers import loading
+from hybrid_gkd.workers.actor import Actor
+
+NUM_RANKS = 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Calls a function with the same arguments on both ranks; gives their results."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    pools = [
+        ProcessPoolExecutor(1, mp_context=spawn, initializer=join, initargs=(rank, port)) for rank in range(NUM_RANKS)
+    ]
+
+    def call(function, *args):
+        futures = [pool.submit(function, *args) for pool in pools]
+        errors = [future.exception(timeout=120) for future in futures]
+        if any(errors):
+            assert all(errors), errors
+            assert len({str(error) for error in errors}) == 1, errors
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    yield call
+    for pool in pools:
+        pool.shutdown()
+
+
+def join(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+
+
+def make_config(path, *overrides):
+    return load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={path}", "trainer.device=cpu",
+            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.n_gpus_per_node={NUM_RANKS}", *overrides,
+        ]
+    )
+
+
+def make_llama(folder, *, tied=False, dtype=torch.float32, max_shard_size="1GB"):
+    """Hardly any dimension divides by two, and one has a single row, which leaves the second rank none."""
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=33, intermediate_size=1, num_hidden_layers=3, num_attention_heads=3, head_dim=8,
+        num_key_value_heads=1, tie_word_embeddings=tied, initializer_range=0.2, attention_bias=True,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        LlamaForCausalLM(config).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def make_base_model_only(folder):
+    """Names without the prefix of the causal LM: transformers has to add it."""
+    AutoModel.from_pretrained(tiny.make_model(folder / "full")).save_pretrained(folder)
+    shutil.rmtree(folder / "full")
+    assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
+    return folder
+
+
+def make_pickled(folder):
+    tiny.make_model(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def make_tied_twice(folder):
+    """Both names of a tied weight are in the file."""
+    weights = load_file(tiny.make_model(folder) / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+MAKERS = {
+    "qwen2 tied": tiny.make_model,
+    "qwen2 untied": lambda folder: tiny.make_model(folder, tied=False),
+    "qwen2 tied, both names": make_tied_twice,
+    "llama": make_llama,
+    "llama tied": lambda folder: make_llama(folder, tied=True),
+    "llama, many files": lambda folder: make_llama(folder, max_shard_size="20KB"),
+    "llama, bf16 file": lambda folder: make_llama(folder, dtype=torch.bfloat16),
+    "fallback: base model": make_base_model_only,
+    "fallback: pickle": make_pickled,
+}
+
+
+def compare(config):
+    """Load as the worker does and as transformers does; returns what differs, the log, and what was read."""
+    records, reads = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    loading.logger.addHandler(handler)
+    real_open = loading.safe_open
+    loading.safe_open = lambda *args, **kwargs: CountingFile(real_open(*args, **kwargs), reads)
+    try:
+        actor = Actor(config, device=CPU, num_updates=1)
+    finally:
+        loading.logger.removeHandler(handler)
+        loading.safe_open = real_open
+    local = {name: p.to_local().numel() for name, p in actor.hf_model.named_parameters()}
+    path, dtype = config.actor_rollout_ref.model.path, next(actor.hf_model.parameters()).dtype
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    differences = differing(dict(actor.full_tensors(dtype)), dict(whole.named_parameters(remove_duplicate=False)))
+    differences += differing(dict(actor.hf_model.named_buffers()), dict(whole.named_buffers()))
+    own_generation = [model.generation_config for model in (actor.hf_model, whole)]
+    if not os.path.exists(os.path.join(path, "generation_config.json")):
+        own_generation = [None, None]
+    tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (actor.hf_model, whole)]
+    for name, (ours, theirs) in {
+        "tie": tied,
+        "generation config": own_generation,
+        "dtype in the config": (actor.hf_model.config.dtype, whole.config.dtype),
+        "log-probabilities": (logprobs(actor), whole_logprobs(whole)),
+    }.items():
+        if ours != theirs:
+            differences.append(name)
+    return differences, records, reads, local
+
+
+def differing(ours, theirs):
+    names = ours.keys() ^ theirs.keys()
+    return sorted(names) + [
+        name for name in ours.keys() - names
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    ]
+
+
+@torch.no_grad()
+def logprobs(actor):
+    batch, ids = pack([np.arange(1, 8, dtype=np.int32)], CPU), torch.arange(7)[:, None]
+    return actor.model(batch, ids[:, 0], ids, temperature=1.0, with_entropy=False)[0].flatten().tolist()
+
+
+@torch.no_grad()
+def whole_logprobs(model):
+    logits = model(**pack([np.arange(1, 8, dtype=np.int32)], CPU).model_kwargs()).logits[0].float()
+    found = logits.log_softmax(-1).gather(1, torch.arange(7)[:, None]).flatten()
+    return pytest.approx(found.tolist(), rel=1e-5 if model.dtype == torch.float32 else 1e-2)
+
+
+class CountingFile:
+    """A safetensors file that can only be read by rows, and notes how many elements each read gave."""
+
+    def __init__(self, file, reads):
+        self.file, self.reads = file, reads
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        self.file.__exit__(*exc)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name):
+        return CountingSlice(self.file.get_slice(name), name, self.reads)
+
+
+class CountingSlice:
+    def __init__(self, real, name, reads):
+        self.real, self.name, self.reads = real, name, reads
+        self.get_shape = real.get_shape
+
+    def __getitem__(self, rows):
+        found = self.real[rows]
+        self.reads.append((self.name, found.numel()))
+        return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_weights_and_buffers_are_those_of_from_pretrained(kind, ranks, tmp_path):
+    """And each rank has read its own rows, once, and nothing else."""
+    config = make_config(MAKERS[kind](tmp_path))
+    for differences, records, reads, local in ranks(compare, config):
+        assert differences == []
+        if kind.startswith("fallback"):
+            assert not reads
+        else:
+            assert not records
+            assert {name: count for name, count in reads if name in local} == {n: c for n, c in local.items() if c}
+            assert len(reads) == sum(map(bool, local.values())) + 2 * (kind == "qwen2 tied, both names")
+    if kind.startswith("fallback"):
+        assert "holds the whole model" in ranks(compare, config)[0][1][0]
+
+
+@pytest.mark.parametrize("override", ["fsdp_size=1", "fsdp_size=2", "model_dtype=bf16"])
+def test_other_layouts_and_types(override, ranks, tmp_path):
+    config = make_config(make_llama(tmp_path), f"actor_rollout_ref.actor.fsdp_config.{override}")
+    for differences, _, reads, local in ranks(compare, config):
+        assert differences == []
+        assert (local["model.norm.weight"] == 33) == (override == "fsdp_size=1")
+        assert dict(reads) == {name: count for name, count in local.items() if count}
+
+
+def drop(folder, name):
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add(folder, name, tensor):
+    weights = load_file(folder / "model.safetensors") | {name: tensor}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_only(config):
+    Actor(config, device=CPU, num_updates=1)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (lambda f: drop(f, "model.layers.1.mlp.up_proj.weight"), r"missing weights: model\.layers\.1\.mlp\.up_proj"),
+        (lambda f: add(f, "model.extra.weight", torch.ones(2)), r"unexpected weights: model\.extra\.weight"),
+        (lambda f: add(f, "model.norm.weight", torch.ones(7)), r"mismatched weights:.*model\.norm\.weight"),
+        (lambda f: add(f, "lm_head.weight", torch.ones(259, 64)), r"ties .*lm_head\.weight.*differ"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), r"model\.path: cannot read the weights"),
+        (lambda f: (f / "model.safetensors").unlink(), r"model\.path: cannot load the weights"),
+        (lambda f: (f / "config.json").unlink(), r"model\.path: cannot load"),
+    ],
+)
+def test_a_broken_folder_is_refused_on_every_rank(breaks, message, ranks, tmp_path):
+    breaks(tiny.make_model(tmp_path))
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        ranks(load_only, make_config(tmp_path))
+
+
+def test_a_missing_head_of_an_untied_model_is_named(ranks, tmp_path):
+    drop(tiny.make_model(tmp_path, tied=False), "lm_head.weight")
+    with pytest.raises(ModelError, match=r"missing weights: lm_head\.weight"):
+        ranks(load_only, make_config(tmp_path))
+
+
+def build(folder, override_config=None):
+    return loading.build_model(
+        str(folder), dtype=torch.float32, trust_remote_code=False, override_config=override_config or {}
+    )
+
+
+def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
+    tiny.make_model(tmp_path)
+    model = build(tmp_path, {"attention_dropout": 0.5})
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {b.device.type for b in model.buffers()} == {"cpu"}
+    assert model.config.attention_dropout == 0.5
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.override_config.*no such field.*'nonsense'"):
+        build(tmp_path, {"nonsense": 1})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quantised"):
+        build(tmp_path)
+
+
+def train_save_load(config, folder, other):
+    """One update, a checkpoint, and the same state on an actor with another layout."""
+    first, second = (Actor(c, device=CPU, num_updates=4) for c in (config, other))
+    metrics = first.update(random_mini_batch(dist.get_rank()))
+    save_actor(first, folder, tokenizer_path=config.actor_rollout_ref.model.path, config=config)
+    load_actor(second, folder)
+    same = [differing(dict(first.full_tensors(torch.float32)), dict(second.full_tensors(torch.float32)))]
+    more = [actor.update(random_mini_batch(2 + dist.get_rank())) for actor in (first, second)]
+    return metrics, same, more
+
+
+def random_mini_batch(seed):
+    rng = np.random.default_rng(seed)
+    prompt, response = rng.integers(0, 256, 5, np.int32), rng.integers(0, 256, 6, np.int32)
+    sequence = Sequence(index=seed, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="stop")
+    ids = np.stack([rng.permutation(256)[:4] for _ in response]).astype(np.int32)
+    scores = np.log(rng.dirichlet(np.ones(5), len(response))[:, :4]).astype(np.float32)
+    teacher = TeacherTopK(ids=ids, logprobs=scores, sampled_logprobs=scores[:, 0])
+    return MiniBatch(micro_batches=((TrainSequence(sequence=sequence, teacher=teacher),),), num_tokens=12)
+
+
+def test_a_checkpoint_moves_between_layouts(ranks, tmp_path):
+    """Hybrid sharding gives the same loss and the same clipped gradient norm, before and after the move."""
+    path = tiny.make_model(tmp_path / "model")
+    settings = ["actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.model.enable_gradient_checkpointing=true"]
+    sharded = make_config(path, *settings)
+    replicated = make_config(path, *settings, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
+    for first, second in ((sharded, replicated), (replicated, sharded)):
+        results = ranks(train_save_load, first, tmp_path / str(first.shard_size), second)
+        for metrics, same, (one, two) in results:
+            assert metrics["actor/grad_norm"] > first.actor_rollout_ref.actor.grad_clip
+            assert metrics == pytest.approx(results[0][0])
+            assert same == [[]]
+            assert one == pytest.approx(two, rel=1e-5)
+    saved = [load_file(tmp_path / str(n) / "huggingface" / "model.safetensors") for n in (1, 2)]
+    for name in saved[0]:
+        assert torch.allclose(saved[0][name], saved[1][name], rtol=0, atol=2e-5), name
