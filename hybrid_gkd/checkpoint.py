@@ -152,7 +152,6 @@ def load_actor(actor: Actor, folder: Path) -> None:
 
 
 def _save_huggingface(actor: Actor, folder: Path, *, tokenizer_path: str, config: Config) -> None:
-    import torch
     import torch.distributed as dist
 
     from hybrid_gkd.tokenizer import load_tokenizer

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 512
 """Bytes; copies to and from aligned addresses run at the speed of the bus."""
-BLOCK = 2 * 2**20
-"""Bytes to which torch's allocator may round a tensor up."""
 SMALL = 64
 """Bytes up to which a tensor stays where it is: Adam's step counters."""
 
@@ -78,9 +76,6 @@ class HostMirror:
 
     def acquire(self) -> None:
         """Bring everything back. One synchronisation for all tensors."""
-        if self._away:
-            # One request to the driver for all: torch's allocator serves the tensors from the block this leaves behind.
-            torch.empty(sum(host.numel() + BLOCK for _, host in self._away), dtype=torch.uint8, device="cuda")
         for storage, host in self._away:
             storage.resize_(host.numel())
             _as_bytes(storage).copy_(host, non_blocking=True)
