@@ -81,18 +81,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             local.wait_ready()
             teacher = stack.enter_context(connect(config, inputs, [local.address]))
         describe(config, group)
-        log = stack.enter_context(
-            tracking.Tracking(
-                config.trainer.logger,
-                project_name=config.trainer.project_name,
-                experiment_name=config.trainer.experiment_name,
-                run_dir=config.run_dir,
-                config=to_dict(config),
-                total_steps=steps,
-                start_step=load_state(resume_from).step if resume_from else 0,
-                resume=resume_from is not None,
-            )
-        )
+        log = stack.enter_context(start_tracking(config, steps, resume_from))
         arguments: dict[str, Any] = {
             "group": group, "tokenizer": inputs.tokenizer, "train_prompts": inputs.train_prompts,
             "val_prompts": inputs.val_prompts, "reward": inputs.reward, "tracking": log, "store": store,
@@ -103,6 +92,20 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         trainer = GKDTrainer(config, teacher=teacher, **arguments) if teacher else PPOTrainer(config, **arguments)
         trainer.fit()
     return summarise(trainer, started, teacher_accuracy)
+
+
+def start_tracking(config: Config, steps: int, resume_from: Path | None) -> tracking.Tracking:
+    """The trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
+    return tracking.Tracking(
+        config.trainer.logger,
+        project_name=config.trainer.project_name,
+        experiment_name=config.trainer.experiment_name,
+        run_dir=config.run_dir,
+        config=to_dict(config),
+        total_steps=steps,
+        start_step=load_state(resume_from).step if resume_from else 0,
+        resume=resume_from is not None,
+    )
 
 
 class Inputs:

@@ -188,12 +188,15 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim):
     assert "Traceback" not in errors
 
 
-def test_a_given_teacher_is_used_and_left_running(world, tmp_path):
+def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
+    """The teacher is the student that another run has exported: the engine loads that folder's own weights."""
+    exported = finished[0] / "hybrid_gkd" / "gkd" / "global_step_4" / "huggingface"
     ready = tmp_path / "ready.json"
     service = subprocess.Popen(
         [
-            sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--ckpt-path", str(world / "teacher"), "--port", "0",
-            "--worker-port", "0", "--backend", "hf", "--device", "cpu", "--ready-file", str(ready),
+            sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--ckpt-path", str(exported), "--port", "0",
+            "--worker-port", "0", "--backend", ENGINE, "--max-model-len", "64", "--device", "cpu",
+            "--ready-file", str(ready),
         ]
     )
     try:
