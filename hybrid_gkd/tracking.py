@@ -176,7 +176,7 @@ class Console:
         self._started = time.monotonic()
         self._last_line = -math.inf
         self._bar: tqdm | None = None
-        if self._stream.isatty():
+        if self._stream.isatty() and _has_width(self._stream):
             self._bar = tqdm(
                 total=total_steps, initial=start_step, desc="step", unit="step", file=self._stream, dynamic_ncols=True
             )
@@ -220,6 +220,14 @@ class Console:
         if "perf/tokens_per_second" in metrics:
             parts.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
         return "  ".join(parts)
+
+
+def _has_width(stream: TextIO) -> bool:
+    """False for a terminal of no columns, as a recorder or a container may offer: tqdm would show nothing."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # not a real terminal; tqdm takes a width of its own
+        return True
 
 
 class JsonLines:
