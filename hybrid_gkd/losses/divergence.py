@@ -43,8 +43,8 @@ def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str)
     Raises:
         ValueError: the shapes differ, or an unknown `tail`.
 
-    Source: the K + 1 partition of design section "The learning signal"; Hinton et al., arXiv 1503.02531, for the
-    full-vocabulary loss that K = V gives.
+    Source: Hinton et al., arXiv 1503.02531, for the full-vocabulary loss that K = V gives; "bucket" is that loss on
+    the partition of the vocabulary into K single tokens and the rest.
     """
     if teacher_logprobs.ndim != 2 or teacher_logprobs.shape != student_logprobs.shape:
         raise ValueError(
