@@ -65,6 +65,9 @@ class CheckpointStore:
         if not pointer.is_file():
             return None
         folder = self.run_dir / f"global_step_{pointer.read_text().strip()}"
+        replaced = _replaced(folder)
+        if not folder.exists() and replaced.exists():  # a run was killed while it wrote this step anew
+            os.rename(replaced, folder)
         if not (folder / "trainer_state.json").is_file():
             raise CheckpointError(f"{pointer} names {folder.name}, which is missing or incomplete")
         return folder
@@ -84,10 +87,12 @@ class CheckpointStore:
             yield folder
             (folder / "trainer_state.json").write_text(json.dumps(asdict(state), indent=2))
             _sync(folder)
-            if final.exists():  # left by a run that was resumed from an earlier step
-                shutil.rmtree(final)
+            shutil.rmtree(_replaced(final), ignore_errors=True)
+            if final.exists():  # of a run that was resumed from an earlier step
+                os.rename(final, _replaced(final))
             os.rename(folder, final)
             _write_atomically(self.run_dir / LATEST, f"{state.step}\n")
+            shutil.rmtree(_replaced(final), ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
         self._prune(state.step)
@@ -95,9 +100,15 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         if self.keep is None:
             return
-        steps = sorted(int(path.name.rpartition("_")[2]) for path in self.run_dir.glob("global_step_*"))
+        suffixes = [path.name.removeprefix("global_step_") for path in self.run_dir.glob("global_step_*")]
+        steps = sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
         for step in [step for step in steps if step <= newest][: -self.keep]:
             shutil.rmtree(self.run_dir / f"global_step_{step}")
+
+
+def _replaced(folder: Path) -> Path:
+    """Where a checkpoint waits while a new one of the same step takes its place."""
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def load_state(folder: Path) -> TrainerState:

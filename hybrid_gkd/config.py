@@ -228,7 +228,7 @@ class TeacherConfig:
     backend: Literal["auto", "vllm", "hf"] = "auto"
     """Scoring engine of a local service; auto = vllm where it is installed."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where a local service runs; auto = a GPU that no worker needs, else the CPU."""
+    """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
     tensor_model_parallel_size: int = 1
     """GPUs of a local service."""
     gpu_memory_utilization: float = 0.3

@@ -43,7 +43,9 @@ METRICS: dict[str, Metric] = {
         "fraction", "Probability that the teacher gives to its top-k tokens, mean over response tokens"
     ),
     # Where the time of a step goes. Spans may overlap, so they need not add up to timing/step.
-    "timing/step": Metric("seconds", "The whole training step"),
+    "timing/step": Metric(
+        "seconds", "Generation, waiting for the teacher, update and publish; without validation and checkpoint"
+    ),
     "timing/gen": Metric("seconds", "Drawing the responses of this batch"),
     "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
     "timing/get_teacher_knowledge": Metric("seconds", "From the first request to the teacher to its last reply"),
@@ -68,9 +70,10 @@ METRICS: dict[str, Metric] = {
         "GiB", "Largest GPU memory that torch held during the step, on any GPU; without an engine that can sleep"
     ),
     "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
-    # What is on the GPU when a phase begins, on the GPU that has most of it. Absent: not there.
+    # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
+    # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
     **{
-        f"memory/{phase}/{tenant}_gb": Metric("GiB", f"{tenant} on the GPU when the phase {phase} begins")
+        f"memory/{phase}/{tenant}_gb": Metric("GiB", f"{tenant} on the device when the phase {phase} begins")
         for phase in RESIDENCY
         for tenant in TENANTS
     },
@@ -81,13 +84,15 @@ METRICS: dict[str, Metric] = {
     "response_length/clip_ratio": Metric("fraction", "Responses cut at data.max_response_length"),
     "prompt_length/mean": Metric("tokens", "Mean prompt length"),
     "prompt_length/max": Metric("tokens", "Longest prompt"),
-    "reward/mean": Metric("", "Mean reward of the responses (PPO, or distillation with task rewards)"),
+    "reward/mean": Metric("", "Mean reward of the responses (PPO)"),
     "reward/std": Metric("", "Standard deviation of the same"),
     "training/global_step": Metric("steps", "Training steps done"),
     "training/epoch": Metric("epochs", "Pass over the prompt data that the batch belongs to"),
     "training/staleness": Metric("steps", "How many steps old the weights were that wrote the responses"),
     # Validation, in the steps that have one.
-    "val/accuracy": Metric("fraction", "Held-out prompts answered correctly"),
+    "val/accuracy": Metric(
+        "fraction", "Mean reward of the answers to held-out prompts: with the built-in rules, the share that is right"
+    ),
     "val/response_length": Metric("tokens", "Mean response length on held-out prompts"),
     "val/num_prompts": Metric("prompts", "Held-out prompts asked"),
 }

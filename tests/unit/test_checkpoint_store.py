@@ -1,5 +1,7 @@
 """An interrupted or failed write never replaces a good checkpoint."""
 
+import os
+
 import pytest
 
 from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState, load_state
@@ -49,6 +51,34 @@ def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):
     write(store, 5, "old")
     write(store, 5, "new")
     assert (store.latest() / "actor" / "part").read_text() == "new"
+
+
+def test_a_run_killed_while_it_replaces_a_step_keeps_the_old_one(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5, "old")
+    rename = os.rename
+
+    def killed_at_the_second_rename(source, target):
+        if str(source).endswith(".writing"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed_at_the_second_rename)
+    with pytest.raises(KeyboardInterrupt):
+        write(store, 5, "new")
+    monkeypatch.undo()
+    assert (store.latest() / "actor" / "part").read_text() == "old"
+    write(store, 5, "new")
+    assert (store.latest() / "actor" / "part").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir() if "replaced" in path.name] == []
+
+
+def test_folders_of_the_user_beside_the_checkpoints_are_left_alone(tmp_path):
+    (tmp_path / "global_step_1_best").mkdir()
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        write(store, step)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1_best", "global_step_2"]
 
 
 def test_only_the_newest_are_kept_and_later_ones_of_another_run_do_not_count(tmp_path):
