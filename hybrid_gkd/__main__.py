@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("hybrid_gkd").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         name = options.config_name or default_config_name(options.overrides)
         config = load_config(options.overrides, config_name=name, config_path=options.config_path)
@@ -43,10 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str], prog: str = "python -m hybrid_gkd") -> argparse.Namespace:
     """The command line as a namespace; exits on a usage error."""
     parser = argparse.ArgumentParser(
-        prog="python -m hybrid_gkd", description="On-policy distillation of a student from a teacher.",
+        prog=prog, description="On-policy distillation of a student from a teacher.",
         epilog="Every key is documented in hybrid_gkd/config.py.",
     )
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
@@ -79,17 +79,26 @@ def train(config: Config) -> None:
     from hybrid_gkd.report import final_table
     from hybrid_gkd.run import run
 
-    arr, teacher_accuracy = config.actor_rollout_ref, None
-    paths = demo.DemoPaths.under(demo.demo_dir())
-    used = (arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files)
-    if any(Path(path).is_relative_to(paths.root) for path in used if path):
-        demo.build_demo()
-        if config.data.val_files == [str(paths.val)] and arr.teacher.model.path == str(paths.teacher):
-            teacher_accuracy = demo.teacher_accuracy(paths)
+    teacher_accuracy = None
+    paths, teacher = demo.DemoPaths.under(demo.demo_dir()), config.actor_rollout_ref.teacher.model.path
+    if build_demo(config) and config.data.val_files == [str(paths.val)] and teacher == str(paths.teacher):
+        teacher_accuracy = demo.teacher_accuracy(paths)
     print(final_table(run(config, teacher_accuracy=teacher_accuracy)))
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
+def build_demo(config: Config) -> bool:
+    """Build the demo if `config` uses it and it is not there yet; whether it does."""
+    from hybrid_gkd import demo
+
+    arr, root = config.actor_rollout_ref, demo.DemoPaths.under(demo.demo_dir()).root
+    used = (arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files)
+    uses = any(Path(path).is_relative_to(root) for path in used if path)
+    if uses:
+        demo.build_demo()
+    return uses
+
+
+def terminate(signum: int, frame: FrameType | None) -> None:
     """SIGTERM ends the run as Ctrl-C does: through the context managers that stop what was started."""
     raise SystemExit(128 + signum)
 

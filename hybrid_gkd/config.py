@@ -22,6 +22,13 @@ from hybrid_gkd.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
 
+TOPK_MODES = ("forward_kl", "reverse_kl", "jsd")
+"""Losses on the teacher's candidates."""
+SAMPLED_TOKEN_MODES = ("k1", "k2", "k3")
+"""Losses on the sampled token."""
+BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+"""trainer.scheduler -> how many batches generation is ahead of the update, and so the largest staleness."""
+
 
 @dataclass
 class DataConfig:
@@ -124,6 +131,8 @@ class ActorConfig:
     """Tokens (prompt and response) in one packed micro-batch."""
     ppo_micro_batch_size_per_gpu: int | None = None
     """Sequences in one micro-batch when use_dynamic_bsz is false."""
+    use_torch_compile: bool = False
+    """Compile the decoder blocks: the first update takes longer, the others are faster and need less memory."""
     ppo_epochs: int = 1
     """Passes over each rollout."""
     grad_clip: float = 1.0
@@ -171,8 +180,9 @@ class RolloutConfig:
     """-1 keeps the whole vocabulary."""
     tensor_model_parallel_size: int = 1
     """Workers that share one copy of the engine's weights."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the GPU's memory for the engine's weights and KV cache."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory for the engine's weights and KV cache; null takes what is free when the engine is
+    built, less what stays on the GPU beside it (printed by --dry-run)."""
     free_cache_engine: bool = True
     """Release the engine's weights and KV cache during the update (vLLM sleep mode, GPUs only)."""
     enforce_eager: bool = False
@@ -208,13 +218,16 @@ class TeacherConfig:
     """The teacher service."""
 
     server_ip: str | None = None
-    """Address of a running service; null starts one on this machine for the length of the run."""
+    """Address of a running service; null starts one on this machine for the length of the run. Several services of
+    one model, separated by commas, share the work; the others take over from one that fails. Each may be host:port."""
     server_port: int = 15555
-    """Its port; 0 lets a local service choose a free one."""
+    """Their port where server_ip names none; 0 lets a local service choose a free one."""
+    keys: str | None = None
+    """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that were started with keys."""
     n_server_workers: int = 8
     """Requests in flight."""
     num_microbatches: int = 8
-    """Sequences in one request."""
+    """Sequences in one request at most; long ones travel in smaller groups."""
     overlap_rollout: bool = True
     """Send a sequence as soon as it is finished; false waits for the whole rollout."""
     connect_timeout: float = 20.0
@@ -231,11 +244,18 @@ class TeacherConfig:
     """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
     tensor_model_parallel_size: int = 1
     """GPUs of a local service."""
-    gpu_memory_utilization: float = 0.3
-    """Share of the GPU's memory for a local vLLM service."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what the model needs
+    to score where it shares them with the workers (printed by --dry-run)."""
     max_model_len: int | None = None
     """Longest sequence a local service scores; null takes prompt limit + response limit + 1."""
     model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """host:port of every given service; "" where server_ip has an empty entry."""
+        hosts = [host.strip() for host in (self.server_ip or "").split(",")]
+        return [host if ":" in host or not host else f"{host}:{self.server_port}" for host in hosts]
 
 
 @dataclass
@@ -256,26 +276,42 @@ class DistillationConfig:
 
     enabled: bool = True
     """false trains with PPO on the rule reward and needs no teacher."""
-    loss_mode: Literal["forward_kl"] = "forward_kl"
-    """Divergence between teacher and student."""
+    loss_mode: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "k1", "k2", "k3"] = "forward_kl"
+    """Divergence between teacher and student, see docs/losses.md: on the teacher's candidates (forward_kl,
+    reverse_kl, jsd), a weighted sum (mixed), or an estimate from the sampled token (k1, k2, k3)."""
+    beta: float = 0.5
+    """Weight of the teacher in jsd's mixture; 0 is forward_kl and 1 is reverse_kl."""
+    mixed_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; of any mode but k1."""
+    use_policy_gradient: bool = False
+    """Take k1, k2 or k3 as the negative advantage of the sampled token in PPO's clipped loss, not as the loss."""
     topk: int = 64
     """Teacher candidates per position."""
     tail: Literal["bucket", "none", "renormalise"] = "bucket"
     """The vocabulary outside the top-k: one bucket, left out, or removed from both distributions."""
     temperature: float = 1.0
-    """Temperature at which both distributions are compared; vLLM teachers can only score at 1."""
+    """Temperature at which both distributions are compared."""
     distillation_loss_coef: float = 1.0
     """Factor of the loss."""
+    use_task_rewards: bool = False
+    """Add PPO's policy loss on the rule reward."""
+    loss_max_clamp: float | None = None
+    """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more (with
+    use_policy_gradient: this advantage); actor/distillation/clamp_share says how many do."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages of PPO."""
+    """Advantages of PPO, and importance weights."""
 
     adv_estimator: Literal["grpo"] = "grpo"
     """Reward relative to the other responses to the same prompt."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation."""
+    rollout_is_threshold: float | None = None
+    """Weight the loss of stale responses: each token by how much likelier the present weights make the response up to
+    it than the weights that wrote it, this much at most (at least 1, e.g. 2). null: no weights. Costs a forward pass.
+    Of distillation and PPO alike; with a trainer.scheduler other than sync."""
 
 
 @dataclass
@@ -303,8 +339,9 @@ class RewardConfig:
 class TrainerConfig:
     """The run."""
 
-    scheduler: Literal["sync"] = "sync"
-    """How far generation runs ahead of the update: sync = not at all."""
+    scheduler: Literal["sync", "one_step_off", "two_step_off"] = "sync"
+    """How far generation runs ahead of the update: sync = not at all; one_step_off, two_step_off = one or two batches,
+    so that the teacher has that long to score; responses then come from weights up to one or two steps old."""
     total_epochs: int = 1
     """Passes over the prompts."""
     total_training_steps: int | None = None
@@ -334,7 +371,7 @@ class TrainerConfig:
     max_actor_ckpt_to_keep: int | None = 2
     """Older checkpoints are removed; null keeps all."""
     balance_batch: bool = True
-    """Give each worker the same number of tokens; false: contiguous slices."""
+    """Give each worker the same work, long sequences counting more per token; false: contiguous slices."""
     log_val_generations: int = 8
     """Sample generations logged with each validation."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -556,10 +593,27 @@ def check_config(config: Config) -> None:
     unknown = [name for name in trainer.logger if name not in ("console", "jsonl", "wandb")]
     if unknown:
         raise ConfigError("trainer.logger", "may hold console, jsonl and wandb", unknown[0])
+    _check_importance(config)
     if config.distillation.enabled:
         _check_distillation(config)
     else:
         _check_ppo(config)
+
+
+def _check_importance(config: Config) -> None:
+    threshold, rollout = config.algorithm.rollout_is_threshold, config.actor_rollout_ref.rollout
+    if threshold is None:
+        return
+    key = "algorithm.rollout_is_threshold"
+    if threshold < 1:
+        raise ConfigError(key, "must be at least 1, the weight of a response that is not stale", threshold)
+    if config.trainer.scheduler == "sync":
+        raise ConfigError(key, "has no effect with trainer.scheduler=sync, where no response is stale", threshold)
+    if rollout.top_p != 1 or rollout.top_k != -1:
+        raise ConfigError(
+            key, "needs responses of the student's own distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
+            threshold,
+        )
 
 
 def _check_distillation(config: Config) -> None:
@@ -572,16 +626,65 @@ def _check_distillation(config: Config) -> None:
         )
     if teacher.server_ip is not None and teacher.server_port == 0:
         raise ConfigError("actor_rollout_ref.teacher.server_port", "must be given together with server_ip", 0)
-    if config.distillation.temperature != 1.0 and teacher.server_ip is None and teacher.backend == "vllm":
+    if teacher.server_ip is not None and len(set(filter(None, teacher.endpoints))) < len(teacher.endpoints):
         raise ConfigError(
-            "distillation.temperature", "a vLLM teacher can only score at temperature 1 (backend=hf scores at any)",
-            config.distillation.temperature,
+            "actor_rollout_ref.teacher.server_ip", "must be host, host:port, or several of them, all different, "
+            "separated by commas", teacher.server_ip,
+        )
+    if teacher.keys is not None and teacher.server_ip is None:
+        raise ConfigError("actor_rollout_ref.teacher.keys", "is for a running service (server_ip)", teacher.keys)
+    if config.trainer.scheduler != "sync" and not teacher.overlap_rollout:
+        raise ConfigError(
+            "actor_rollout_ref.teacher.overlap_rollout",
+            f"must be true with trainer.scheduler={config.trainer.scheduler}, which is for a teacher that scores while "
+            "the next batch is generated", False,
+        )
+    _check_loss(config)
+    if config.distillation.use_task_rewards:
+        _check_ppo(config)
+
+
+def _check_loss(config: Config) -> None:
+    """Combinations of losses that would teach nothing, or something else than they say."""
+    loss = config.distillation
+    weights = loss.mixed_weights
+    if (loss.loss_mode == "mixed") != bool(weights):
+        raise ConfigError("distillation.mixed_weights", "goes together with distillation.loss_mode=mixed", weights)
+    for name, weight in weights.items():
+        if name not in (*TOPK_MODES, *SAMPLED_TOKEN_MODES) or name == "k1" or not weight > 0:
+            raise ConfigError(
+                "distillation.mixed_weights",
+                f"must give {', '.join(TOPK_MODES)}, k2 or k3 weights above 0", f"{name}: {weight}",
+            )
+    sampled = loss.loss_mode in SAMPLED_TOKEN_MODES
+    if loss.loss_mode == "k1" and not loss.use_policy_gradient:
+        raise ConfigError(
+            "distillation.use_policy_gradient",
+            "must be true with distillation.loss_mode=k1: as a loss, its expected gradient is 0", False,
+        )
+    if loss.use_policy_gradient and not sampled:
+        raise ConfigError(
+            "distillation.use_policy_gradient",
+            "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
+            f"not {loss.loss_mode}, whose exact gradient is known", True,
+        )
+    if sampled and loss.tail != "bucket":
+        raise ConfigError(
+            "distillation.tail", f"has no effect with distillation.loss_mode={loss.loss_mode}; leave it at bucket",
+            loss.tail,
+        )
+    sampling_temperature = config.actor_rollout_ref.rollout.temperature
+    if (loss.use_policy_gradient or loss.use_task_rewards) and loss.temperature != sampling_temperature:
+        raise ConfigError(
+            "distillation.temperature",
+            f"must be actor_rollout_ref.rollout.temperature ({sampling_temperature}) with a policy loss, which is "
+            "about the policy that the responses were sampled from", loss.temperature,
         )
 
 
 def _check_ppo(config: Config) -> None:
     if config.reward.answer_key is None:
-        raise ConfigError("reward.answer_key", "PPO needs the column with the right answers", None)
+        raise ConfigError("reward.answer_key", "task rewards need the column with the right answers", None)
     if config.actor_rollout_ref.rollout.n < 2:
         raise ConfigError(
             "actor_rollout_ref.rollout.n", "group-relative advantages need at least 2 responses per prompt",
@@ -602,8 +705,8 @@ actor_rollout_ref.teacher.n_server_workers actor_rollout_ref.teacher.num_microba
 actor_rollout_ref.teacher.connect_timeout actor_rollout_ref.teacher.start_timeout
 actor_rollout_ref.teacher.request_timeout actor_rollout_ref.teacher.tensor_model_parallel_size
 actor_rollout_ref.teacher.max_model_len distillation.topk distillation.temperature
-distillation.distillation_loss_coef trainer.total_epochs trainer.total_training_steps trainer.nnodes
-trainer.n_gpus_per_node trainer.max_actor_ckpt_to_keep ray_init.num_cpus
+distillation.distillation_loss_coef distillation.loss_max_clamp trainer.total_epochs trainer.total_training_steps
+trainer.nnodes trainer.n_gpus_per_node trainer.max_actor_ckpt_to_keep ray_init.num_cpus
 """.split()
 _NOT_NEGATIVE = """
 actor_rollout_ref.actor.optim.weight_decay actor_rollout_ref.actor.optim.lr_warmup_steps
@@ -613,7 +716,7 @@ actor_rollout_ref.rollout.seed data.seed trainer.seed trainer.log_val_generation
 _SHARES = """
 actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.rollout.top_p
 actor_rollout_ref.rollout.val_kwargs.top_p actor_rollout_ref.rollout.gpu_memory_utilization
-actor_rollout_ref.teacher.gpu_memory_utilization
+actor_rollout_ref.teacher.gpu_memory_utilization distillation.beta
 """.split()
 
 

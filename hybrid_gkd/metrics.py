@@ -28,27 +28,49 @@ class Metric:
 METRICS: dict[str, Metric] = {
     # The learning signal. Means are over the response tokens of the whole batch, on all GPUs.
     "actor/kl_loss": Metric(
-        "nats/token", "Divergence between teacher and student (distillation.loss_mode), mean over response tokens"
+        "nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped, mean over response tokens"
     ),
     "actor/loss": Metric("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
     "actor/grad_norm": Metric("", "Norm of the gradient before clipping, mean over the optimizer steps"),
     "actor/lr": Metric("", "Learning rate of the last optimizer step"),
     "actor/entropy": Metric("nats/token", "Entropy of the student's distribution, mean over response tokens"),
+    "actor/pg_loss": Metric("nats/token", "PPO's clipped loss on the task rewards, mean over response tokens"),
     "actor/pg_clipfrac": Metric("fraction", "Response tokens whose PPO ratio was clipped"),
+    "actor/importance/mean": Metric("", "Weight of a response token (algorithm.rollout_is_threshold), mean over them"),
+    "actor/importance/effective_sample_size": Metric(
+        "fraction", "Of the importance weights: share of the response tokens that, weighted alike, would say as much"
+    ),
     "actor/ppo_kl": Metric("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
+    "actor/distillation/forward_kl": Metric(
+        "nats/token", "KL(teacher, student) on the teacher's top-k tokens and the rest, whatever the loss is"
+    ),
+    "actor/distillation/reverse_kl": Metric(
+        "nats/token", "KL(student, teacher) on the teacher's top-k tokens and the rest, whatever the loss is"
+    ),
+    "actor/distillation/clamp_share": Metric(
+        "fraction", "Response tokens whose divergence is beyond distillation.loss_max_clamp"
+    ),
+    "actor/distillation/overlap_ratio": Metric(
+        "fraction", "Share of the teacher's top-k tokens that are in the student's own top k, on a sample of tokens"
+    ),
     "actor/distillation/student_mass": Metric(
         "fraction", "Probability that the student gives to the teacher's top-k tokens, mean over response tokens"
     ),
     "actor/distillation/teacher_mass": Metric(
         "fraction", "Probability that the teacher gives to its top-k tokens, mean over response tokens"
     ),
-    # Where the time of a step goes. Spans may overlap, so they need not add up to timing/step.
+    # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
+    # They may overlap, so they need not add up to timing/step.
     "timing/step": Metric(
         "seconds", "Generation, waiting for the teacher, update and publish; without validation and checkpoint"
     ),
-    "timing/gen": Metric("seconds", "Drawing the responses of this batch"),
+    "timing/gen": Metric(
+        "seconds", "Drawing responses: of this batch, or with trainer.scheduler other than sync of one or two later"
+    ),
     "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
-    "timing/get_teacher_knowledge": Metric("seconds", "From the first request to the teacher to its last reply"),
+    "timing/get_teacher_knowledge": Metric(
+        "seconds", "Time in which at least one request was with the teacher: sent, and its scores not there"
+    ),
     "timing/update_actor": Metric("seconds", "Forward, backward and optimizer steps"),
     "timing/sync_rollout_weights": Metric("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": Metric("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
@@ -57,11 +79,17 @@ METRICS: dict[str, Metric] = {
     # The teacher service, seen from the trainer.
     "teacher/latency": Metric("seconds", "From sending a request to its reply, median over the requests of the step"),
     "teacher/latency_p95": Metric("seconds", "The same, 95th percentile"),
+    "teacher/latency_p99": Metric("seconds", "The same, 99th percentile"),
     "teacher/tokens_per_second": Metric("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
     "teacher/retries": Metric("", "Requests that were sent again"),
     "teacher/bytes_per_token": Metric("bytes/token", "Size of the replies per response token"),
+    "teacher/queue_length": Metric("requests", "Requests of all clients that waited for a teacher worker, mean"),
+    "teacher/engine_busy": Metric(
+        "fraction", "Part of the last ten seconds in which a teacher worker had a request, mean over workers"
+    ),
     "teacher/hidden_fraction": Metric(
-        "fraction", "Share of timing/get_teacher_knowledge during which the trainer had other work"
+        "fraction", "Share of the time with a request at the teacher in which a worker was generating or updating and "
+        "not waiting; from the spans of trace.json since the report before"
     ),
     "perf/tokens_per_second": Metric(
         "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
@@ -70,6 +98,15 @@ METRICS: dict[str, Metric] = {
         "GiB", "Largest GPU memory that torch held during the step, on any GPU; without an engine that can sleep"
     ),
     "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
+    **{
+        f"perf/copy/{tenant}_{direction}": Metric("GB/s", f"Speed of the last copy of {tenant} {where} the GPU")
+        for tenant in ("actor_params", "optimizer_state")
+        for direction, where in (("in", "to"), ("out", "from"))
+    },
+    "memory/update/sleeping_engine_gb": Metric("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
+    "memory/rollout/actor_rest_gb": Metric(
+        "GiB", "GPU memory after a publish beyond what vLLM alone had taken: what the student could not free"
+    ),
     # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
     # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
     **{
@@ -84,11 +121,13 @@ METRICS: dict[str, Metric] = {
     "response_length/clip_ratio": Metric("fraction", "Responses cut at data.max_response_length"),
     "prompt_length/mean": Metric("tokens", "Mean prompt length"),
     "prompt_length/max": Metric("tokens", "Longest prompt"),
-    "reward/mean": Metric("", "Mean reward of the responses (PPO)"),
+    "reward/mean": Metric("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
     "reward/std": Metric("", "Standard deviation of the same"),
     "training/global_step": Metric("steps", "Training steps done"),
     "training/epoch": Metric("epochs", "Pass over the prompt data that the batch belongs to"),
-    "training/staleness": Metric("steps", "How many steps old the weights were that wrote the responses"),
+    "training/staleness": Metric(
+        "steps", "How many steps old the weights were that wrote the responses, the oldest of the batch"
+    ),
     # Validation, in the steps that have one.
     "val/accuracy": Metric(
         "fraction", "Mean reward of the answers to held-out prompts: with the built-in rules, the share that is right"

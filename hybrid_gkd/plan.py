@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.offload.residency import RESIDENCY
 
+if TYPE_CHECKING:
+    from hybrid_gkd.workers.worker import Placement
+
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB
-"""What vLLM keeps while it sleeps: CUDA context, graphs, NCCL buffers (measured: 1.6 GiB)."""
+"""What vLLM keeps while it sleeps: CUDA context, graphs, NCCL buffers (measured: 0.8 to 1.6 GiB)."""
+BESIDE_ENGINE_BYTES = 6 * GIB
+"""Left free beside the rollout engine: CUDA context, NCCL buffers, kernels, buckets of weights on their way."""
+TEACHER_TOKENS = 32768
+"""KV cache of a teacher that shares a GPU: four engine steps, so that one is filled while another is scored."""
+TEACHER_WORKSPACE_BYTES = 6 * GIB
+"""Activations of one engine step, logits of 1024 positions and their top-k, CUDA context."""
+LARGEST_SHARE = 0.92
+"""vLLM's own default for a card of its own."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +34,15 @@ class Size:
     parameters: int
     kv_bytes_per_token: int
     """Keys and values of one token in 16 bits."""
+    activation_bytes_per_token: int = 0
+    """What the backward pass keeps of one token in 16 bits, at least: a block's six tensors of the hidden size and
+    three of the intermediate size; with activation checkpointing its input."""
 
 
-def model_size(path: str, *, trust_remote_code: bool, override_config: dict[str, Any]) -> Size:
-    """Count a model's parameters from its config.json, without weights."""
+def model_size(
+    path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
+) -> Size:
+    """Count a model's parameters and what its tokens take from its config.json, without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -36,13 +53,20 @@ def model_size(path: str, *, trust_remote_code: bool, override_config: dict[str,
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Size(sum(p.numel() for p in model.parameters()), 2 * 2 * config.num_hidden_layers * heads * head_dim)
+    kept = config.hidden_size
+    if not checkpointing:
+        kept = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        kv_bytes_per_token=2 * 2 * config.num_hidden_layers * heads * head_dim,
+        activation_bytes_per_token=2 * config.num_hidden_layers * kept,
+    )
 
 
 def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | None) -> dict[str, dict[str, float]]:
     """Phase -> tenant -> bytes on each device, from the residency table and the offload keys.
 
-    Activations are not included: they depend on the micro-batch and on what the model keeps.
+    Activations are those of the largest possible micro-batch, at least: a model may keep more.
 
     Args:
         config: the whole configuration.
@@ -57,7 +81,8 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
         "actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights,
     }
     if total_bytes is not None:
-        tenants["kv_cache"] = max(0.0, arr.rollout.gpu_memory_utilization * total_bytes - engine_weights)
+        share = _share_of_engine(config, size, total_bytes)
+        tenants["kv_cache"] = max(0.0, share * total_bytes - engine_weights)
     moves = {
         "actor_params": fsdp.param_offload, "optimizer_state": fsdp.optimizer_offload,
         "engine_weights": arr.rollout.free_cache_engine, "kv_cache": arr.rollout.free_cache_engine,
@@ -67,16 +92,87 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
         present = {t: b for t, b in tenants.items() if t in wanted or device == "cpu" or not moves[t]}
         if phase in ("update", "optimizer_step"):
             present["gradients"] = master
+        if phase == "update" and device == "cuda":
+            sequences = config.data.train_batch_size * arr.rollout.n / config.world_size
+            tokens = min(arr.actor.ppo_max_token_len_per_gpu, sequences * config.max_sequence_length)
+            present["activations"] = tokens * size.activation_bytes_per_token
         if device == "cuda" and "engine_weights" not in present:
             present["sleeping engine"] = SLEEPING_ENGINE_BYTES
         if total_bytes is not None and teacher_shares_gpu(config):
-            present["teacher"] = arr.teacher.gpu_memory_utilization * total_bytes
+            present["teacher"] = teacher_share(config, total_bytes=total_bytes) * total_bytes
         phases[phase] = present
     return phases
 
 
+def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: int) -> float:
+    """`rollout.gpu_memory_utilization` where the configuration leaves it open.
+
+    What is free on the card, less what of the actor stays on it in the rollout phase. An engine that stays itself
+    (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is for activations.
+
+    Args:
+        config: the whole configuration.
+        size: of the student.
+        total_bytes: memory of one GPU.
+        free_bytes: free on it before the engine is built.
+
+    Raises:
+        ConfigError: the engine's weights do not fit into the share.
+    """
+    arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
+    master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * size.parameters / config.shard_size
+    room: float = free_bytes - BESIDE_ENGINE_BYTES
+    if arr.rollout.free_cache_engine:
+        room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
+    else:
+        room = (room - 4 * master) / 2  # parameters, gradients, both moments
+    share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100)
+    _check_engine_fits(config, size, share, total_bytes)
+    return share
+
+
+def _check_engine_fits(config: Config, size: Size, share: float, total_bytes: int) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    weights = 2 * size.parameters / rollout.tensor_model_parallel_size
+    cache = size.kv_bytes_per_token * config.max_sequence_length / rollout.tensor_model_parallel_size
+    if share * total_bytes < weights + cache:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            f"{share:g} of a GPU of {total_bytes / GIB:.1f} GiB is {max(0.0, share) * total_bytes / GIB:.1f} GiB, but "
+            f"the engine's weights take {weights / GIB:.1f} GiB and the KV cache of one sequence {cache / GIB:.2f} GiB",
+            show_value=False,
+        )
+
+
+def teacher_share(config: Config, *, total_bytes: int) -> float:
+    """`teacher.gpu_memory_utilization` of a local teacher, computed where the configuration leaves it open."""
+    teacher = config.actor_rollout_ref.teacher
+    if teacher.gpu_memory_utilization is not None:
+        return teacher.gpu_memory_utilization
+    if not teacher_shares_gpu(config):
+        return 0.9
+    assert teacher.model.path is not None
+    size = model_size(
+        teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
+    )
+    per_gpu = (2 * size.parameters + TEACHER_TOKENS * size.kv_bytes_per_token) / teacher.tensor_model_parallel_size
+    return math.ceil(100 * (per_gpu + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
+
+
+def _share_of_engine(config: Config, size: Size, total_bytes: int) -> float:
+    """As configured, or as it will be computed on an empty card beside the teacher, if there is one on it."""
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    if share is not None:
+        return share
+    taken = teacher_share(config, total_bytes=total_bytes) if teacher_shares_gpu(config) else 0.0
+    return rollout_share(config, size, total_bytes=total_bytes, free_bytes=int((1 - taken) * total_bytes))
+
+
 def check_memory(config: Config, size: Size, *, total_bytes: int) -> None:
     """Refuse a run whose phases cannot fit into one GPU. Raises ConfigError with the phase, its tenants and sizes."""
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    if share is not None:
+        _check_engine_fits(config, size, share, total_bytes)
     for phase, tenants in phase_bytes(config, size, device="cuda", total_bytes=total_bytes).items():
         needed = sum(tenants.values())
         if needed > total_bytes:
@@ -85,9 +181,44 @@ def check_memory(config: Config, size: Size, *, total_bytes: int) -> None:
                 "actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, "
                 "actor_rollout_ref.rollout.free_cache_engine, .gpu_memory_utilization",
                 f"in the phase {phase} a GPU would have to hold {needed / GIB:.1f} GiB ({parts}), "
-                f"and it has {total_bytes / GIB:.1f}; switch on an offload or take more GPUs",
+                f"and it has {total_bytes / GIB:.1f}; switch on an offload, lower actor_rollout_ref.actor."
+                "ppo_max_token_len_per_gpu, checkpoint activations or take more GPUs",
                 show_value=False,
             )
+
+
+def check_free_memory(
+    config: Config, size: Size, placements: list[Placement], *, teacher_loaded: bool = False
+) -> None:
+    """Refuse a GPU of which others hold so much that a phase cannot fit. Raises ConfigError with both sizes.
+
+    Args:
+        config: the whole configuration.
+        size: of the student.
+        placements: of the workers, measured before they load anything.
+        teacher_loaded: a local teacher that shares a GPU has what it needs already.
+    """
+    computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
+    ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if teacher_loaded else set())
+    for rank, place in enumerate(placements):
+        if place.gpu is None:
+            continue
+        for phase, tenants in phase_bytes(config, size, device="cuda", total_bytes=place.total_bytes).items():
+            needed = sum(value for name, value in tenants.items() if name not in ignored)
+            if needed > place.free_bytes:
+                raise ConfigError(
+                    "trainer.n_gpus_per_node",
+                    f"worker {rank} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
+                    "perhaps a teacher, holds what is not free: stop it, or leave this GPU out of CUDA_VISIBLE_DEVICES",
+                    show_value=False,
+                )
+
+
+def checkpoint_bytes(config: Config, size: Size) -> int:
+    """What one checkpoint takes on the disk: weights and both moments, and the Hugging Face folder."""
+    actor = config.actor_rollout_ref.actor
+    copies = 4 if actor.checkpoint.save_hf_model else 3
+    return copies * {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype] * size.parameters
 
 
 def teacher_shares_gpu(config: Config) -> bool:
@@ -112,7 +243,7 @@ def plan(config: Config, *, device: str, engine: str) -> str:
         f"{config.mini_batch_size} prompts per optimizer step",
     ]
     if config.distillation.enabled:
-        where = f"{arr.teacher.server_ip}:{arr.teacher.server_port}" if arr.teacher.server_ip else "started by this run"
+        where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
         lines.append(f"teacher: {where}, top-{config.distillation.topk}, {config.distillation.loss_mode}, "
                      f"tail {config.distillation.tail}")
     if not os.path.isfile(os.path.join(arr.model.path, "config.json")):
@@ -122,11 +253,15 @@ def plan(config: Config, *, device: str, engine: str) -> str:
     lines.append(
         f"student: {size.parameters / 1e6:.1f} M parameters, {size.kv_bytes_per_token} bytes of KV cache a token"
     )
-    lines.append("memory of each worker by phase, GiB (without activations):")
+    lines.append("memory of each worker by phase, GiB (activations: at least):")
     for phase, tenants in phase_bytes(config, size, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in tenants.items())
         lines.append(f"  {phase:15s} {sum(tenants.values()) / GIB:8.3f} = {parts}")
     if total is not None:
+        shares = [f"rollout engine {_share_of_engine(config, size, total):g}"]
+        if config.distillation.enabled and arr.teacher.server_ip is None:
+            shares.append(f"local teacher {teacher_share(config, total_bytes=total):g}")
+        lines.append(f"shares of a GPU of {total / GIB:.1f} GiB (gpu_memory_utilization): {', '.join(shares)}")
         check_memory(config, size, total_bytes=total)
     return "\n".join(lines)
 
@@ -135,5 +270,6 @@ def student_size(config: Config) -> Size:
     """Parameters of the configured student."""
     model = config.actor_rollout_ref.model
     return model_size(
-        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
+        checkpointing=model.enable_gradient_checkpointing,
     )

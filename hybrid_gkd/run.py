@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,20 +20,23 @@ import torch
 
 from hybrid_gkd import tracking
 from hybrid_gkd.checkpoint import CheckpointStore, load_state
+from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import Config, to_dict, to_yaml
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError, TeacherMismatch
-from hybrid_gkd.plan import check_memory, student_size, teacher_shares_gpu
+from hybrid_gkd.plan import check_free_memory, check_memory, student_size, teacher_share, teacher_shares_gpu
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, total_steps
 from hybrid_gkd.report import RunSummary
 from hybrid_gkd.teacher.local import LocalTeacher
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.trace import TraceFile
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.rollout import resolve_engine
+from hybrid_gkd.workers.worker import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +60,19 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         check_memory(config, student_size(config), total_bytes=total)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
+        clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
         store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         resume_from = find_checkpoint(config, store)
-        teacher, local = None, None
+        teacher, local, teacher_loaded = None, None, False
         if config.distillation.enabled:
             local = start_local_teacher(config, device, stack)
             if local is None:
-                teacher = stack.enter_context(connect(config, inputs, _given_endpoints(config)))
+                teacher = stack.enter_context(connect(config, inputs, config.actor_rollout_ref.teacher.endpoints))
         stack.enter_context(ray_cluster(config, device))
         if local is not None:
             local.check()  # a port in use shows now, before the workers load
             if device == "cuda" and teacher_shares_gpu(config):
+                teacher_loaded = True
                 local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
         steps = total_steps(config, len(inputs.train_prompts))
         group = stack.enter_context(
@@ -74,6 +80,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
                 WorkerGroup(
                     config, device=device, num_updates=num_updates(config, steps),
                     stop_token_ids=inputs.stop_token_ids,
+                    on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),
                 )
             )
         )
@@ -81,16 +88,19 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             local.wait_ready()
             teacher = stack.enter_context(connect(config, inputs, [local.address]))
         describe(config, group)
+        clock.sources.append(group.take_spans)
         log = stack.enter_context(start_tracking(config, steps, resume_from))
         arguments: dict[str, Any] = {
             "group": group, "tokenizer": inputs.tokenizer, "train_prompts": inputs.train_prompts,
             "val_prompts": inputs.val_prompts, "reward": inputs.reward, "tracking": log, "store": store,
-            "resume_from": resume_from,
+            "resume_from": resume_from, "clock": clock,
         }
         if local is not None:
             arguments["check_teacher"] = local.check
         trainer = GKDTrainer(config, teacher=teacher, **arguments) if teacher else PPOTrainer(config, **arguments)
         trainer.fit()
+        group.ask_for_spans()
+        clock.collect(group.take_spans())
     return summarise(trainer, started, teacher_accuracy)
 
 
@@ -279,7 +289,7 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
         "--backend": teacher.backend,
         "--device": teacher_device,
         "--tp-size": str(teacher.tensor_model_parallel_size),
-        "--gpu-memory-utilization": str(teacher.gpu_memory_utilization),
+        "--gpu-memory-utilization": str(_teacher_share(config, teacher_device)),
         "--max-model-len": str(teacher.max_model_len or config.max_sequence_length + 1),
     }
     flags = ["--trust-remote-code"] if config.actor_rollout_ref.model.trust_remote_code else []
@@ -295,17 +305,18 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
     return stack.enter_context(local)
 
 
+def _teacher_share(config: Config, device: str) -> float:
+    if device != "cuda":
+        return 0.9  # not used
+    return teacher_share(config, total_bytes=torch.cuda.get_device_properties(0).total_memory)
+
+
 def teacher_gpus(config: Config) -> list[int]:
     """GPUs of a local teacher: those after the workers', or, where there are too few, the workers' own."""
     size = config.actor_rollout_ref.teacher.tensor_model_parallel_size
     first_free = config.trainer.n_gpus_per_node
     first = first_free if torch.cuda.device_count() >= first_free + size else 0
     return list(range(first, first + size))
-
-
-def _given_endpoints(config: Config) -> list[str]:
-    teacher = config.actor_rollout_ref.teacher
-    return [f"{teacher.server_ip}:{teacher.server_port}"]
 
 
 def connect(config: Config, inputs: Inputs, endpoints: list[str]) -> TeacherClient:
@@ -324,6 +335,7 @@ def connect(config: Config, inputs: Inputs, endpoints: list[str]) -> TeacherClie
         max_retries=teacher.max_retries,
         n_server_workers=teacher.n_server_workers,
         num_microbatches=teacher.num_microbatches,
+        keys=teacher.keys,
     )
     try:
         server = client.handshake(
@@ -336,6 +348,33 @@ def connect(config: Config, inputs: Inputs, endpoints: list[str]) -> TeacherClie
         raise
     logger.info("teacher: %s at %s, engine %s", server.model.model, server.address, server.model.backend)
     return client
+
+
+def check_placement(config: Config, placements: list[Placement], *, teacher_loaded: bool) -> None:
+    """Say which worker got which GPU. Raises ConfigError if others, or the run's own teacher, hold what it needs."""
+    for rank, place in enumerate(placements):
+        logger.info("worker %d: %s", rank, place)
+    refuse_teacher_gpu(config, placements)
+    if any(place.gpu for place in placements):
+        check_free_memory(config, student_size(config), placements, teacher_loaded=teacher_loaded)
+
+
+def refuse_teacher_gpu(config: Config, placements: list[Placement]) -> None:
+    """Raises ConfigError if Ray gave a worker the GPU that a local teacher was to have for itself."""
+    teacher = config.actor_rollout_ref.teacher
+    local = config.distillation.enabled and teacher.server_ip is None and teacher.device != "cpu"
+    if not local or teacher_shares_gpu(config) or not any(place.gpu for place in placements):
+        return
+    host = socket.gethostname()
+    ids = {index: f"{host} {torch.cuda.get_device_properties(index).uuid}" for index in teacher_gpus(config)}
+    for rank, place in enumerate(placements):
+        for index, gpu in ids.items():
+            if place.gpu == gpu:
+                raise ConfigError(
+                    "actor_rollout_ref.teacher.server_ip",
+                    f"worker {rank} ({place}) got GPU {index}, on which this run starts its teacher; start the teacher "
+                    "as a service on GPUs that Ray does not manage, and name its address here", None,
+                )
 
 
 def describe(config: Config, group: WorkerGroup) -> None:

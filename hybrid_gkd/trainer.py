@@ -11,15 +11,18 @@ the two distributions that the student minimises.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import numpy as np
 
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
-from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence
 
@@ -29,8 +32,12 @@ CHECK_SECONDS = 1.0
 """How often a teacher that this run started is looked after while the trainer waits for scores."""
 
 
+Scoring = dict[int, Future[TeacherTopK]]
+"""What the teacher has been asked about one rollout, by the index of the sequence, until it is taken."""
+
+
 class GKDTrainer(PPOTrainer):
-    """Generalised knowledge distillation (arXiv 2306.13649), fully on-policy.
+    """Generalised knowledge distillation (arXiv 2306.13649), on-policy up to the staleness of `trainer.scheduler`.
 
     Args:
         teacher: a client that has shaken hands; the caller closes it.
@@ -44,64 +51,105 @@ class GKDTrainer(PPOTrainer):
         super().__init__(*args, **kwargs)
         self.teacher = teacher
         self.check_teacher = check_teacher
-        self._pending: dict[int, Future[TeacherTopK]] = {}
-        self._first_submit: float | None = None
+        self._pending: defaultdict[int, Scoring] = defaultdict(dict)
+        """By the step of the rollout: several may be on their way at a time."""
         if self.config.actor_rollout_ref.teacher.overlap_rollout:
             self.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
-        """Collect the teacher's scores of the rollout and take the distillation step on all of it.
+        """Collect the teacher's scores of the rollout, its rewards if asked for, and take the step on all of it.
 
         Raises:
-            TeacherError: a sequence could not be scored; nothing has been trained.
+            TeacherError: a sequence could not be scored; no weight has changed.
         """
-        self._submit([s for s in rollout.sequences if s.index not in self._pending])
-        waited_from = time.perf_counter()
-        with self.clock.span("wait_prev_teacher"):
-            self._wait_for_scores()
-        metrics = self._teacher_metrics(rollout, time.perf_counter() - waited_from)
-        scored = [TrainSequence(sequence=s, teacher=self._pending.pop(s.index).result(0)) for s in rollout.sequences]
-        if self._pending:
-            raise TrainingError(f"{len(self._pending)} scored sequences belong to no rollout")
+        scoring = self._pending[rollout.step]
+        self._submit(rollout.step, [s for s in rollout.sequences if s.index not in scoring])
+        strangers = len(scoring) - len(rollout.sequences)
+        if strangers:
+            raise TrainingError(f"{strangers} sequences at the teacher belong to no rollout")
+        sequences, metrics = self._policy_signal(rollout)
+        metrics |= self._train_as_scored(sequences, scoring)
+        del self._pending[rollout.step]
+        return metrics | self._teacher_metrics()
+
+    def _train_as_scored(self, sequences: list[TrainSequence], scoring: Scoring) -> dict[str, float]:
+        """Train on what has its scores while the teacher is busy with the rest.
+
+        The loss is a sum over tokens, so its gradient is the same in parts. A part but the last has enough sequences
+        to fill a micro-batch on each worker: smaller ones would cost more than they hide. Where a rollout is trained
+        in several optimizer steps, which are cut by prompts, all of it is waited for.
+        """
+        left = {item.sequence.index: item for item in sequences}
+        num_tokens = sum(len(item.sequence.response_ids) for item in sequences)
+        in_parts = num_updates(self.config, 1) == 1
+        actor = self.config.actor_rollout_ref.actor
+        worthwhile = self.group.size * (actor.ppo_micro_batch_size_per_gpu or 1)
+        if actor.use_dynamic_bsz:
+            mean_length = sum(item.sequence.num_tokens for item in sequences) / len(sequences)
+            worthwhile = math.ceil(self.group.size * actor.ppo_max_token_len_per_gpu / mean_length)
+        while True:
+            enough = min(worthwhile, len(left)) if in_parts else len(left)
+            with self.clock.span("wait_prev_teacher"):
+                scores = self._take_scores(scoring, enough)
+            part = [dataclasses.replace(left.pop(index), teacher=scores[index]) for index in sorted(scores)]
+            with self.clock.span("update_actor"):
+                if not left:
+                    return self._train(part, num_tokens=num_tokens if in_parts else None)
+                self.group.accumulate(self._parts(part, num_tokens))
+
+    def _policy_signal(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
+        """What policy loss and importance weights need, while the teacher scores; pure distillation needs nothing."""
+        loss = self.config.distillation
+        sequences, metrics = [TrainSequence(sequence=s) for s in rollout.sequences], dict[str, float]()
+        if loss.use_task_rewards:
+            sequences, metrics = self._with_advantages(rollout)
         with self.clock.span("update_actor"):
-            return self._train(scored) | metrics
+            policy_loss = loss.use_task_rewards or loss.use_policy_gradient
+            sequences, weights = self._with_logprobs(sequences, policy_loss=policy_loss)
+        return sequences, metrics | weights
 
-    def _submit(self, sequences: list[Sequence]) -> None:
-        """Send sequences to the teacher without waiting for it."""
-        if not sequences:
-            return
-        if self._first_submit is None:
-            self._first_submit = time.perf_counter()
+    def _submit(self, step: int, sequences: list[Sequence]) -> None:
+        """Send sequences of a step's rollout to the teacher without waiting for it."""
+        scoring = self._pending[step]
         for sequence, future in zip(sequences, self.teacher.submit(sequences), strict=True):
-            self._pending[sequence.index] = future
+            scoring[sequence.index] = future
 
-    def _wait_for_scores(self) -> None:
-        """Wait for all scores, or for the first error; never longer than a request may take without news."""
+    def _take_scores(self, scoring: Scoring, enough: int) -> dict[int, TeacherTopK]:
+        """All scores that are there, by the index of the sequence, as soon as there are `enough`.
+
+        Waits never longer than a request may take without news. Raises what the client reported.
+        """
         patience = self.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
-        waiting, deadline = set(self._pending.values()), time.monotonic() + patience
-        while waiting:
-            done, waiting = wait(waiting, timeout=CHECK_SECONDS, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result(0)  # raises what the client reported
-            if done:
+        deadline = time.monotonic() + patience
+        found: dict[int, TeacherTopK] = {}
+        while True:
+            news = [index for index, future in scoring.items() if future.done()]
+            found |= {index: scoring.pop(index).result(0) for index in news}
+            if len(found) >= enough:
+                return found
+            if news:
                 deadline = time.monotonic() + patience
             elif time.monotonic() > deadline:
-                raise TeacherTimeout(f"{len(waiting)} sequences were not scored and not refused in {patience:.0f} s")
-            if waiting:
-                self.check_teacher()
+                missing = len(scoring)
+                raise TeacherTimeout(f"{missing} sequences were not scored and not refused in {patience:.0f} s")
+            self.check_teacher()
+            all_of_them = len(found) + len(scoring) == enough
+            wait(
+                scoring.values(), timeout=CHECK_SECONDS,
+                return_when=FIRST_EXCEPTION if all_of_them else FIRST_COMPLETED,
+            )
 
-    def _teacher_metrics(self, rollout: Rollout, waited: float) -> dict[str, float]:
-        assert self._first_submit is not None
-        total = time.perf_counter() - self._first_submit
-        self._first_submit = None
-        self.clock.add("get_teacher_knowledge", total)
+    def _teacher_metrics(self) -> dict[str, float]:
+        """Of all that the client has seen since the step before."""
         found = self.teacher.drain_metrics()
-        num_response_tokens = sum(len(s.response_ids) for s in rollout.sequences)
-        return {
-            "teacher/latency": float(np.median(found.latencies)),
-            "teacher/latency_p95": float(np.percentile(found.latencies, 95)),
-            "teacher/tokens_per_second": found.tokens / total,
-            "teacher/retries": float(found.retries),
-            "teacher/bytes_per_token": found.bytes_received / num_response_tokens,
-            "teacher/hidden_fraction": max(0.0, 1.0 - waited / total),
-        }
+        in_flight = self.clock.requests(found.requests, until=found.complete_until)
+        seen = {}
+        if found.queue_lengths:  # a step may be shorter than the second between two messages
+            seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
+            seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
+        if found.requests:  # the last rollouts may have been scored before
+            for name, percent in (("latency", 50), ("latency_p95", 95), ("latency_p99", 99)):
+                seen[f"teacher/{name}"] = float(np.percentile(found.latencies, percent))
+            seen["teacher/bytes_per_token"] = found.bytes_received / found.response_tokens
+            seen["teacher/tokens_per_second"] = found.tokens / in_flight
+        return seen | {"teacher/retries": float(found.retries)}

@@ -97,14 +97,17 @@ class TeacherTopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """A sequence with its learning signal: teacher scores (GKD) or advantages (PPO), never neither."""
+    """A sequence with its learning signal: teacher scores (GKD), advantages (PPO) or both."""
 
     sequence: Sequence
     teacher: TeacherTopK | None = None
     advantages: np.ndarray | None = None
     """float32 [R]"""
     old_logprobs: np.ndarray | None = None
-    """float32 [R], log-probabilities under the weights before the first mini-batch of this rollout."""
+    """float32 [R], log-probabilities under the weights before the first mini-batch of this rollout, for a policy
+    loss; None where there is only one mini-batch, so that they are those of the weights being trained."""
+    importance_weights: np.ndarray | None = None
+    """float32 [R], factors of the tokens' losses; None is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,14 @@ import importlib.util
 import inspect
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_gkd.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 OLDEST_VERSION = (0, 26)
 FIRST_UNSUPPORTED_VERSION = (0, 34)
@@ -66,6 +70,8 @@ def prepare_environment(device: str) -> None:
     if device == "cpu":
         # Without it the first log-probabilities cost 20 s of g++ for a kernel that eager code does as well.
         settings["TORCHDYNAMO_DISABLE"] = "1"
+        # Tensor-parallel workers would each claim a NUMA node for themselves.
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
     elif importlib.util.find_spec("flashinfer") is None:
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # on by default, and fails at import without the package
@@ -124,25 +130,160 @@ def unlink_shared_memory() -> None:
         Path("/dev/shm", f"{name.lstrip('/')}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
-def prompt_logprobs_batch_tokens(device: str, hf_config: Any) -> int:
-    """Tokens of one engine step that is to return prompt log-probabilities, for `max_num_batched_tokens`.
+def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that only ever reads prompts.
 
-    The older model runner (CPU; mixture-of-experts models before 0.29) holds the float32 log-softmax of the
-    whole step, [tokens, V], which its memory profile does not see; the newer one works in chunks of 1024.
+    Logits in float32: rounded to bfloat16 they would be off by 0.06 at a logit of 20. A quantised head cannot do
+    it. No CUDA graphs: they are for decoding, and cost most of the start-up time.
     """
-    is_moe = any(hasattr(hf_config.get_text_config(), name) for name in ("num_experts", "num_local_experts",
-                                                                         "n_routed_experts"))  # fmt: skip
-    whole_step = device == "cpu" or (is_moe and _release(vllm_version() or "") < (0, 29))
-    return 2048 if whole_step else 8192
+    if device == "cpu":
+        return {}
+    quantized = getattr(hf_config, "quantization_config", None) is not None
+    return {
+        "hf_overrides": {} if quantized else {"head_dtype": "float32"},
+        "compilation_config": {"cudagraph_mode": "NONE"},
+    }
+
+
+class PromptScorer(Protocol):
+    """What the model runner asks for the scores of prompts, see `install_scorer`."""
+
+    def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None: ...
+
+    def remove_request(self, request_id: str) -> None: ...
+
+    def score(
+        self, hidden: torch.Tensor, spans: list[tuple[str, int, int, int]]
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Called after every forward.
+
+        Args:
+            hidden: [T, D] of all requests of the step, end to end
+            spans: (request id, first position within the request, tokens, first row of `hidden`) of each
+
+        Returns:
+            Three arrays of each request that is complete with this step.
+        """
+        ...
+
+
+def install_scorer(runner: Any, scorer: PromptScorer) -> None:
+    """Let `scorer` make what vLLM hands on as prompt log-probabilities, in the worker that has this model runner.
+
+    There are two generations of model runners. The newer keeps an object for prompt log-probabilities, the older
+    a method. Both pass the arrays on to the engine's output without a look at them; the newer copies them to the
+    host on a stream of its own. Raises ModelError when neither is found as expected.
+    """
+    if hasattr(runner, "prompt_logprobs_worker"):
+        _install_in_runner_v2(runner, scorer)
+    else:
+        _install_in_runner_v1(runner, scorer)
+
+
+def _install_in_runner_v2(runner: Any, scorer: PromptScorer) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    worker = runner.prompt_logprobs_worker
+    _expect_parameters(worker, "add_request", ["req_id", "req_idx", "sampling_params"])
+    _expect_parameters(worker, "remove_request", ["req_id"])
+    _expect_parameters(worker, "compute_prompt_logprobs", ["logits_fn", "hidden_states", "input_batch"])
+    fields = ("req_ids", "num_computed_prefill_tokens_np", "num_scheduled_tokens", "query_start_loc_np")
+    expect(set(fields) <= set(InputBatch.__annotations__), f"InputBatch.{{{', '.join(fields)}}}")
+
+    def compute(logits_fn: Any, hidden_states: Any, input_batch: Any, *unused: Any) -> dict[str, Any]:
+        columns = (getattr(input_batch, name) for name in fields)
+        spans = [(name, int(first), int(count), int(row)) for name, first, count, row in zip(*columns, strict=False)]
+        return {name: LogprobsTensors(*arrays) for name, arrays in scorer.score(hidden_states, spans).items()}
+
+    worker.add_request = lambda req_id, req_idx, sampling_params: scorer.add_request(req_id, sampling_params.extra_args)
+    worker.remove_request = scorer.remove_request
+    worker.compute_prompt_logprobs = compute
+
+
+def _install_in_runner_v1(runner: Any, scorer: PromptScorer) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+
+    method = "_get_prompt_logprobs_dict"
+    _expect_parameters(runner, method, ["hidden_states", "num_scheduled_tokens"])
+    for name in ("requests", "input_batch", "query_start_loc", "_sync_device"):
+        expect(hasattr(runner, name), f"{type(runner).__name__}.{name}")
+    known: set[str] = set()
+
+    def compute(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        for name in known - set(runner.requests):
+            scorer.remove_request(name)
+        for name in set(runner.requests) - known:
+            scorer.add_request(name, runner.requests[name].sampling_params.extra_args)
+        known.clear()
+        known.update(runner.requests)
+        spans = []
+        for name, count in num_scheduled_tokens.items():
+            row = runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]]
+            spans.append((name, runner.requests[name].num_computed_tokens, count, int(row)))
+        found = scorer.score(hidden_states, spans)
+        on_host = {name: [each.to("cpu", non_blocking=True) for each in arrays] for name, arrays in found.items()}
+        if on_host:
+            runner._sync_device()
+        return {name: LogprobsTensors(*arrays) for name, arrays in on_host.items()}
+
+    setattr(runner, method, compute)
+
+
+def local_head(model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int, int, Callable[..., torch.Tensor]]:
+    """A tensor-parallel model's head without the exchange of logits between the ranks.
+
+    Returns a function hidden [r, D] -> logits [r, columns] of this rank's part of the vocabulary, the part's first
+    id, how many of the columns are no padding, and a function that concatenates a tensor [r, n] of every rank to
+    [r, ranks * n]. All ranks have to call it, and what it returns, together. Raises ModelError.
+    """
+    import torch
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    expect(len(found) == 1 and hasattr(found[0], "_gather_logits"), "one LogitsProcessor with _gather_logits")
+    processor, heads = found[0], []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        processor._gather_logits = lambda local: local
+        try:
+            return model.compute_logits(hidden)
+        finally:
+            del processor._gather_logits
+
+    handle = processor.register_forward_pre_hook(lambda module, arguments: heads.append(arguments[0]))
+    parameter = next(model.parameters())
+    size = model.config.get_text_config().hidden_size
+    with torch.inference_mode():
+        columns = logits(torch.zeros(1, size, dtype=parameter.dtype, device=parameter.device)).shape[1]
+    handle.remove()
+    part = getattr(heads[0], "shard_indices", None) if heads else None
+    names = ("org_vocab_start_index", "org_vocab_end_index")
+    expect(part is not None and all(hasattr(part, name) for name in names), f"shard_indices.{{{', '.join(names)}}}")
+    first, end = (getattr(part, name) for name in names)
+    expect(0 <= end - first <= columns, f"a head of {end - first} logits on this rank, it gives {columns}")
+    return logits, first, end - first, lambda tensor: get_tp_group().all_gather(tensor.contiguous(), dim=1)
+
+
+def expect(condition: bool, what: str) -> None:
+    """Raises ModelError with vLLM's version when an assumption about it does not hold."""
+    if not condition:
+        raise ModelError(f"vLLM {vllm_version()} is built differently: expected {what}")
+
+
+def _expect_parameters(owner: Any, method: str, names: list[str]) -> None:
+    """The method exists and its first parameters have these names."""
+    found = getattr(owner, method, None)
+    parameters = [] if found is None else list(inspect.signature(found).parameters)
+    expect(parameters[: len(names)] == names, f"{type(owner).__name__}.{method}({', '.join(names)})")
 
 
 def keep_raw_prompt_logprobs() -> None:
-    """Make `RequestOutput.prompt_logprobs` the arrays (ids, logprobs, ranks) that the engine computed.
+    """Make `RequestOutput.prompt_logprobs` the arrays that the scorer returned, as a tuple of numpy arrays.
 
-    ids int [P-1, k+1] and logprobs float32 [P-1, k+1]: row i is about token i + 1 of the prompt, column 0 the
-    token itself, the others the k most likely, best first. vLLM would turn every entry into Python objects,
-    which on a fast GPU takes fifteen times as long as the model. Raises ModelError when this vLLM is built
-    differently.
+    vLLM would turn every entry into Python objects, which on a fast GPU takes fifteen times as long as the model.
+    Raises ModelError when this vLLM is built differently.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsTensors
@@ -150,14 +291,13 @@ def keep_raw_prompt_logprobs() -> None:
     method = getattr(LogprobsProcessor, "_update_prompt_logprobs", None)
     if getattr(method, "keeps_arrays", False):
         return
-    fields = getattr(LogprobsTensors, "_fields", ())[:3]
-    if (
-        method is None
-        or len(inspect.signature(method).parameters) != 2
-        or fields != ("logprob_token_ids", "logprobs", "selected_token_ranks")
-        or not hasattr(LogprobsProcessor, "pop_prompt_logprobs")
-    ):
-        raise ModelError(f"vLLM {vllm_version()} hands out prompt log-probabilities in an unknown way")
+    expect(
+        method is not None and len(inspect.signature(method).parameters) == 2,
+        "LogprobsProcessor._update_prompt_logprobs(self, prompt_logprobs_tensors)",
+    )
+    names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+    expect(getattr(LogprobsTensors, "_fields", ())[:3] == names, f"LogprobsTensors({', '.join(names)})")
+    expect(hasattr(LogprobsProcessor, "pop_prompt_logprobs"), "LogprobsProcessor.pop_prompt_logprobs")
 
     def keep(self: Any, tensors: Any) -> None:
         self.prompt_logprobs = tuple(tensor.numpy() for tensor in tensors[:3])

@@ -13,9 +13,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(extra_tokens: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """256 bytes, three special tokens, no merges."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> PreTrainedTokenizerFast:
+    """256 bytes, `num_words` tokens that no text gives, three special tokens, no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) + [f"word {i}" for i in range(num_words)]
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,13 +27,16 @@ def make_tokenizer(extra_tokens: tuple[str, ...] = ()) -> PreTrainedTokenizerFas
 
 def make_model(
     folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, tied: bool = True, std: float = 0.2,
-    extra_tokens: tuple[str, ...] = (),
+    extra_tokens: tuple[str, ...] = (), num_words: int = 0, vocab_size: int | None = None,
 ) -> Path:
-    """A random Qwen2 with head dimension 32, the smallest that vLLM runs on the CPU."""
-    tokenizer = make_tokenizer(extra_tokens)
+    """A random Qwen2 with head dimension 32, the smallest that vLLM runs on the CPU.
+
+    `vocab_size`: rows of its embeddings; None: as many as the tokenizer has tokens.
+    """
+    tokenizer = make_tokenizer(extra_tokens, num_words)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=1, max_position_embeddings=2048,
+        vocab_size=vocab_size or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=hidden // 32, num_key_value_heads=1, max_position_embeddings=2048,
         tie_word_embeddings=tied, initializer_range=std, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )

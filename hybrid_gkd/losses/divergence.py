@@ -5,30 +5,33 @@ come normalised over the whole vocabulary V. `tail` says what becomes of the res
 
     bucket       it is one more outcome, of mass 1 - P and 1 - Q: a divergence of K + 1 outcomes, a lower
                  bound of the full one (data-processing inequality)
-    none         it is left out: a plain sum over S; can be negative, and its minimum is q = p / P on S,
-                 that is, it pushes all of the student's mass into S
+    none         it is left out: a plain sum over S; can be negative. The forward divergence then has its minimum
+                 at q = p / P, so it pushes all of the student's mass into S, and the reverse one at q = p / e: out
+                 of S
     renormalise  p / P against q / Q: compares the shapes within S and leaves Q alone
 
 With K = V the three agree. The functions return one value per row; the caller divides their sum over
 valid response tokens by the number of those tokens in the global batch.
+
+A tail's mass is taken to be at least TAIL_FLOOR, so "bucket" is exact for tails above it and, below it, off by at
+most about TAIL_FLOOR log(1 / TAIL_FLOOR) in value.
 
 Shapes: T rows (packed response tokens), K teacher candidates.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
-STUDENT_TAIL_FLOOR = 1e-6
-"""Smallest mass of the student's tail that enters a logarithm; about the float32 noise of 1 - Q."""
+TAIL_FLOOR = 1e-6
+"""Smallest mass of a tail that enters a logarithm; about the noise of 1 - Q from a float32 head."""
 
 
 def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str) -> Tensor:
-    """KL(teacher || student) per row, in nats.
-
-        bucket       sum_S p log(p / q) + (1 - P) log((1 - P) / (1 - Q))
-        none         sum_S p log(p / q)
-        renormalise  sum_S p/P log((p/P) / (q/Q))
+    """KL(teacher || student) per row, in nats: sum p log(p / q) over the outcomes that `tail` names.
 
     Args:
         teacher_logprobs: [T, K], finite, without gradient. They arrive in float16, so P may come out slightly
@@ -38,7 +41,7 @@ def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str)
 
     Returns:
         [T], not reduced and not divided by anything. At least 0 for "renormalise", and for "bucket" as well
-        up to rounding and STUDENT_TAIL_FLOOR.
+        up to rounding and TAIL_FLOOR.
 
     Raises:
         ValueError: the shapes differ, or an unknown `tail`.
@@ -46,19 +49,74 @@ def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str)
     Source: Hinton et al., arXiv 1503.02531, for the full-vocabulary loss that K = V gives; "bucket" is that loss on
     the partition of the vocabulary into K single tokens and the rest.
     """
-    if teacher_logprobs.ndim != 2 or teacher_logprobs.shape != student_logprobs.shape:
-        raise ValueError(
-            f"log-probabilities must both be [T, K]; got {tuple(teacher_logprobs.shape)} (teacher) and "
-            f"{tuple(student_logprobs.shape)} (student)"
-        )
-    teacher_logprobs = teacher_logprobs.to(student_logprobs.dtype)
-    if tail == "bucket":
-        return _kl_sum(teacher_logprobs, student_logprobs) + _kl_tail(teacher_logprobs, student_logprobs)
-    if tail == "none":
-        return _kl_sum(teacher_logprobs, student_logprobs)
-    if tail == "renormalise":
-        return _kl_sum(_normalised(teacher_logprobs), _normalised(student_logprobs))
-    raise ValueError(f"tail must be 'bucket', 'none' or 'renormalise'; got {tail!r}")
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail)
+    return _kl(teacher, student)
+
+
+def reverse_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str) -> Tensor:
+    """KL(student || teacher) per row, in nats: sum q log(q / p). Arguments, result, errors: as `forward_kl`.
+
+    Source: Gu et al., MiniLLM, arXiv 2306.08543, for the full vocabulary.
+    """
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail)
+    return _kl(student, teacher)
+
+
+def jsd(teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail: str) -> Tensor:
+    """Generalised Jensen-Shannon divergence per row, in nats. Other arguments, result, errors: as `forward_kl`.
+
+        beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q
+
+    Divided by beta it tends to KL(p || q) as beta -> 0, divided by 1 - beta to KL(q || p) as beta -> 1. The values
+    at 0 and 1 are those limits, forward_kl and reverse_kl themselves, so the scale jumps there: the loss is 0 in
+    the limit, and a learning rate found at beta = 0.5 is not one for beta = 0.
+
+    Args:
+        beta: weight of the teacher, 0 to 1.
+
+    Source: Agarwal et al., GKD, arXiv 2306.13649, section 3.1.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must be between 0 and 1; got {beta}")
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail)
+    if beta == 0:
+        return _kl(teacher, student)
+    if beta == 1:
+        return _kl(student, teacher)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def kl_both_ways(teacher_logprobs: Tensor, student_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """`forward_kl` and `reverse_kl` with the bucket, [T] each, for little more than the price of one."""
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket")
+    log_ratio = teacher - student
+    return (teacher.exp() * log_ratio).sum(-1), -(student.exp() * log_ratio).sum(-1)
+
+
+def k1(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """log q - log p of the sampled tokens, [T] and [T] -> [T]: unbiased for KL(q || p) if they are drawn from q.
+
+    As a loss it teaches nothing (its expected gradient is 0); as the negative advantage of a policy gradient it
+    gives the gradient of KL(q || p).
+
+    Source of k1, k2 and k3: Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    """
+    return student_logprobs - _aligned(teacher_logprobs, student_logprobs)
+
+
+def k2(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """(log q - log p)^2 / 2, [T] and [T] -> [T]. As a loss it has the gradient of KL(q || p) in expectation over q."""
+    return k1(teacher_logprobs, student_logprobs).square() / 2
+
+
+def k3(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """p / q - 1 - log(p / q), [T] and [T] -> [T]: unbiased for KL(q || p), never negative.
+
+    As a loss it has the gradient of the other one, KL(p || q), in expectation over q.
+    """
+    log_ratio = -k1(teacher_logprobs, student_logprobs)
+    return log_ratio.expm1() - log_ratio
 
 
 def support_mass(logprobs: Tensor) -> Tensor:
@@ -66,23 +124,42 @@ def support_mass(logprobs: Tensor) -> Tensor:
     return logprobs.exp().sum(-1)
 
 
-def _kl_sum(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
-    """sum_S p (log p - log q), [T, K] -> [T]."""
-    return (teacher_logprobs.exp() * (teacher_logprobs - student_logprobs)).sum(-1)
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """sum p (log p - log q) of log-probabilities, [T, N] and [T, N] -> [T]."""
+    return (p.exp() * (p - q)).sum(-1)
 
 
-def _kl_tail(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
-    """(1 - P) log((1 - P) / (1 - Q)), [T, K] -> [T]; 0 where the teacher has no tail."""
-    teacher_tail = (1 - support_mass(teacher_logprobs)).clamp(min=0)
-    student_tail = 1 - support_mass(student_logprobs)
-    # log q = z - lse(z) carries the rounding of float32 logits (about 2e-6 at |z| = 32), so once Q is that close
-    # to 1 the difference 1 - Q is noise, even of either sign, and log and 1/x would turn noise into the loss. The
-    # floor bounds both. A plain clamp would also cut the gradient, just where the student must learn that
-    # mass outside S exists; adding the detached shortfall keeps it: the value and the slope 1/x are those of
-    # max(1 - Q, floor), and the slope still reaches Q.
-    student_tail = student_tail + (STUDENT_TAIL_FLOOR - student_tail).clamp(min=0).detach()
-    return teacher_tail.xlogy(teacher_tail) - teacher_tail * student_tail.log()
+def _outcomes(teacher: Tensor, student: Tensor, tail: str) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of what is compared: the K tokens, and with "bucket" the rest; two [T, K or K + 1]."""
+    if teacher.ndim != 2:
+        raise ValueError(f"log-probabilities must both be [T, K]; got {tuple(teacher.shape)} (teacher)")
+    teacher = _aligned(teacher, student)
+    if tail == "bucket":
+        return _with_tail(teacher), _with_tail(student)
+    if tail == "none":
+        return teacher, student
+    if tail == "renormalise":
+        return teacher.log_softmax(-1), student.log_softmax(-1)
+    raise ValueError(f"tail must be 'bucket', 'none' or 'renormalise'; got {tail!r}")
 
 
-def _normalised(logprobs: Tensor) -> Tensor:
-    return logprobs - logprobs.logsumexp(-1, keepdim=True)
+def _aligned(teacher: Tensor, student: Tensor) -> Tensor:
+    """The teacher's log-probabilities in the student's type. Raises ValueError: broadcasting would be silent."""
+    if teacher.shape != student.shape:
+        raise ValueError(
+            f"log-probabilities must have one shape; got {tuple(teacher.shape)} (teacher) and "
+            f"{tuple(student.shape)} (student)"
+        )
+    return teacher.to(student.dtype)
+
+
+def _with_tail(logprobs: Tensor) -> Tensor:
+    """Append log(1 - mass), [T, K] -> [T, K + 1]."""
+    mass = 1 - support_mass(logprobs)[:, None]
+    # The float32 head knows log q to about 1e-6, so once Q is that close to 1 the difference is noise, even of
+    # either sign, and log and 1/x would turn noise into the loss. The floor bounds both. A plain clamp would also
+    # cut the gradient, just where the student must learn that mass outside S exists; adding the detached shortfall
+    # keeps it: value and slope are those of max(mass, floor), and the slope still reaches Q. The pull on a tail
+    # below the floor is weaker than it should be, in proportion.
+    mass = mass + (TAIL_FLOOR - mass).clamp(min=0).detach()
+    return torch.cat([logprobs, mass.log()], -1)

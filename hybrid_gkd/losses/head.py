@@ -5,131 +5,225 @@ With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logi
 
     dL/dz = scatter_add(a) + c * softmax(z),   c = -sum(a)            (each row sums to 0)
 
-so one head serves every divergence and the policy gradient (K = 1). Logits are computed a chunk of
-rows at a time, in the forward and again in the backward; between the two only the inputs and the
-log-sum-exp stay alive. What it leaves out: bias, logit soft-capping, sharded weights.
+so one head serves every divergence and the policy gradient (K = 1). `head_loss` takes a loss that is a sum of
+row-local terms and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become
+dL/dz in place, and three matrix products are nearly all that it costs. What it leaves out: bias, logit
+soft-capping, sharded weights.
 
 Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CHUNK_BYTES = 3 * 2**29
+"""Most memory that the logits of a chunk take: 5,300 rows of a vocabulary of 152k in bfloat16."""
+OVERLAP_ROWS = 32
+"""At most so many rows, evenly spaced, are searched for the student's own top k."""
 
-def logprobs_of_ids(
+LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], what is to be reported {name: [r]})."""
+
+
+def head_loss(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
+    loss_fn: LossFunction,
     *,
     temperature: float = 1.0,
-    chunk_rows: int = 1024,
+    chunk_rows: int | None = None,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `ids` under softmax(hidden @ weight.T / temperature).
+    overlap_topk: int = 0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed over rows.
+
+    Gradients are computed here, chunk by chunk; the backward only multiplies them by the upstream gradient.
 
     Args:
-        hidden: [T, D], last hidden states; T = 0 works (zero gradients, still part of the graph).
+        hidden: [T, D], last hidden states; T = 0 works (zero loss and gradients, still part of the graph).
         weight: [V, D], the head's matrix, of the dtype of `hidden`.
         ids: int64 [T, K], each in [0, V); an id may repeat within a row.
+        loss_fn: called once per chunk with log-probabilities in nats [r, K], normalised over all V, that receive a
+            gradient, and with the slice of rows that they are of. Row i of its loss may depend on row i alone.
+            They are float32, whatever the inputs' dtype (float64 inputs give float64). Not called when T = 0.
         temperature: divides the logits; > 0.
-        chunk_rows: rows whose [chunk_rows, V] float32 logits are alive at a time. Large chunks keep the
-            matrix products at full speed: 1024 rows of a vocabulary of 152k are 0.6 GB.
-        with_entropy: also return the entropy of every row.
+        chunk_rows: rows whose logits are alive at a time; None takes equal chunks of at most CHUNK_BYTES.
+        with_entropy: also report "entropy", in nats.
+        overlap_topk: k > 0 says that the first k columns of `ids` are the teacher's top k. Reports
+            "overlap_ratio", the share of them that is in the student's own top k, over a sample of
+            "overlap_rows" rows.
 
     Returns:
-        log-probabilities in nats, [T, K], normalised over all V, with gradients for `hidden` and `weight`;
-        entropy in nats, [T], a diagnostic without gradient, or None.
-        Both are float32, whatever the inputs' dtype (float64 inputs give float64): the matrix products
-        run in the inputs' dtype, everything after them in float32. The weight gradient is summed over
-        the chunks in float32.
+        loss, a scalar with gradients for `hidden` and `weight`; what is reported, summed over its rows, without
+        gradient. The matrix products and the logits between them have the inputs' dtype, everything else is
+        float32, the sum of the weight gradient over the chunks included. Where the logits are rounded, those of
+        `ids` are the rounded ones too: sharper ones, over a log-sum-exp of rounded ones, would let the mass on
+        `ids` exceed 1.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or `temperature` or `chunk_rows` is not positive.
     """
+    if chunk_rows is None:
+        chunk_rows = _even_chunk_rows(hidden, weight)
     _check(hidden, weight, ids, temperature, chunk_rows)
-    return _LogprobsOfIds.apply(hidden, weight, ids, temperature, chunk_rows, with_entropy)
+    needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    total = hidden.new_zeros((), dtype=_compute_dtype(hidden))
+    sums: dict[str, Tensor] = {}
+    grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+    grad_weight = None
+    stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
+    sample: list[Tensor] = []
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        backend = _backend(hidden)
+        buffer = _logits_buffer(hidden, weight, chunk_rows)
+        for rows in _chunks(hidden.shape[0], chunk_rows):
+            logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
+            logprobs, lse, entropy = backend.row_statistics(logits, ids[rows], temperature, with_entropy)
+            loss, grad_logprobs, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
+            total += loss.sum()
+            if entropy is not None:
+                parts["entropy"] = entropy
+            if overlap_topk:
+                sample.append(logits[-rows.start % stride :: stride].clone())
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0) + value.detach().sum()
+            if grad_logprobs is None:
+                continue
+            dz = backend.logit_gradient_(logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature)
+            if grad_hidden is not None:
+                torch.mm(dz, weight, out=grad_hidden[rows])
+            if needs_grad[1]:
+                grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
+        if sample:
+            sums |= _overlap(torch.cat(sample), ids[::stride, :overlap_topk])
+        if needs_grad[1] and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+    return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight), sums
 
 
-class _LogprobsOfIds(torch.autograd.Function):
-    """Wires `_forward` and `_backward` into autograd; a fused kernel replaces those two and nothing else."""
+def logprobs_of_ids(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None
+) -> Tensor:
+    """The log-probabilities of `ids` themselves, [T, K], without gradient; arguments and errors of `head_loss`."""
+    result = hidden.new_empty(ids.shape, dtype=_compute_dtype(hidden))
+
+    def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        result[rows] = logprobs
+        return logprobs.new_zeros(len(logprobs)), {}
+
+    with torch.no_grad():
+        head_loss(hidden, weight, ids, keep, temperature=temperature, chunk_rows=chunk_rows)
+    return result
+
+
+class _AttachGradients(torch.autograd.Function):
+    """Makes gradients that are known already those of a scalar."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        logprobs, lse, entropy = _forward(hidden, weight, ids, temperature, chunk_rows, with_entropy)
-        ctx.save_for_backward(hidden, weight, ids, lse)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx: Any, loss: Tensor, _hidden: Tensor, weight: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, ids, lse = ctx.saved_tensors
-        needs_grad = ctx.needs_input_grad[:2]
-        grad_hidden, grad_weight = _backward(
-            grad_logprobs, hidden, weight, ids, lse, ctx.temperature, ctx.chunk_rows, needs_grad
-        )
-        return grad_hidden, grad_weight, None, None, None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * upstream
+        if grad_weight is not None:
+            grad_weight = _backend(grad_weight).scaled(grad_weight, upstream, ctx.weight_dtype)
+        return None, grad_hidden, grad_weight, None, None
 
 
-def _forward(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int, with_entropy: bool
+def _differentiate(
+    loss_fn: LossFunction, logprobs: Tensor, rows: slice, needs_grad: bool
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """-> loss [r], its gradient for the log-probabilities [r, K] or None, what `loss_fn` reports."""
+    with torch.set_grad_enabled(needs_grad):
+        loss, parts = loss_fn(logprobs.requires_grad_(needs_grad), rows)
+        if loss.shape != logprobs.shape[:1]:
+            raise ValueError(f"loss_fn must return one loss per row, [{len(logprobs)}]; got {list(loss.shape)}")
+        gradient = torch.autograd.grad(loss.sum(), logprobs)[0] if needs_grad else None
+    return loss.detach(), gradient, dict(parts)
+
+
+def _backend(tensor: Tensor) -> Any:
+    """The module whose row_statistics, logit_gradient_ and scaled to use: this one, or kernels where there are some."""
+    if tensor.is_cuda and tensor.dtype != torch.float64:
+        from hybrid_gkd.losses import head_triton
+
+        return head_triton
+    return sys.modules[__name__]
+
+
+def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
+    """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing."""
+    vocabulary = weight.shape[0]
+    return hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)[:, :vocabulary]
+
+
+def row_statistics(
+    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """-> log-probabilities [T, K], lse [T], entropy [T] or None."""
-    num_rows, dtype = hidden.shape[0], _compute_dtype(hidden)
-    logprobs = hidden.new_empty(ids.shape, dtype=dtype)
-    lse = hidden.new_empty(num_rows, dtype=dtype)
-    entropy = hidden.new_empty(num_rows, dtype=dtype) if with_entropy else None
-    for rows in _chunks(num_rows, chunk_rows):
-        z = _logits(hidden[rows], weight, temperature)
-        lse[rows] = z.logsumexp(1)
-        logprobs[rows] = z.gather(1, ids[rows]) - lse[rows, None]
-        if entropy is not None:
-            entropy[rows] = torch.special.entr(z.sub_(lse[rows, None]).exp_()).sum(1)
+    """[r, V], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None."""
+    z = logits.to(_compute_dtype(logits)) / temperature
+    lse = z.logsumexp(1)
+    logprobs = z.gather(1, ids) - lse[:, None]
+    entropy = torch.special.entr(z.sub_(lse[:, None]).exp_()).sum(1) if with_entropy else None
     return logprobs, lse, entropy
 
 
-def _backward(
-    grad_logprobs: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    temperature: float,
-    chunk_rows: int,
-    needs_grad: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """a = grad_logprobs [T, K] -> gradients of hidden [T, D] and of weight [V, D], None where not needed."""
-    scale = -grad_logprobs.sum(1, keepdim=True)
-    grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=_compute_dtype(weight)) if needs_grad[1] else None
-    for rows in _chunks(hidden.shape[0], chunk_rows):
-        dz = _logits(hidden[rows], weight, temperature).sub_(lse[rows, None]).exp_().mul_(scale[rows])
-        dz.scatter_add_(1, ids[rows], grad_logprobs[rows])
-        dz = dz.div_(temperature).to(hidden.dtype)
-        if grad_hidden is not None:
-            grad_hidden[rows] = dz @ weight
-        if grad_weight is not None:
-            grad_weight += dz.T @ hidden[rows]
-    return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype)
+def logit_gradient_(
+    logits: Tensor, ids: Tensor, _logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float
+) -> Tensor:
+    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K]."""
+    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(-grad_logprobs.sum(1, keepdim=True))
+    return logits.copy_(dz.scatter_add_(1, ids, grad_logprobs).div_(temperature))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """z [rows, V], a fresh tensor.
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor * factor in `dtype`."""
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
-    Autocast is switched off: a backward outside of it would recompute other logits than those of `lse`.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        return (hidden @ weight.T).to(_compute_dtype(hidden)).div_(temperature)
+
+def _overlap(logits: Tensor, teacher_ids: Tensor) -> dict[str, Tensor]:
+    """The share of `teacher_ids` [n, k] that is in the top k of `logits` [n, V], summed over rows; n."""
+    smallest = logits.topk(teacher_ids.shape[1], sorted=False).values.amin(1, keepdim=True)
+    inside = logits.gather(1, teacher_ids) >= smallest
+    num_rows = torch.full((), len(logits), dtype=torch.float32, device=logits.device)
+    return {"overlap_ratio": inside.float().mean(1).sum(), "overlap_rows": num_rows}
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, in float32 (float64 for float64); overwrites `total`."""
+    dtype = _compute_dtype(left)
+    if left.dtype == dtype:
+        return left @ right if total is None else total.addmm_(left, right)
+    if left.is_cuda:  # the sum within the product is float32 as well
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    product = (left @ right).to(dtype)
+    return product if total is None else total.add_(product)
+
+
+def _even_chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+    """Rows per chunk, so that all chunks are about equal and none takes more than CHUNK_BYTES."""
+    most = max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+    num_chunks = max(1, -(-hidden.shape[0] // most))
+    rows = -(-hidden.shape[0] // num_chunks)
+    return max(1, min(most, -(-rows // 128) * 128))
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

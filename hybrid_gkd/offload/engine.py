@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_gkd.offload.residency import MARGIN_BYTES
+
 if TYPE_CHECKING:
     from hybrid_gkd.workers.rollout import RolloutEngine
 
 
 class EngineTenant:
-    """`acquire` wakes one of the two; its size is known from the first time on."""
+    """`acquire` wakes one of the two; its size is known from the first time on. Nothing happens in the background."""
 
     def __init__(self, wake: Callable[[], None]):
         self._wake = wake
@@ -25,9 +27,20 @@ class EngineTenant:
         """Bytes as measured when it last woke; 0 before."""
         return self._num_bytes
 
+    def start_acquire(self) -> bool:
+        """See `Tenant`: vLLM only wakes while one waits."""
+        return False
+
+    def start_release(self) -> None:
+        """See `Tenant`: there is nothing to copy."""
+
+    def changed(self) -> None:
+        """See `Tenant`: there is no copy."""
+
     def acquire(self) -> None:
-        """Wake, with the memory that torch has cached for others given back first: vLLM allocates beside it."""
-        torch.cuda.empty_cache()
+        """Wake. Memory that torch has cached is given back first if it is needed: vLLM allocates beside it."""
+        if not self._num_bytes or self._num_bytes + MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
+            torch.cuda.empty_cache()  # waits for all copies in flight
         before = torch.cuda.mem_get_info()[0]
         self._wake()
         self._num_bytes = max(0, before - torch.cuda.mem_get_info()[0])
@@ -60,9 +73,3 @@ class KVCache(EngineTenant):
         """Free cache and weights."""
         self._sleep()
         self._on_release()
-
-
-def free_device_bytes() -> int:
-    """Bytes that torch or vLLM can still allocate: free on the device, or cached by torch's allocator."""
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + cached

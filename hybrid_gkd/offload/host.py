@@ -6,6 +6,7 @@ it again: every view stays valid and nothing has to be registered anew.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -39,8 +40,17 @@ class PinnedArena:
         torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
 
 
+@functools.cache
+def copy_stream(device: int) -> torch.cuda.Stream:
+    """The stream for copies between host and this device."""
+    return torch.cuda.Stream(device)
+
+
 class HostMirror:
     """A residency tenant: tensors that are either on the device or in pinned host memory.
+
+    Copies run on a stream of their own, after the work that was queued before them and beside what follows; all
+    mirrors share it, since they share the bus.
 
     Args:
         tensors: gives the tensors now; asked at every release, since optimizer state appears with the
@@ -50,37 +60,88 @@ class HostMirror:
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
         self._arena: PinnedArena | None = None
-        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._copy: tuple[str, torch.cuda.Event, torch.cuda.Event] | None = None
+        """Direction, start and end of the copy in flight."""
+        self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """Storages with their copies; the copies are valid, or on their way."""
+        self._away = False
+        self.gigabytes_per_second: dict[str, float] = {}
+        """"in" and "out": of the last copy, as the device has timed it."""
 
     def num_bytes(self) -> int:
         """Bytes of the tensors, wherever they are."""
         if self._away:
-            return sum(host.numel() for _, host in self._away)
+            return sum(host.numel() for _, host in self._on_host)
         return sum(storage.nbytes() for storage in self._storages())
 
-    def release(self) -> None:
-        """Copy to the host and give the device memory back. One synchronisation for all tensors."""
+    def changed(self) -> None:
+        """See `Tenant`."""
+        assert not self._away, "tensors that are not on the device cannot change"
+        self._finish()
+        self._on_host = []
+
+    def start_release(self) -> None:
+        """Begin to copy to the host what is not there yet."""
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
+        # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
+        if {s._cdata for s in storages} == {s._cdata for s, _ in self._on_host}:
+            return
+        self._finish()
         offsets, end = [], 0
         for storage in storages:
             offsets.append(end)
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         arena = self._arena_of(end)
-        for storage, offset in zip(storages, offsets, strict=True):
-            host = arena[offset : offset + storage.nbytes()]
-            host.copy_(_as_bytes(storage), non_blocking=True)
-            self._away.append((storage, host))
-        torch.cuda.synchronize()
-        for storage, _ in self._away:
+        self._on_host = [
+            (storage, arena[offset : offset + storage.nbytes()])
+            for storage, offset in zip(storages, offsets, strict=True)
+        ]
+        self._start_copy("out", [(host, _as_bytes(storage)) for storage, host in self._on_host])
+
+    def release(self) -> None:
+        """Wait for the copy to the host and give the device memory back."""
+        self.start_release()
+        self._finish()
+        for storage, _ in self._on_host:
             storage.resize_(0)
+        self._away = True
+
+    def start_acquire(self) -> bool:
+        """Take device memory and begin to copy everything back."""
+        if self._away:
+            for storage, host in self._on_host:
+                storage.resize_(host.numel())
+            self._away = False
+            self._start_copy("in", [(_as_bytes(storage), host) for storage, host in self._on_host])
+        return True
 
     def acquire(self) -> None:
-        """Bring everything back. One synchronisation for all tensors."""
-        for storage, host in self._away:
-            storage.resize_(host.numel())
-            _as_bytes(storage).copy_(host, non_blocking=True)
-        self._away = []
-        torch.cuda.synchronize()
+        """Bring everything back and wait for it."""
+        self.start_acquire()
+        self._finish()
+
+    def _start_copy(self, direction: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (destination, source) pairs, behind the copies that are in flight."""
+        if not pairs:
+            return
+        stream = copy_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            start.record()
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+            end.record()
+        self._copy = direction, start, end
+
+    def _finish(self) -> None:
+        if self._copy is None:
+            return
+        direction, start, end = self._copy
+        end.synchronize()
+        self._copy = None
+        total = sum(host.numel() for _, host in self._on_host)
+        self.gigabytes_per_second[direction] = total / 1e6 / max(start.elapsed_time(end), 1e-3)
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Each storage once, tiny ones left out."""

@@ -1,9 +1,10 @@
 """The residency table of the hybrid engine, and the object that enforces it.
 
 Actor and rollout engine share each GPU and take turns. `RESIDENCY` says which tenant is on the device in
-which phase; `Residency.enter` moves from one phase to the next, releasing before it acquires, so that the
-peak is never the sum of two phases. Nothing here knows about torch, FSDP or vLLM: a tenant is any object
-with `acquire`, `release` and `num_bytes`, so the mechanism is tested with stand-ins.
+which phase; `Residency.enter` moves from one phase to the next, releasing before it acquires unless the device
+is known to have room for both; `Residency.prepare` starts the copies of a later phase behind the work of
+this one, where there is room. Nothing here knows about torch, FSDP or vLLM: a tenant is any object with the
+methods of `Tenant`, so the mechanism is tested with stand-ins.
 """
 
 from __future__ import annotations
@@ -22,18 +23,34 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
 }
 """Phase -> tenants on the device."""
 
+CHANGING_PHASE = "optimizer_step"
+"""The only phase in which the content of a tenant changes: a copy made before it is stale after it."""
+
 TENANTS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
 """In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
+
+
+MARGIN_BYTES = 4 * 2**30
+"""What has to stay free when a tenant comes before others have left: buckets of weights, activations in flight."""
 
 
 class Tenant(Protocol):
     """Something that occupies device memory."""
 
     def acquire(self) -> None:
-        """Bring it onto the device."""
+        """Bring it onto the device, or finish what `start_acquire` began."""
 
     def release(self) -> None:
-        """Take it off the device."""
+        """Take it off the device, or finish what `start_release` began."""
+
+    def start_acquire(self) -> bool:
+        """Take the memory and begin to copy; False if that cannot be done in the background."""
+
+    def start_release(self) -> None:
+        """Begin to copy what has changed to the host; the tenant stays usable, for reading only."""
+
+    def changed(self) -> None:
+        """Its content is about to change: copies on the host are stale."""
 
     def num_bytes(self) -> int:
         """Bytes that it takes on the device."""
@@ -61,31 +78,78 @@ class Residency:
         self._tenants = {name: tenants[name] for name in TENANTS if name in tenants}
         self._movable = movable & set(tenants)
         self._resident = resident & set(tenants)
+        self._arriving: set[str] = set()
         self._free_bytes = free_bytes
         self._seconds: dict[str, float] = {}
         self._bytes: dict[tuple[str, str], int] = {}
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, *, finish: bool = True) -> None:
         """Make the device hold what `phase` needs and nothing else that may leave.
+
+        Args:
+            phase: one of `RESIDENCY`.
+            finish: wait until what leaves has left; otherwise that waits for the next `enter`, or until its room
+                is needed.
 
         Raises:
             DeviceMemoryError: a tenant does not fit; what had to be released before has been released.
         """
         wanted = RESIDENCY[phase]
-        for name in [n for n in self._tenants if n in self._movable & self._resident and n not in wanted]:
-            self._timed(f"release {name}", self._tenants[name].release)
-            self._resident.discard(name)
+        leaving = self._unwanted(wanted)
+        for name in leaving:
+            self._timed(f"release {name}", self._tenants[name].start_release)
         for name in [n for n in reversed(self._tenants) if n in wanted and n not in self._resident]:
-            self._check_budget(phase, name)
+            if name not in self._arriving and not self._fits_beside(name, MARGIN_BYTES):
+                self._release(leaving)
+                self._check_budget(phase, name)
             self._timed(f"acquire {name}", self._tenants[name].acquire)
+            self._arriving.discard(name)
             self._resident.add(name)
+        if finish:
+            self._release(leaving)
+        if phase == CHANGING_PHASE:
+            for name in wanted & set(self._tenants):
+                self._tenants[name].changed()
         for name in self._resident:
             self._bytes[phase, name] = self._tenants[name].num_bytes()
+
+    def prepare(self, phase: str, *, reserve: int = 0) -> None:
+        """Start the copies that entering `phase` will need, and return at once.
+
+        What `phase` wants is brought in where it fits beside all that is there; what it does not want is copied
+        out, and must not change any more until it is entered (or `CHANGING_PHASE` is).
+
+        Args:
+            phase: one of `RESIDENCY`.
+            reserve: bytes that have to stay free for what this phase still allocates.
+        """
+        wanted = RESIDENCY[phase]
+        for name in [n for n in reversed(self._tenants) if n in wanted - self._resident - self._arriving]:
+            if self._fits_beside(name, reserve + MARGIN_BYTES) and self._tenants[name].start_acquire():
+                self._arriving.add(name)
+        for name in self._unwanted(wanted):
+            self._tenants[name].start_release()
+
+    def _unwanted(self, wanted: frozenset[str]) -> list[str]:
+        present = self._resident | self._arriving
+        return [name for name in self._tenants if name in self._movable & present and name not in wanted]
+
+    def _release(self, names: list[str]) -> None:
+        while names:
+            name = names.pop(0)
+            self._timed(f"release {name}", self._tenants[name].release)
+            self._resident.discard(name)
+            self._arriving.discard(name)
 
     def _timed(self, what: str, move: Callable[[], None]) -> None:
         started = time.perf_counter()
         move()
         self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
+
+    def _fits_beside(self, name: str, reserve: int) -> bool:
+        """Whether there is room for it although nothing has left yet. A tenant that never came has no known size."""
+        size = self._tenants[name].num_bytes()
+        return self._free_bytes is not None and 0 < size <= self._free_bytes() - reserve
 
     def _check_budget(self, phase: str, name: str) -> None:
         if self._free_bytes is None:

@@ -8,7 +8,9 @@ Left out: a critic, and a reference model (no KL penalty to the starting point).
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +18,12 @@ import numpy as np
 
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
 from hybrid_gkd.clock import Clock
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import CheckpointError, TrainingError
 from hybrid_gkd.ppo.advantages import group_relative_advantages
+from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.tracking import Generation, Tracking
 from hybrid_gkd.types import (
@@ -54,6 +57,7 @@ class PPOTrainer:
         tracking: takes the metrics.
         store: the run's checkpoints.
         resume_from: a checkpoint folder to continue from, or None.
+        clock: records what the run spends its time on.
 
     Raises:
         DataError: fewer prompts than one batch needs.
@@ -72,6 +76,7 @@ class PPOTrainer:
         tracking: Tracking,
         store: CheckpointStore,
         resume_from: Path | None = None,
+        clock: Clock | None = None,
     ):
         self.config = config
         self.group = group
@@ -80,7 +85,7 @@ class PPOTrainer:
         self.reward = reward
         self.tracking = tracking
         self.store = store
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.sampler = make_sampler(config, len(train_prompts))
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = 0
@@ -88,8 +93,8 @@ class PPOTrainer:
         """The newest checkpoint that this run wrote or continued from."""
         self.first_metrics: dict[str, float] = {}
         self.last_metrics: dict[str, float] = {}
-        self.on_finished: list[Callable[[list[Sequence]], None]] = []
-        """Called with training sequences as they leave the rollout engine."""
+        self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
+        """Called with the step and sequences to train on in it, as they leave the rollout engine."""
         if resume_from is not None:
             self._resume(resume_from)
 
@@ -116,33 +121,64 @@ class PPOTrainer:
         Returns:
             Metrics of the update.
         """
-        assert self.reward is not None
-        rewards = np.array([self._score(rollout.prompts, s, self.config.actor_rollout_ref.rollout.n)
-                            for s in rollout.sequences], np.float32)
-        advantages = group_relative_advantages(
-            rewards,
-            self.config.actor_rollout_ref.rollout.n,
-            norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo,
-        )
+        sequences, metrics = self._with_advantages(rollout)
         with self.clock.span("update_actor"):
-            plan = self._plan([TrainSequence(sequence=s) for s in rollout.sequences])
-            old_logprobs = self.group.compute_logprobs([tuple(share) for share in plan])
-            metrics = self._train(
-                [
-                    TrainSequence(
-                        sequence=s,
-                        advantages=np.full(len(s.response_ids), advantage, np.float32),
-                        old_logprobs=old_logprobs[s.index],
-                    )
-                    for s, advantage in zip(rollout.sequences, advantages, strict=True)
-                ]
-            )
-        return metrics | {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+            sequences, weights = self._with_logprobs(sequences)
+            return self._train(sequences) | metrics | weights
+
+    def _with_advantages(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
+        """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
+        n = self.config.actor_rollout_ref.rollout.n
+        rewards = np.array([self._score(rollout.prompts, s, n) for s in rollout.sequences], np.float32)
+        advantages = group_relative_advantages(
+            rewards, n, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo
+        )
+        sequences = [
+            TrainSequence(sequence=s, advantages=np.full(len(s.response_ids), advantage, np.float32))
+            for s, advantage in zip(rollout.sequences, advantages, strict=True)
+        ]
+        return sequences, {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+
+    def _with_logprobs(
+        self, sequences: list[TrainSequence], *, policy_loss: bool = True
+    ) -> tuple[list[TrainSequence], dict[str, float]]:
+        """The same with what the loss needs of the current weights' log-probabilities, and metrics.
+
+        A policy loss in more than one step needs them themselves, `algorithm.rollout_is_threshold` their ratios to
+        those of the rollout.
+        """
+        threshold = self.config.algorithm.rollout_is_threshold
+        policy_loss = policy_loss and num_updates(self.config, 1) > 1
+        if threshold is None and not policy_loss:
+            return sequences, {}
+        found = self.group.compute_logprobs([tuple(share) for share in self._plan(sequences)])
+        logprobs = [found[item.sequence.index] for item in sequences]
+        if policy_loss:
+            sequences = [dataclasses.replace(s, old_logprobs=x) for s, x in zip(sequences, logprobs, strict=True)]
+        if threshold is None:
+            return sequences, {}
+        weights = []
+        for item, now in zip(sequences, logprobs, strict=True):
+            assert item.sequence.logprobs is not None
+            weights.append(importance_weights(now, item.sequence.logprobs, threshold))
+        sequences = [dataclasses.replace(s, importance_weights=w) for s, w in zip(sequences, weights, strict=True)]
+        together = np.concatenate(weights)
+        return sequences, {
+            "actor/importance/mean": float(together.mean()),
+            "actor/importance/effective_sample_size": effective_sample_size(together),
+        }
 
     def _rollouts(self) -> Iterator[Rollout]:
-        """The rollouts of all remaining steps, each generated with the newest weights (scheduler `sync`)."""
+        """The rollouts of all remaining steps in order.
+
+        Before a step is trained, as many later ones as `trainer.scheduler` says are generated, with the weights that
+        there are. A run that resumes generates anew what was ahead: a rollout is a function of its step and weights.
+        """
+        ahead: deque[Rollout] = deque()
         for step in range(self.step + 1, self.total_steps + 1):
-            yield self._generate(step)
+            last = min(step + BATCHES_AHEAD[self.config.trainer.scheduler], self.total_steps)
+            ahead += [self._generate(later) for later in range(step + len(ahead), last + 1)]
+            yield ahead.popleft()
 
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""
@@ -152,6 +188,7 @@ class PPOTrainer:
         sampling = SamplingParams(
             max_tokens=self.config.data.max_response_length,
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
+            logprobs=self.config.algorithm.rollout_is_threshold is not None,
         )
         requests = [
             GenerationRequest(index=index, prompt_ids=prompts[index // rollout.n].token_ids, seed=seed)
@@ -162,22 +199,31 @@ class PPOTrainer:
             for finished in self.group.generate(requests, sampling):
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished:
-                    listener(finished)
+                    listener(step, finished)
         ordered = tuple(sequences[request.index] for request in requests)
         return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered)
 
-    def _train(self, sequences: list[TrainSequence]) -> dict[str, float]:
-        """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each."""
+    def _train(self, sequences: list[TrainSequence], *, num_tokens: int | None = None) -> dict[str, float]:
+        """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each.
+
+        Args:
+            sequences: of a rollout, or the last part of its only mini-batch.
+            num_tokens: response tokens of that mini-batch, where its other parts have been accumulated.
+        """
         size = self.config.mini_batch_size * self.config.actor_rollout_ref.rollout.n
         mini_batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
         shares: list[list[MiniBatch]] = [[] for _ in range(self.group.size)]
         for mini_batch in mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs:
-            num_tokens = sum(len(item.sequence.response_ids) for item in mini_batch)
-            for share, micro_batches in zip(shares, self._plan(mini_batch), strict=True):
-                share.append(MiniBatch(micro_batches=tuple(micro_batches), num_tokens=num_tokens))
+            for share, part in zip(shares, self._parts(mini_batch, num_tokens), strict=True):
+                share.append(part)
         updates = self.group.update(shares)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         return metrics | {"actor/lr": updates[-1]["actor/lr"]}
+
+    def _parts(self, sequences: list[TrainSequence], num_tokens: int | None = None) -> list[MiniBatch]:
+        """For each worker its share of a mini-batch, or of a part of one that has `num_tokens` response tokens."""
+        num_tokens = num_tokens or sum(len(item.sequence.response_ids) for item in sequences)
+        return [MiniBatch(micro_batches=tuple(share), num_tokens=num_tokens) for share in self._plan(sequences)]
 
     def _plan(self, sequences: list[TrainSequence]) -> Plan:
         """Cut sequences into micro-batches, the same number for each worker."""
@@ -188,6 +234,7 @@ class PPOTrainer:
             actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
             None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
             self.config.trainer.balance_batch,
+            attention_cost=self.group.attention_cost,
         )
         return [[tuple(sequences[i] for i in micro_batch) for micro_batch in share] for share in plan]
 
@@ -264,7 +311,7 @@ class PPOTrainer:
         }
 
     def _report(self, metrics: dict[str, float]) -> None:
-        metrics = metrics | self.clock.take() | {"training/global_step": float(self.step)}
+        metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise TrainingError(f"step {self.step}: {bad[0]} is {metrics[bad[0]]}")

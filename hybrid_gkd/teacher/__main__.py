@@ -1,8 +1,9 @@
 """Command line of the teacher service.
 
-python -m hybrid_gkd.teacher serve --ckpt-path MODEL        broker and one worker here
+python -m hybrid_gkd.teacher serve --ckpt-path MODEL --workers N    broker and workers here
 python -m hybrid_gkd.teacher join --ckpt-path MODEL --proxy-addr HOST:15556     one more worker
 python -m hybrid_gkd.teacher status --addr HOST:15555       what the service is doing
+python -m hybrid_gkd.teacher keys --out FOLDER              keys for everything but loopback
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
 from hybrid_gkd.teacher.broker import Broker
 from hybrid_gkd.teacher.connection import query_status
-from hybrid_gkd.teacher.local import child_environment, stop_process
+from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.network import is_loopback
+from hybrid_gkd.teacher.supervisor import Supervisor, WorkerFailed, gpu_shares
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
-MAX_RESTARTS = 3
-"""Of the worker of `serve`, once it has been ready; more often, and the cause is not an accident."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,7 +39,7 @@ def main() -> int:
         stream=sys.stderr,
     )
     try:
-        return {"serve": serve, "join": join, "status": status}[arguments.command](arguments)
+        return {"serve": serve, "join": join, "status": status, "keys": keys}[arguments.command](arguments)
     except HybridGKDError as error:
         if arguments.debug:
             raise
@@ -49,56 +49,52 @@ def main() -> int:
         return 130
 
 
-class Supervisor:
-    """Keeps the worker process of `serve` and tells the broker's loop when to end."""
+class Service:
+    """Broker and workers of `serve`, from start to drained."""
 
-    def __init__(self, broker: Broker, arguments: argparse.Namespace):
-        self._broker, self._arguments = broker, arguments
+    def __init__(self, arguments: argparse.Namespace):
+        self._arguments = arguments
+        own_keys = load_keys(arguments.keys) if arguments.keys else None
+        shares = gpu_shares(arguments.workers, arguments.tp_size, arguments.device)
+        self.broker = Broker(
+            host=arguments.host, port=arguments.port, worker_port=arguments.worker_port, keys=own_keys
+        )
         host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
-        self._command = [
-            sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", f"{host}:{broker.worker_port}",
+        command = [
+            sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", f"{host}:{self.broker.worker_port}",
             "--die-with-parent", str(os.getpid()), *_engine_arguments(arguments),
         ]  # fmt: skip
-        self._ready = False
-        self._num_restarts = 0
-        self.stopping = False
-        self.exit_code = 0
-        self.worker = self._start_worker()
+        self.supervisor = Supervisor(self.broker, command, shares)
+        self._announced = False
+        self._drain_until: float | None = None
 
-    def _start_worker(self) -> subprocess.Popen[bytes]:
-        # Its own session: Ctrl-C in a terminal reaches this process, which then stops the worker.
-        return subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True
-        )
+    def on_signal(self, *_: object) -> None:
+        """The first signal drains, the second one ends."""
+        patience = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
+        self._drain_until = time.monotonic() + patience
 
     def keep_running(self) -> bool:
         """Called several times a second. Raises TeacherError when no worker can be had."""
         parent = self._arguments.die_with_parent
-        if self.stopping or (parent is not None and os.getppid() != parent):
+        if parent is not None and os.getppid() != parent:
             return False
-        if not self._ready and self._broker.num_workers:
-            self._ready = True
+        if self._drain_until is not None:
+            self.broker.drain()
+            if not self.broker.num_held:
+                return False
+            if time.monotonic() >= self._drain_until:
+                log.warning("ending with %d requests unanswered", self.broker.num_held)
+                return False
+        self.supervisor.check()
+        if self.supervisor.ready and not self._announced:
+            self._announced = True
             self._announce()
-        code = self.worker.poll()
-        if code is not None:
-            if not self._ready or self._num_restarts >= MAX_RESTARTS:
-                return self._give_up(code)
-            self._num_restarts += 1
-            log.warning("the worker died (exit code %s), starting it again", code)
-            self.worker = self._start_worker()
         return True
 
-    def _give_up(self, code: int) -> bool:
-        if code != 1:  # with 1 the worker has printed the reason
-            cause = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with {code}"
-            raise TeacherError(f"the worker for {self._arguments.ckpt_path} {cause}")
-        self.exit_code = 1
-        return False
-
     def _announce(self) -> None:
-        ready = {"port": self._broker.port, "worker_port": self._broker.worker_port, "pid": os.getpid()}
-        print(f"teacher ready on {self._arguments.host}:{self._broker.port}, "
-              f"workers join {self._arguments.host}:{self._broker.worker_port}", flush=True)  # fmt: skip
+        ready = {"port": self.broker.port, "worker_port": self.broker.worker_port, "pid": os.getpid()}
+        print(f"teacher ready on {self._arguments.host}:{self.broker.port}, "
+              f"workers join {self._arguments.host}:{self.broker.worker_port}", flush=True)  # fmt: skip
         if self._arguments.ready_file:
             path = Path(self._arguments.ready_file)
             partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -107,25 +103,25 @@ class Supervisor:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    if not is_loopback(arguments.host) and not arguments.insecure:
+    if not is_loopback(arguments.host) and not arguments.insecure and not arguments.keys:
         raise TeacherError(
-            f"--host {arguments.host}: the service is neither encrypted nor authenticated, so whoever reaches it can "
-            "use it and answer in its place; add --insecure if the network is trusted, or keep the default 127.0.0.1"
+            f"--host {arguments.host}: without keys the service is neither encrypted nor authenticated, so whoever "
+            "reaches it can use it and answer in its place; make keys (python -m hybrid_gkd.teacher keys) and give "
+            "--keys FOLDER/server, or add --insecure if the network is trusted, or keep the default 127.0.0.1"
         )
-    broker = Broker(host=arguments.host, port=arguments.port, worker_port=arguments.worker_port)
-    supervisor = Supervisor(broker, arguments)
-
-    def stop(*_: object) -> None:
-        supervisor.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    service = Service(arguments)
+    signal.signal(signal.SIGTERM, service.on_signal)
+    signal.signal(signal.SIGINT, service.on_signal)
     try:
-        broker.run(supervisor.keep_running)
+        service.broker.run(service.keep_running)
+    except WorkerFailed as error:
+        if not error.told:
+            raise TeacherError(f"{arguments.ckpt_path}: {error}") from error
+        return 1
     finally:
-        stop_process(supervisor.worker, patience=5.0)
-        broker.close()
-    return supervisor.exit_code
+        service.supervisor.stop()
+        service.broker.close()
+    return 0
 
 
 def join(arguments: argparse.Namespace) -> int:
@@ -134,6 +130,7 @@ def join(arguments: argparse.Namespace) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != arguments.die_with_parent:  # it died before the call
             return 1
+    own_keys = load_keys(arguments.keys) if arguments.keys else None
     # Here, so that the broker's process needs neither torch nor the time to import it.
     from hybrid_gkd.teacher.engines import EngineOptions, load_engine
     from hybrid_gkd.teacher.worker import Worker
@@ -143,7 +140,7 @@ def join(arguments: argparse.Namespace) -> int:
             EngineOptions(**{each.name: getattr(arguments, each.name) for each in fields(EngineOptions)})
         )
         log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
-        Worker(engine, arguments.proxy_addr).run()
+        Worker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
         raise
     except Exception as error:
@@ -154,7 +151,7 @@ def join(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    state = query_status(arguments.addr)
+    state = query_status(arguments.addr, keys=load_keys(arguments.keys) if arguments.keys else None)
     model = state.model
     if model is None:
         print("model              none yet: no worker is ready")
@@ -164,13 +161,26 @@ def status(arguments: argparse.Namespace) -> int:
         print(f"top-k              up to {model.max_topk}")
         print(f"sequence length    up to {model.max_sequence_length} tokens")
         print(f"temperature        {'any' if model.any_temperature else 'only 1.0'}")
+    latencies = ", ".join(f"{name} {value:.3f} s" for name, value in state.latency_seconds.items())
     print(f"workers alive      {state.num_workers}")
+    for worker in state.workers:
+        print(f"  {worker.name:16} {'ready' if worker.ready else 'being tested'}, holds {worker.num_held}, delivered "
+              f"{worker.num_delivered}, engine busy {worker.engine_busy:.0%}")  # fmt: skip
     print(f"queue length       {state.queue_length}")
     print(f"in flight          {state.num_in_flight}")
     print(f"tokens per second  {state.tokens_per_second:.0f}")
+    print(f"latency            {latencies or 'no requests in the last minute'}")
+    print(f"bytes per token    {state.bytes_per_token:.0f}")
+    print(f"engine busy        {state.engine_busy:.0%}")
     print(f"uptime             {state.uptime_seconds:.0f} s")
     for name, value in state.counters.items():
         print(f"{name:18} {value}")
+    return 0
+
+
+def keys(arguments: argparse.Namespace) -> int:
+    for folder in make_keys(Path(arguments.out), arguments.client):
+        print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return 0
 
 
@@ -185,6 +195,7 @@ def _engine_arguments(arguments: argparse.Namespace) -> list[str]:
         "dtype",
         "max_model_len",
         "gpu_memory_utilization",
+        "keys",
     ]
     words = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names if getattr(arguments, name)]
     return words + [
@@ -205,21 +216,29 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--dtype", default="auto", help="auto: as stored; float32 on the CPU")
     engine.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     engine.add_argument("--trust-remote-code", action="store_true", help="run code from the model folder")
+    secure = argparse.ArgumentParser(add_help=False)
+    secure.add_argument("--keys", metavar="FOLDER", help="the keys of this side, as `keys` made them")
     engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process has ended")
 
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.teacher", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    server = commands.add_parser("serve", parents=[common, engine], help="start a broker with one worker")
+    server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
+    server.add_argument("--workers", type=_positive, default=1, help="processes with a model each")
     server.add_argument("--host", default="127.0.0.1", help="address to bind")
     server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")
     server.add_argument("--ready-file", help="written once a worker has answered a test request")
-    server.add_argument("--insecure", action="store_true", help="allow a --host that other machines can reach")
-    joiner = commands.add_parser("join", parents=[common, engine], help="start one more worker")
+    server.add_argument("--insecure", action="store_true", help="let other machines reach --host without keys")
+    server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+                        help="after SIGTERM, for the requests that are here; a second signal ends at once")  # fmt: skip
+    joiner = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
     joiner.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
-    asker = commands.add_parser("status", parents=[common], help="print what the service is doing")
+    asker = commands.add_parser("status", parents=[common, secure], help="print what the service is doing")
     asker.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
+    maker = commands.add_parser("keys", parents=[common], help="make keys for the server and for a client")
+    maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
+    maker.add_argument("--client", default="client", metavar="NAME", help="whom the client's keys are for")
     return parser
 
 

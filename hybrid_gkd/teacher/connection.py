@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +13,14 @@ import zmq
 
 from hybrid_gkd.errors import TeacherMismatch, TeacherUnreachable
 from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.protocol import PROTOCOL_VERSION, AnyMessage, Buffer
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 64
+CLOSE_MILLISECONDS = 200
+"""For the goodbye to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +30,6 @@ class ServerInfo:
     address: str
     instance: str
     """Changes when the server is restarted."""
-    protocol_version: int
     num_workers: int
     model: protocol.ModelInfo
 
@@ -38,10 +46,9 @@ class StudentNeeds:
 
     def check(self, server: ServerInfo) -> None:
         """Raises TeacherMismatch with both sides' values."""
-        model, version = server.model, server.protocol_version
+        model = server.model
         able = "any temperature" if model.any_temperature else f"only 1.0 (backend {model.backend})"
         for what, fits, theirs, ours in (
-            ("protocol version", version == PROTOCOL_VERSION, version, PROTOCOL_VERSION),
             ("tokenizer size", model.vocab_size == self.tokenizer_size, model.vocab_size, self.tokenizer_size),
             ("tokenizer hash", model.tokenizer_hash == self.tokenizer_hash, model.tokenizer_hash, self.tokenizer_hash),
             ("topk (the server's --n-logprobs)", model.max_topk >= self.topk, model.max_topk, self.topk),
@@ -56,31 +63,70 @@ class StudentNeeds:
 class Connection:
     """A DEALER socket and what is known about its server. Belongs to one thread."""
 
-    def __init__(self, context: zmq.Context, address: str):
+    def __init__(self, context: zmq.Context, address: str, keys: Keys | None = None):
         self.address = address
-        self.socket = context.socket(zmq.DEALER)
-        network.configure(self.socket, protocol.MAX_REPLY_BYTES)
-        self.socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().bytes)  # survives reconnects
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a server that is away
-        self.socket.connect(network.endpoint_url(address))
+        self._context, self._keys, self._name = context, keys, uuid.uuid4().bytes
+        self._open()
         self.server: ServerInfo | None = None
         """None: not (or no longer) known to serve; nothing but hellos is sent there."""
         self.answered = False
         """Whether the server has ever said welcome, even one without workers."""
+        self.foreign_version: int | None = None
+        """The protocol version of a server that speaks another one."""
         self.heard = 0.0
         """Monotonic time of the last message."""
         self.ping_number = 0
         self.bytes_sent = 0
         self.bytes_received = 0
 
+    def _open(self) -> None:
+        self.socket, self.monitor = network.connect(
+            self._context, self.address, protocol.MAX_REPLY_BYTES, keys=self._keys, name=self._name
+        )
+        self._opened = time.monotonic()
+
+    def reopen_if_stuck(self, now: float) -> None:
+        """libzmq never tries again after some failures (a handshake refused, a message too long): start over."""
+        if now - max(self._opened, self.heard) > 2 * protocol.LIVENESS_SECONDS:
+            problem = self.monitor.problem
+            network.close(self.socket, self.monitor)
+            self._open()
+            self.monitor.problem = problem  # until there is news
+
+    def close(self) -> None:
+        """Say goodbye, so that the server stops working for this client."""
+        self.send(protocol.Bye())
+        network.close(self.socket, self.monitor, linger_ms=CLOSE_MILLISECONDS)
+
+    @property
+    def problem(self) -> str:
+        """Why this server cannot be used, as far as it is known."""
+        if self.foreign_version is not None:
+            return f"protocol version: the teacher speaks {self.foreign_version}, the student {PROTOCOL_VERSION}"
+        return self.monitor.problem
+
+    def require_server(self, waited: float) -> ServerInfo:
+        """What it serves. Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited` seconds."""
+        if self.foreign_version is not None:
+            raise TeacherMismatch(f"{self.address}: {self.problem}")
+        if self.server is not None:
+            return self.server
+        if self.problem:
+            raise TeacherUnreachable(f"{self.address}: no handshake with the teacher: {self.problem}")
+        found = "the server has no worker ready" if self.answered else "nothing answered"
+        raise TeacherUnreachable(
+            f"{self.address}: waited {waited:g} s for the teacher's handshake, {found}; "
+            f"see python -m hybrid_gkd.teacher status --addr {self.address}"
+        )
+
     def on_welcome(self, welcome: protocol.Welcome) -> None:
         self.answered = True
+        self.foreign_version = None
         if welcome.model is None or welcome.num_workers == 0:
             return  # asked again with the next hello
         self.server = ServerInfo(
-            address=self.address, instance=welcome.instance, protocol_version=welcome.protocol_version,
-            num_workers=welcome.num_workers, model=welcome.model,
-        )  # fmt: skip
+            address=self.address, instance=welcome.instance, num_workers=welcome.num_workers, model=welcome.model
+        )
 
     def beat(self) -> None:
         """A ping if the server is known to serve, else a hello."""
@@ -88,7 +134,7 @@ class Connection:
             self.ping_number += 1
             self.send(protocol.Ping(number=self.ping_number))
         else:
-            self.send(protocol.Hello(protocol_version=PROTOCOL_VERSION))
+            self.send(protocol.Hello())
 
     def send(self, message: AnyMessage, arrays: list[np.ndarray] | None = None) -> bool:
         """False when there is no connection at the moment; the message is dropped then."""
@@ -101,29 +147,41 @@ class Connection:
         return True
 
     def receive(self, now: float) -> Iterator[tuple[AnyMessage, list[Buffer]]]:
-        """Everything that has arrived, header and array frames."""
-        while True:
+        """What has arrived, header and array frames; not everything, so that a flood does not stop the rest."""
+        for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self.heard = now
             self.bytes_received += sum(map(len, frames))
             try:
                 message = protocol.decode_header(frames[0].buffer)
-            except protocol.ProtocolError:
+            except protocol.ForeignVersion as error:
+                self.foreign_version = error.version
+                continue
+            except protocol.ProtocolError as error:
+                log.debug("%s: dropped a malformed message: %s", self.address, error)
                 continue  # the request that it may have belonged to is found lost at the next pong
+            self.heard = now
             yield message, [frame.buffer for frame in frames[1:]]
 
 
-def query_status(address: str, timeout: float = 2.0) -> protocol.Status:
-    """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        network.configure(dealer, protocol.MAX_REQUEST_BYTES)
-        dealer.connect(network.endpoint_url(address))
-        dealer.send_multipart(protocol.encode(protocol.StatusRequest()))
-        if dealer.poll(int(timeout * 1000)):
-            message = protocol.decode_header(dealer.recv_multipart()[0])
-            if isinstance(message, protocol.Status):
-                return message
-    raise TeacherUnreachable(f"{address}: no teacher server answered within {timeout:.0f} s")
+def query_status(address: str, timeout: float = 2.0, keys: Keys | None = None) -> protocol.Status:
+    """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds, earlier if keys do not fit."""
+    deadline = time.monotonic() + timeout
+    with zmq.Context() as context:
+        connection = Connection(context, address, keys)
+        try:
+            asked = False
+            while (now := time.monotonic()) < deadline and not connection.problem:
+                connection.monitor.read()
+                asked = asked or connection.send(protocol.StatusRequest())
+                connection.socket.poll(50)
+                for message, _ in connection.receive(now):
+                    if isinstance(message, protocol.Status):
+                        return message
+        finally:
+            connection.close()
+    raise TeacherUnreachable(
+        f"{address}: {connection.problem or f'no teacher server answered the status request within {timeout:.0f} s'}"
+    )

@@ -30,7 +30,7 @@ class LocalTeacher:
         options: list[str] | None = None, environment: dict[str, str] | None = None, start_timeout: float = 900.0,
     ):  # fmt: skip
         self._arguments = ["--ckpt-path", ckpt_path, "--n-logprobs", str(n_logprobs), "--port", str(port)]
-        self._arguments += ["--worker-port", "0", *(options or [])]
+        self._arguments += ["--worker-port", "0", "--drain-timeout", "5", *(options or [])]
         self._environment = {**child_environment(), **(environment or {})}
         self._log_path = Path(log_path)
         self._start_timeout = start_timeout

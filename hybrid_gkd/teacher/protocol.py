@@ -1,8 +1,9 @@
 """What client, broker and worker of the teacher service say to each other.
 
-A message is a list of frames: one msgspec header (a tagged, strictly typed struct), then the raw
-buffers of its arrays. The header carries dtype, shape and CRC-32 of every array, so that damage
-anywhere between the two ends is noticed. Nothing that comes from a socket is ever unpickled.
+A message is a list of frames: a header (magic, version, CRC-32, a strictly typed msgpack map), then the raw
+buffers of its arrays. The header carries dtype, shape and CRC-32 of every array, so that damage anywhere
+between the two ends is noticed. Nothing that comes from a socket is ever unpickled. docs/teacher_protocol.md
+describes all of it for those who write a client of their own.
 
 Who answers whom (client and broker on one port, broker and worker on the other):
 
@@ -13,6 +14,7 @@ Who answers whom (client and broker on one port, broker and worker on the other)
                                 Ping                  ->         Pong            every second
                                 Registered | Rejected <-         Register        at start, and when pings stop
     StatusRequest    ->         Status
+    Bye              ->                                                          when the client closes
 
 A Pong lists the requests that its sender still holds. Messages of one connection arrive in order, so a
 request sent before the Ping, without a reply and not in the list, is lost and is sent again.
@@ -32,28 +34,41 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from hybrid_gkd.errors import BadTeacherReply, TeacherError
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher.checks import check_topk
 from hybrid_gkd.types import TeacherTopK
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MAGIC = b"GKD"
+PREFIX_BYTES = 8
+"""Magic, version (1 byte), CRC-32 of magic, version and map (little endian)."""
 PING_INTERVAL_SECONDS = 1.0
 LIVENESS_SECONDS = 4.0
 """A peer that was silent for this long counts as dead."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_ARRAYS = 3
-MAX_REQUEST_BYTES = 64 << 20
-"""Largest frame that a broker takes from a client; requests hold token ids only."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Largest frame that a broker takes from a client, and the arrays of one request; they hold token ids only."""
 MAX_REPLY_BYTES = 1 << 30
 DTYPES: dict[str, np.dtype] = {"int32": np.dtype("<i4"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 
 TokenIds = np.ndarray
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class ProtocolError(TeacherError):
     """Frames that are no valid message: unknown kind, wrong type, length, count or checksum."""
+
+
+class ForeignVersion(ProtocolError):
+    """An undamaged message of another protocol version."""
+
+    def __init__(self, version: int):
+        super().__init__(f"protocol version {version}, this side speaks {PROTOCOL_VERSION}")
+        self.version = version
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -88,16 +103,20 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, tag="hello"):
-    protocol_version: int
+    pass
 
 
 class Welcome(Message, tag="welcome"):
-    protocol_version: int
     instance: str
     """Random name of this broker process: a new one may serve another model."""
-    num_workers: int
+    num_workers: Count
+    """0 also while the service shuts down."""
     model: ModelInfo | None
     """None until the first worker has been tested."""
+
+
+class Bye(Message, tag="bye"):
+    """The client is gone; nobody waits for what it asked for."""
 
 
 class ScoreRequest(Message, tag="score"):
@@ -140,12 +159,18 @@ class Ping(Message, tag="ping"):
 
 class Pong(Message, tag="pong"):
     number: Count
-    instance: str
     pending: list[RequestId]
+    instance: str = ""
+    """Of the broker; empty from a worker."""
+    queue_length: Count = 0
+    """Requests that wait for a worker (from the broker)."""
+    engine_busy: Share = 0.0
+    """Part of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
 
 
 class Register(Message, tag="register"):
-    protocol_version: int
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    """host:pid"""
     model: ModelInfo
     credits: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     """How many requests the worker wants to hold at a time; every reply frees one."""
@@ -163,6 +188,16 @@ class StatusRequest(Message, tag="status_request"):
     pass
 
 
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    ready: bool
+    """It has answered its test request."""
+    num_held: int
+    num_delivered: int
+    engine_busy: float
+    silent_seconds: float
+
+
 class Status(Message, tag="status"):
     model: ModelInfo | None
     num_workers: int
@@ -170,13 +205,20 @@ class Status(Message, tag="status"):
     num_in_flight: int
     tokens_per_second: float
     """Prompt and response tokens scored, over the last ten seconds."""
+    latency_seconds: dict[str, float]
+    """p50, p95, p99: from a request's arrival to its answer, over the last minute; empty without requests."""
+    bytes_per_token: float
+    """Size of the replies per response token, over the last minute."""
+    engine_busy: float
+    """Part of the last ten seconds in which the engines had work, mean over the workers."""
     uptime_seconds: float
     counters: dict[str, int]
+    workers: list[WorkerStatus]
 
 
 AnyMessage = (
     Hello | Welcome | ScoreRequest | ScoreResult | ScoreError | Ping | Pong
-    | Register | Registered | Rejected | StatusRequest | Status
+    | Register | Registered | Rejected | StatusRequest | Status | Bye
 )  # fmt: skip
 Reply = ScoreResult | ScoreError
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -192,15 +234,28 @@ def encode(message: AnyMessage, arrays: ListLike[np.ndarray] = ()) -> list[Any]:
         buffers.append(buffer)
     if specs:
         message = msgspec.structs.replace(message, arrays=tuple(specs))
-    return [msgspec.msgpack.encode(message), *buffers]
+    return [seal(msgspec.msgpack.encode(message)), *buffers]
+
+
+def seal(body: bytes, version: int = PROTOCOL_VERSION) -> bytes:
+    """The header frame of an encoded map."""
+    start = MAGIC + bytes([version])
+    return start + zlib.crc32(body, zlib.crc32(start)).to_bytes(4, "little") + body
 
 
 def decode_header(frame: Buffer) -> AnyMessage:
-    """Raises ProtocolError for anything but one well-typed header."""
-    if len(frame) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"header of {len(frame)} bytes, the limit is {MAX_HEADER_BYTES}")
+    """Raises ProtocolError for anything but one undamaged, well-typed header; ForeignVersion for another version's."""
+    if not PREFIX_BYTES <= len(frame) <= MAX_HEADER_BYTES:
+        raise ProtocolError(f"header of {len(frame)} bytes, expected {PREFIX_BYTES} to {MAX_HEADER_BYTES}")
+    start, checksum, body = bytes(frame[:4]), bytes(frame[4:PREFIX_BYTES]), memoryview(frame)[PREFIX_BYTES:]
+    if start[:3] != MAGIC:
+        raise ProtocolError(f"a header starts with {MAGIC!r}, this one with {start[:3]!r}")
+    if zlib.crc32(body, zlib.crc32(start)) != int.from_bytes(checksum, "little"):
+        raise ProtocolError("header: checksum mismatch, it was damaged on the way")
+    if start[3] != PROTOCOL_VERSION:
+        raise ForeignVersion(start[3])
     try:
-        message = _decoder.decode(frame)
+        message = _decoder.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"header cannot be decoded: {error}") from error
     if len(message.arrays) > MAX_ARRAYS:
@@ -229,6 +284,16 @@ def decode_arrays(message: AnyMessage, frames: ListLike[Buffer]) -> list[np.ndar
 def request_array(sequences: ListLike[tuple[TokenIds, TokenIds]]) -> np.ndarray:
     """int32 [sum of P + R]: the array of a ScoreRequest for (prompt ids, response ids) pairs."""
     return np.concatenate([part for pair in sequences for part in pair]).astype(np.int32, copy=False)
+
+
+def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
+    """The smallest request that a worker of this model has to be able to answer, and its array frame."""
+    request = ScoreRequest(
+        id="test", attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
+        prompt_lengths=[1], response_lengths=[1],
+    )  # fmt: skip
+    header, array = encode(request, [np.array([0, 1], np.int32)])
+    return msgspec.structs.replace(request, arrays=decode_header(header).arrays), array
 
 
 def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tuple[TokenIds, TokenIds]]:
@@ -267,7 +332,7 @@ def unpack_result(
     arrays = decode_arrays(result, frames)
     if [array.dtype.name for array in arrays] != ["int32", "float16", "float32"]:
         raise ProtocolError(f"a result needs ids, log-probabilities and sampled; got {result.arrays}")
-    ids, logprobs, sampled = arrays
+    ids, logprobs, sampled = arrays[0], arrays[1].astype(np.float32), arrays[2]  # float16 is slow to compute with
     check_topk(
         ids, logprobs, sampled, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size, server=server,
         request=result.id,
@@ -279,55 +344,12 @@ def unpack_result(
             # Copies, so that one long-lived sequence does not keep the whole message in memory.
             TeacherTopK(
                 ids=ids[rows].copy(),
-                logprobs=logprobs[rows].astype(np.float32),
+                logprobs=logprobs[rows].copy(),
                 sampled_logprobs=sampled[rows].copy(),
             )
         )
         start += num_rows
     return scores
-
-
-def check_topk(
-    ids: np.ndarray,
-    logprobs: np.ndarray,
-    sampled_logprobs: np.ndarray,
-    *,
-    num_rows: int,
-    topk: int,
-    vocab_size: int,
-    server: str,
-    request: str,
-) -> None:
-    """Refuse scores that must not reach a loss.
-
-    Args:
-        ids: int32 [num_rows, topk], each in [0, vocab_size), distinct within a row
-        logprobs: float [num_rows, topk], finite, not positive, of mass 1 at most
-        sampled_logprobs: float [num_rows], finite, not positive
-
-    Raises BadTeacherReply with server, request, row and value.
-    """  # fmt: skip
-
-    def fail(what: str, bad: np.ndarray, values: np.ndarray) -> None:
-        if bad.any():
-            place = tuple(int(index) for index in np.argwhere(bad)[0])
-            raise BadTeacherReply(f"{server}: request {request}, row {place[0]}: {what} (value {values[place]})")
-
-    shapes = {"ids": (ids, (num_rows, topk)), "logprobs": (logprobs, (num_rows, topk)),
-              "sampled_logprobs": (sampled_logprobs, (num_rows,))}  # fmt: skip
-    for name, (array, shape) in shapes.items():
-        if array.shape != shape:
-            raise BadTeacherReply(f"{server}: request {request}: {name} has shape {array.shape}, expected {shape}")
-    for name, values in (("log-probability", logprobs), ("log-probability of the sampled token", sampled_logprobs)):
-        fail(f"{name} is NaN", np.isnan(values), values)
-        fail(f"{name} is infinite", np.isinf(values), values)
-        fail(f"{name} is positive", values > 1e-3, values)
-    fail(f"token id outside the vocabulary of {vocab_size}", (ids < 0) | (ids >= vocab_size), ids)
-    ordered = np.sort(ids, axis=1)
-    fail("token id appears twice", ordered[:, 1:] == ordered[:, :-1], ordered)
-    mass = np.exp(logprobs.astype(np.float32)).sum(axis=1)
-    # Rounding to float16 moves log p by |log p| / 2048 at most, so the mass by entropy / 2048 at most.
-    fail("probabilities sum to more than 1", mass > 1.001 + (1 + math.log(topk)) / 2048, mass)
 
 
 def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:
@@ -339,12 +361,21 @@ def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]
     if not sequences:
         return "no sequences"
     for index, (prompt_ids, response_ids) in enumerate(sequences):
-        length = len(prompt_ids) + len(response_ids)
-        if length > model.max_sequence_length:
-            return f"sequence {index} has {length} tokens, the server's limit is {model.max_sequence_length}"
-        if len(prompt_ids) == 0 or len(response_ids) == 0:
-            return f"sequence {index} needs a prompt and a response; got {len(prompt_ids)} and {len(response_ids)}"
-        for ids in (prompt_ids, response_ids):
-            if ids.min() < 0 or ids.max() >= model.num_embeddings:
-                return f"sequence {index} has token ids outside the {model.num_embeddings} that the model can read"
+        reason = sequence_refusal(prompt_ids, response_ids, model)
+        if reason:
+            return f"sequence {index} {reason}"
+    return None
+
+
+def sequence_refusal(prompt_ids: TokenIds, response_ids: TokenIds, model: ModelInfo) -> str | None:
+    """The same for one sequence, without its name."""
+    length = len(prompt_ids) + len(response_ids)
+    if length > model.max_sequence_length:
+        return f"has {length} tokens, the server's limit is {model.max_sequence_length}"
+    if len(prompt_ids) == 0 or len(response_ids) == 0:
+        return f"needs a prompt and a response; got {len(prompt_ids)} and {len(response_ids)} tokens"
+    for ids in (prompt_ids, response_ids):
+        if ids.min() < 0 or ids.max() >= model.num_embeddings:
+            bad = int(ids[(ids < 0) | (ids >= model.num_embeddings)][0])
+            return f"has token ids outside the {model.num_embeddings} that the model can read, for example {bad}"
     return None

@@ -3,4 +3,5 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m hybrid_gkd.teacher serve "$@"
+[ -x "$root/.venv/bin/python" ] && default="$root/.venv/bin/python" || default=python3
+exec "${PYTHON:-$default}" -m hybrid_gkd.teacher serve "$@"

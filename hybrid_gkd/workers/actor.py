@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
 
 from hybrid_gkd.config import ActorConfig, Config, OptimConfig
-from hybrid_gkd.errors import ModelError, TrainingError
-from hybrid_gkd.losses.divergence import forward_kl, support_mass
-from hybrid_gkd.losses.head import logprobs_of_ids
-from hybrid_gkd.losses.policy import clipped_policy_loss
-from hybrid_gkd.packed_attention import PackedBatch, pack
+from hybrid_gkd.errors import DeviceMemoryError, ModelError, TrainingError
+from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
+from hybrid_gkd.losses.objective import Objective, Targets
+from hybrid_gkd.packed_attention import PACKED_ATTENTION, PackedBatch, pack, packed_attention
 from hybrid_gkd.types import MiniBatch, TrainSequence
 from hybrid_gkd.workers.loading import build_model, load_shards, materialize
 from hybrid_gkd.workers.publish import gather_in_buckets
@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class LogprobModel(nn.Module):
-    """A causal LM whose forward pass returns log-probabilities of given ids instead of logits.
+    """A causal LM whose forward pass returns log-probabilities of given ids, or a loss of them, instead of logits.
 
     The head runs inside this module's forward, so FSDP2, which shards the embedding, the last norm and the
     head as this module's own parameters, has gathered the output embedding when it is used.
@@ -46,13 +46,28 @@ class LogprobModel(nn.Module):
         self._refuse_inexact_heads()
 
     def forward(
-        self, batch: PackedBatch, rows: Tensor, ids: Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R]; float32 [R, K], entropy [R]."""
+        self,
+        batch: PackedBatch,
+        rows: Tensor,
+        ids: Tensor,
+        loss_fn: LossFunction | None = None,
+        *,
+        temperature: float,
+        overlap_topk: int = 0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K]; or a loss of them.
+
+        Returns:
+            with `loss_fn`, what `head_loss` returns; else the log-probabilities and nothing.
+        """
         decoder = getattr(self.model, self.model.base_model_prefix)
-        hidden = decoder(**batch.model_kwargs()).last_hidden_state[0]
+        hidden = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
         weight = self.model.get_output_embeddings().weight
-        return logprobs_of_ids(hidden[rows], weight, ids, temperature=temperature, with_entropy=with_entropy)
+        if loss_fn is None:
+            return logprobs_of_ids(hidden, weight, ids, temperature=temperature), {}
+        return head_loss(
+            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=overlap_topk
+        )
 
     def _refuse_inexact_heads(self) -> None:
         head, config = self.model.get_output_embeddings(), self.model.config
@@ -77,12 +92,16 @@ class Actor:
 
     def __init__(self, config: Config, *, device: torch.device, num_updates: int):
         self.config: ActorConfig = config.actor_rollout_ref.actor
-        self.distillation = config.distillation
+        self.objective = Objective(config.distillation, clip_ratio=self.config.clip_ratio)
+        self.topk = config.distillation.topk if config.distillation.enabled else 0
         self.sampling_temperature = config.actor_rollout_ref.rollout.temperature
+        self.temperature = config.distillation.temperature if self.topk else self.sampling_temperature
         self.bucket_bytes = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
         self.device = device
         self.num_updates = num_updates
         self.updates_done = 0
+        self._sums: dict[str, Tensor] = {}
+        """What is reported, summed over the micro-batches since the last step."""
         self.world_size = dist.get_world_size()
         model_config = config.actor_rollout_ref.model
         self.hf_model = build_model(
@@ -94,7 +113,10 @@ class Actor:
         if model_config.enable_gradient_checkpointing:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_model.train()
+        if self.config.use_torch_compile:
+            compile_blocks(self.hf_model)
         self.model = LogprobModel(self.hf_model)
+        self.hidden_size = self.hf_model.get_output_embeddings().in_features
         self._shard(config.shard_size)
         materialize(self.model, device)
         load_shards(self.hf_model, model_config.path)
@@ -111,9 +133,10 @@ class Actor:
             shape = (self.world_size // shard_size, shard_size)
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         compute = torch.bfloat16 if self.device.type == "cuda" else None
+        reduce_dtype = torch.promote_types(self.hf_model.dtype, torch.float32)
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype),
         }
         for block in decoder_blocks(self.hf_model):
             fully_shard(block, reshard_after_forward=self.config.fsdp_config.reshard_after_forward, **options)
@@ -128,14 +151,18 @@ class Actor:
         """The optimizer-state shards of this rank; empty before the first step."""
         return [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
-    def update(self, batch: MiniBatch, *, before_step: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """One optimizer step on a mini-batch.
+    def update(
+        self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
 
         The loss is the sum over response tokens divided by the number of response tokens of the mini-batch
         over all ranks, so it does not depend on how the batch is cut into micro-batches or ranks.
 
         Args:
-            batch: this rank's share.
+            batch: this rank's share; `num_tokens` is of the whole mini-batch.
+            before_last: called before the last micro-batch.
             before_step: called between the last backward pass and the optimizer step.
 
         Returns:
@@ -143,15 +170,11 @@ class Actor:
 
         Raises:
             TrainingError: the gradient is not finite; no weight has changed.
+            torch.OutOfMemoryError: the device memory did not suffice; no weight has changed.
+            DeviceMemoryError: the same within the optimizer step; some weights may have changed.
         """
-        sums: dict[str, Tensor] = {}
-        self.optimizer.zero_grad(set_to_none=True)
-        for micro_batch in batch.micro_batches:
-            loss_sum, parts = self._loss(micro_batch)
-            # FSDP2 averages gradients over ranks; the loss is a sum over them.
-            (loss_sum * (self.world_size / batch.num_tokens)).backward()
-            for name, value in (parts | {"actor/loss": loss_sum.detach()}).items():
-                sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
+        self.accumulate(batch, before_last=before_last)
+        sums, self._sums = self._sums, {}
         metrics = self._all_reduce(sums, batch.num_tokens)
         grad_norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), self.config.grad_clip)
         metrics["actor/grad_norm"] = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
@@ -164,45 +187,80 @@ class Actor:
         metrics["actor/lr"] = learning_rate(self.config.optim, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = metrics["actor/lr"]
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError as error:  # some parameters may have changed: never to be tried again
+            raise DeviceMemoryError(
+                "phase optimizer_step: out of device memory within the step, continue from the last checkpoint; switch "
+                "on actor_rollout_ref.actor.fsdp_config.optimizer_offload or take more GPUs. "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         self.optimizer.zero_grad(set_to_none=True)
         self.updates_done += 1
         return metrics
 
+    def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None) -> None:
+        """Add the gradients of a part of a mini-batch to those of its parts before; see `update`, which gets the last.
+
+        Raises:
+            torch.OutOfMemoryError: the device memory did not suffice; there are no gradients, of earlier parts neither.
+        """
+        try:
+            self._backward(batch, before_last)
+        except torch.OutOfMemoryError:
+            self._abandon_backward()
+            raise
+
+    def _backward(self, batch: MiniBatch, before_last: Callable[[], None]) -> None:
+        sums = self._sums
+        if not sums:
+            self.optimizer.zero_grad(set_to_none=True)
+        for number, micro_batch in enumerate(batch.micro_batches, start=1):
+            if number == len(batch.micro_batches):
+                before_last()
+            loss_sum, parts = self._loss(micro_batch)
+            # FSDP2 averages gradients over ranks; the loss is a sum over them.
+            (loss_sum * (self.world_size / batch.num_tokens)).backward()
+            for name, value in (parts | {"actor/loss": loss_sum.detach()}).items():
+                sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
+
+    def _abandon_backward(self) -> None:
+        """Drop all gradients and bring FSDP2 back to where a forward pass can begin.
+
+        It has no public way for that; what it queues to run after a backward pass does exactly this.
+        """
+        self._sums = {}
+        self.model.zero_grad(set_to_none=True)  # of parameters that are gathered right now
+        state: Any = self.model._get_fsdp_state
+        state()._root_post_backward_final_callback()
+        self.model.zero_grad(set_to_none=True)
+
     def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the loss over the response tokens of a micro-batch, and sums of what is reported."""
-        distil = not micro_batch or micro_batch[0].teacher is not None
-        temperature = self.distillation.temperature if distil else self.sampling_temperature
+        """Sum of the loss over the response tokens of a micro-batch, and sums of what is reported.
+
+        An empty micro-batch takes part in the collectives and adds nothing.
+        """
         batch, rows, sampled_ids = self._pack(micro_batch)
+        ids, targets = self._targets(micro_batch, sampled_ids)
+        return self.model(
+            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, overlap_topk=self.topk
+        )
+
+    def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:
+        """The ids [R, K] whose log-probabilities the loss needs, and what it compares them with."""
+        columns, values = [], dict[str, Tensor]()
         teacher = [item.teacher for item in micro_batch if item.teacher is not None]
-        ids = self._concat([t.ids for t in teacher], torch.int64) if teacher else sampled_ids[:, None]
-        logprobs, entropy = self.model(batch, rows, ids, temperature=temperature, with_entropy=True)
-        assert entropy is not None
-        if not micro_batch:  # takes part in the collectives, adds nothing
-            return logprobs.sum() * 0.0, {}
-        parts = {"actor/entropy": entropy.sum()}
-        if teacher:
-            loss = self._distillation_loss(self._concat([t.logprobs for t in teacher]), logprobs, parts)
-        else:
-            loss = self._policy_loss(micro_batch, logprobs[:, 0], parts)
-        return loss, parts
-
-    def _distillation_loss(self, teacher_logprobs: Tensor, logprobs: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        divergence = forward_kl(teacher_logprobs, logprobs, tail=self.distillation.tail).sum()
-        parts["actor/kl_loss"] = divergence.detach()
-        parts["actor/distillation/student_mass"] = support_mass(logprobs.detach()).sum()
-        parts["actor/distillation/teacher_mass"] = support_mass(teacher_logprobs).sum()
-        return divergence * self.distillation.distillation_loss_coef
-
-    def _policy_loss(
-        self, micro_batch: tuple[TrainSequence, ...], logprobs: Tensor, parts: dict[str, Tensor]
-    ) -> Tensor:
-        old_logprobs = self._concat([item.old_logprobs for item in micro_batch])
-        advantages = self._concat([item.advantages for item in micro_batch])
-        loss, clipped = clipped_policy_loss(logprobs, old_logprobs, advantages, clip_ratio=self.config.clip_ratio)
-        parts["actor/pg_clipfrac"] = clipped.sum()
-        parts["actor/ppo_kl"] = (old_logprobs - logprobs.detach()).sum()
-        return loss.sum()
+        if self.topk and teacher:
+            columns.append(self._concat([t.ids[:, : self.topk] for t in teacher], torch.int64))
+            values["teacher_logprobs"] = self._concat([t.logprobs[:, : self.topk] for t in teacher])
+            values["teacher_sampled"] = self._concat([t.sampled_logprobs for t in teacher])
+        for name in ("advantages", "old_logprobs", "importance_weights"):
+            found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
+            if found:
+                values[name] = self._concat(found)
+        if self.objective.uses_sampled or not columns:
+            columns.append(sampled_ids[:, None])
+        return torch.cat(columns, 1), Targets(**values)
 
     @torch.no_grad()
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
@@ -214,9 +272,7 @@ class Actor:
         result: dict[int, np.ndarray] = {}
         for micro_batch in micro_batches:
             batch, rows, ids = self._pack(micro_batch)
-            logprobs, _ = self.model(
-                batch, rows, ids[:, None], temperature=self.sampling_temperature, with_entropy=False
-            )
+            logprobs, _ = self.model(batch, rows, ids[:, None], temperature=self.sampling_temperature)
             lengths = [len(item.sequence.response_ids) for item in micro_batch]
             for item, values in zip(micro_batch, logprobs[:, 0].cpu().split(lengths), strict=True):
                 result[item.sequence.index] = values.numpy()
@@ -229,7 +285,7 @@ class Actor:
         """Packed inputs, the rows [R] whose hidden state predicts a response token, and those tokens [R]."""
         if not micro_batch:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-            return pack([np.zeros(1, np.int32)], self.device), nothing, nothing
+            return pack([np.zeros(2, np.int32)], self.device), nothing, nothing  # one token would compile anew
         sequences = [item.sequence for item in micro_batch]
         batch = pack([np.concatenate([s.prompt_ids, s.response_ids]) for s in sequences], self.device)
         rows, start = [], 0
@@ -244,18 +300,17 @@ class Actor:
 
     def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
         """Sums over micro-batches of this rank -> means over the response tokens of all ranks."""
-        names = self._metric_names()
-        stacked = torch.stack([sums.get(name, torch.zeros((), device=self.device)).float() for name in names])
+        # The same names on every rank, also on one that had only empty micro-batches.
+        names = ["actor/loss", "entropy", *self.objective.reported]
+        if self.topk:
+            names += ["overlap_ratio", "overlap_rows"]
+        stacked = torch.stack([sums.get(name, torch.zeros((), device=self.device)).double() for name in names])
         dist.all_reduce(stacked)
-        return dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
-
-    def _metric_names(self) -> list[str]:
-        """The same on every rank, also on one that had only empty micro-batches."""
-        if self.distillation.enabled:
-            special = ["actor/kl_loss", "actor/distillation/student_mass", "actor/distillation/teacher_mass"]
-        else:
-            special = ["actor/pg_clipfrac", "actor/ppo_kl"]
-        return ["actor/loss", "actor/entropy", *special]
+        metrics = dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
+        metrics["actor/entropy"] = metrics.pop("entropy")
+        if self.topk:
+            metrics["actor/distillation/overlap_ratio"] = metrics.pop("overlap_ratio") / metrics.pop("overlap_rows")
+        return metrics
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All weights in `dtype` under their Hugging Face names, gathered in buckets.
@@ -266,6 +321,17 @@ class Actor:
         return gather_in_buckets(parameters, dtype=dtype, bucket_bytes=self.bucket_bytes)
 
 
+def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:
+    """The same mini-batch in micro-batches of half as many sequences; None if there is nothing left to split."""
+    if all(len(micro_batch) < 2 for micro_batch in batch.micro_batches):
+        return None
+    halves: list[tuple[TrainSequence, ...]] = []
+    for micro_batch in batch.micro_batches:
+        middle = -(-len(micro_batch) // 2)
+        halves += [part for part in (micro_batch[:middle], micro_batch[middle:]) if part]
+    return MiniBatch(micro_batches=tuple(halves), num_tokens=batch.num_tokens)
+
+
 def decoder_blocks(model: Any) -> list[nn.Module]:
     """The transformer blocks of a Hugging Face model, by the class names that it must not split."""
     names = set(model._no_split_modules or [])
@@ -273,6 +339,17 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     if not blocks:
         raise ModelError(f"{type(model).__name__} names no decoder blocks (_no_split_modules) to shard")
     return blocks
+
+
+def compile_blocks(model: Any) -> None:
+    """Let torch.compile fuse what lies between the attention and the matrix products of every decoder block.
+
+    FSDP2's hooks and gradient checkpointing stay outside. The graphs take any number of tokens and serve all blocks,
+    so that only the first forward and backward pass compile.
+    """
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    for block in decoder_blocks(model):
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:

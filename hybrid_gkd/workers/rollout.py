@@ -5,6 +5,7 @@ Both draw responses with the actor's weights, which `load_weights` copies in. Kn
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -16,8 +17,14 @@ from torch import Tensor
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.plan import rollout_share, student_size
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 from hybrid_gkd.workers.publish import tensor_parallel_share, verify
+
+logger = logging.getLogger(__name__)
+
+PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""vLLM's quantisation methods that keep a weight as it is."""
 
 
 class RolloutEngine(Protocol):
@@ -96,7 +103,6 @@ class VLLMEngine:
             "distributed_executor_backend": "external_launcher",
             "disable_custom_all_reduce": True,  # it looks peers up by index, and each worker sees one GPU
             "enable_sleep_mode": self.can_sleep,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
             "enforce_eager": rollout.enforce_eager,
             "seed": rollout.seed,
@@ -109,12 +115,17 @@ class VLLMEngine:
             hf_config=hf_config,
         )
         arguments |= vllm_compat.seeded_sampling_args(device.type)
+        if device.type == "cuda":
+            arguments["gpu_memory_utilization"] = _measured_share(config)
         with _random_states_kept():
             self.llm = LLM(**(arguments | rollout.engine_kwargs.vllm))
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
         self.engine = self.llm.llm_engine
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
+        # are; the other way takes any model apart and puts it together again.
+        self.copies_in_place: bool = device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]
         if rollout.verify_weights:
             self.layout: _VLLMLayout = self.llm.apply_model(_VLLMLayout)[0]
 
@@ -148,8 +159,11 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine.load_weights`."""
-        arguments = {"weights_iterator": iter(weights), "weights_path": None, "is_checkpoint_format": True}
-        self.llm.collective_rpc("reload_weights", kwargs=arguments)
+        if self.copies_in_place:
+            self.llm.apply_model(lambda model: model.load_weights(iter(weights)))
+        else:
+            arguments = {"weights_iterator": iter(weights), "weights_path": None, "is_checkpoint_format": True}
+            self.llm.collective_rpc("reload_weights", kwargs=arguments)
         if not self.llm.reset_prefix_cache():
             raise WorkerError("the prefix cache could not be reset: requests are still running")
 
@@ -175,6 +189,19 @@ class VLLMEngine:
     def wake_kv_cache(self) -> None:
         """See `RolloutEngine.wake_kv_cache`."""
         self.llm.wake_up(tags=["kv_cache"])
+
+
+def _measured_share(config: Config) -> float:
+    """`gpu_memory_utilization`, or what this rank's GPU has free for it now."""
+    configured = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    if configured is not None:
+        return configured
+    free, total = torch.cuda.mem_get_info()
+    share = rollout_share(config, student_size(config), total_bytes=total, free_bytes=free)
+    logger.info(
+        "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB are free)", share, free / 2**30, total / 2**30
+    )
+    return share
 
 
 def _to_sequence(request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
@@ -220,7 +247,7 @@ class _VLLMLayout:
     def _refuse_unknown(self, path: str, module: Any, parts: list[str]) -> None:
         method = type(getattr(module, "quant_method", None)).__name__
         merged_in_original = len(parts) != len(getattr(module, "output_partition_sizes", parts))
-        if method not in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod") or (
+        if method not in PLAIN_METHODS or (
             merged_in_original and self.ranks > 1
         ):
             raise ConfigError(
@@ -255,6 +282,15 @@ class _VLLMLayout:
             indices = module.shard_indices
             return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
         return tensor_parallel_share(full, held.shape, rank=self.rank, ranks=self.ranks)
+
+
+def holds_plain_weights(model: Any) -> bool:
+    """Whether a vLLM model holds all its weights unquantised, and nothing that was derived from them at loading."""
+    for module in model.modules():
+        derives = hasattr(module, "process_weights_after_loading") and type(module).__name__ != "Attention"
+        if derives or type(getattr(module, "quant_method", None)).__name__ not in PLAIN_METHODS:
+            return False
+    return True
 
 
 def _refuse_leftovers(names: set[str]) -> None:

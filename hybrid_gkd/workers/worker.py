@@ -6,25 +6,68 @@ the worker's own process, after the environment that torch and vLLM read has bee
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import resource
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hybrid_gkd.clock import Clock, Spans, spanned
 from hybrid_gkd.config import Config
+from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.actor import Actor
     from hybrid_gkd.workers.rollout import RolloutEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a worker runs and what it sees there."""
+
+    host: str
+    pid: int
+    wall_minus_monotonic: float
+    """Seconds between this host's wall clock and the worker's time.monotonic."""
+    visible_devices: str
+    """CUDA_VISIBLE_DEVICES as Ray set it."""
+    device: str = "cpu"
+    """Name of the GPU."""
+    gpu: str | None = None
+    """Host and unique id of the GPU, None on the CPU."""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    """Memory of the GPU."""
+
+    @property
+    def name(self) -> str:
+        """Host and device."""
+        return f"{self.host} cpu" if self.gpu is None else f"{self.host} GPU {self.visible_devices}"
+
+    def clock_shift(self) -> float:
+        """Seconds from the worker's time.monotonic to this process's; hosts are compared by their wall clocks."""
+        if self.host == socket.gethostname():
+            return 0.0  # one clock for all processes of a host
+        return self.wall_minus_monotonic - (time.time() - time.monotonic())
+
+    def __str__(self) -> str:
+        if self.gpu is None:
+            return f"{self.host}, cpu"
+        memory = f"{self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
+        return f"{self.host}, CUDA_VISIBLE_DEVICES={self.visible_devices}, {self.device}, {memory}"
 
 
 class Worker:
@@ -42,8 +85,15 @@ class Worker:
         self.config = config
         self.rank = rank
         self.device_type = device
+        self.clock = Clock(f"worker {rank}")
         self.weight_version = 0
         self.published = False
+        self.actor_rest_bytes = 0
+        """What is left of the actor on the device after a publish, beyond what the engine alone had taken."""
+        self.activation_bytes = 0
+        """Most that a mini-batch has taken beside parameters and optimizer state."""
+        self.accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
+        """Micro-batches behind the gradients that there are, kept until the optimizer step."""
 
     def address(self) -> tuple[str, int]:
         """Host and a free port of this worker, for the process group's rendezvous."""
@@ -52,36 +102,85 @@ class Worker:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
 
+    def placement(self) -> Placement:
+        """Where this worker runs."""
+        host, gpu = socket.gethostname(), dict[str, Any]()
+        if self.device_type == "cuda":
+            import torch
+
+            properties, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
+            gpu = {
+                "device": properties.name, "gpu": f"{host} {properties.uuid}", "free_bytes": free, "total_bytes": total,
+            }
+        return Placement(
+            host=host, pid=os.getpid(), wall_minus_monotonic=time.time() - time.monotonic(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), **gpu,
+        )
+
+    def take_spans(self) -> Spans:
+        """What this worker did since the last call, on its own clock."""
+        return self.clock.take_spans()
+
+    def all_reduce(self, address: tuple[str, int], *, timeout: float) -> None:
+        """One number summed over all workers, on their devices.
+
+        Raises:
+            WorkerError: not within `timeout` seconds, or with a wrong sum.
+        """
+        import torch
+        import torch.distributed as dist
+
+        deadline = time.monotonic() + timeout
+        if not dist.is_initialized():
+            self._join(address, timeout)
+        number = torch.tensor([self.rank + 1.0], device=self.device_type)
+        work = dist.all_reduce(number, async_op=True)
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise WorkerError(f"worker {self.rank} waited {timeout:g} s for the others")
+            time.sleep(0.01)
+        work.wait()
+        ranks = self.config.world_size
+        if number.item() != ranks * (ranks + 1) / 2:
+            raise WorkerError(f"worker {self.rank} got {number.item()}, not {ranks * (ranks + 1) / 2}")
+
+    @spanned("initialize")
     def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
         """Join the process group, build the engine and the actor.
 
         Returns:
             What runs here: device name, engine and versions.
         """
-        self._join(address)
+        self._join(address, self.config.actor_rollout_ref.nccl_timeout)
         import torch
 
-        from hybrid_gkd.offload.engine import EngineWeights, KVCache, free_device_bytes
+        from hybrid_gkd.offload.engine import EngineWeights, KVCache
         from hybrid_gkd.offload.host import HostMirror
+        from hybrid_gkd.offload.memory import DeviceMemory, free_device_bytes
         from hybrid_gkd.offload.residency import Residency, Tenant
         from hybrid_gkd.workers.actor import Actor
         from hybrid_gkd.workers.rollout import make_engine
 
         torch.manual_seed(self.config.trainer.seed)
         device = torch.device(self.device_type, 0) if self.device_type == "cuda" else torch.device("cpu")
+        self.memory = DeviceMemory(self.device_type)
+        used_before = self.memory.used()
         # The engine first: it measures how much memory is free.
         self.engine: RolloutEngine = make_engine(self.config, device=device, stop_token_ids=stop_token_ids)
+        self.used_with_engine = self.memory.used()
         # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
         self.engine_pool_bytes = torch.cuda.memory_allocated() if self.engine.can_sleep else 0
         movable: set[str] = set()
         if self.engine.can_sleep:
             self.engine.sleep()
             movable |= {"kv_cache", "engine_weights"}
+        self.sleeping_engine_bytes = self.memory.used() - used_before
         self.actor: Actor = Actor(self.config, device=device, num_updates=num_updates)
-        tenants: dict[str, Tenant] = {
+        self.mirrors = {
             "actor_params": HostMirror(self.actor.parameters),
             "optimizer_state": HostMirror(self.actor.optimizer_tensors),
         }
+        tenants: dict[str, Tenant] = {**self.mirrors}
         on_gpu = self.device_type == "cuda"
         if on_gpu:
             tenants["engine_weights"] = EngineWeights(self.engine)
@@ -89,13 +188,14 @@ class Worker:
             fsdp = self.config.actor_rollout_ref.actor.fsdp_config
             movable |= {"actor_params"} if fsdp.param_offload else set()
             movable |= {"optimizer_state"} if fsdp.optimizer_offload else set()
+        self.takes_turns = on_gpu and bool(movable)
         self.residency = Residency(
             tenants, movable=movable, resident=set(tenants) - (movable & {"kv_cache", "engine_weights"}),
             free_bytes=free_device_bytes if on_gpu else None,
         )
-        return describe(device, self.engine)
+        return describe(device, self.engine) | {"hidden_size": str(self.actor.hidden_size)}
 
-    def _join(self, address: tuple[str, int]) -> None:
+    def _join(self, address: tuple[str, int], timeout: float) -> None:
         world_size = self.config.world_size
         os.environ.update(
             RANK=str(self.rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0",
@@ -118,7 +218,7 @@ class Worker:
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
             rank=self.rank,
             world_size=world_size,
-            timeout=timedelta(seconds=self.config.actor_rollout_ref.nccl_timeout),
+            timeout=timedelta(seconds=timeout),
         )
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
@@ -127,26 +227,110 @@ class Worker:
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them.
         """
         assert self.published, "the engine's weights are undefined until they are published"
-        self.residency.enter("rollout")
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
-        for finished in self.engine.generate(requests, sampling, self.weight_version):
-            if first_of_replica:
-                yield finished
+        with self.clock.span("gen"):
+            self.residency.enter("rollout")
+            for finished in self.engine.generate(requests, sampling, self.weight_version):
+                if first_of_replica:
+                    yield finished
+            self.residency.prepare("update")
 
+    @spanned("update_actor")
+    def accumulate(self, part: MiniBatch) -> None:
+        """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
+        self._attempt(self._accumulate, part)
+
+    @spanned("update_actor")
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
-        """One optimizer step per mini-batch; the metrics of each, equal on all ranks."""
-        self.residency.enter("update")
+        """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
+
+        Of the first one, parts may have been accumulated.
+
+        Copies run behind the work: the optimizer state comes while the last micro-batch is computed, if what the
+        micro-batches took so far leaves room for it, and what the rollout does not need leaves from the end on.
+
+        A single worker that runs out of device memory tries once more, with micro-batches of half the size. One of
+        several cannot: the others are in collectives that it has left.
+
+        Raises:
+            DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not,
+                and some may have.
+        """
         metrics = []
         for batch in batches:
-            metrics.append(self.actor.update(batch, before_step=lambda: self.residency.enter("optimizer_step")))
-            self.residency.enter("update")
+            metrics.append(self._attempt(self._update, batch))
+            self.accumulated = ()
+        if self.takes_turns:
+            self.memory.trim()  # now, while no copy is in flight that it would wait for
+        self.residency.prepare("rollout")
         return metrics
+
+    def _attempt(self, compute: Callable[[MiniBatch], T], part: MiniBatch) -> T:
+        """`compute` a part, or, if memory runs out, once more all there is of the mini-batch in halves."""
+        import torch
+
+        from hybrid_gkd.workers.actor import split_micro_batches
+
+        whole = dataclasses.replace(part, micro_batches=(*self.accumulated, *part.micro_batches))
+        try:
+            result = compute(part)
+            self.accumulated = whole.micro_batches
+            return result
+        except torch.OutOfMemoryError as error:
+            halves, reason = split_micro_batches(whole), str(error).splitlines()[0]
+        # Only here, when its exception is gone, are the activations of the failed attempt free.
+        if self.config.world_size > 1 or halves is None:
+            raise self._out_of_memory(reason)
+        logger.warning("once more with micro-batches of half the size: %s", reason)
+        self.accumulated = ()
+        self.residency.enter("update")
+        self.memory.trim()
+        try:
+            result = compute(halves)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(str(error).splitlines()[0]) from error
+        self.accumulated = halves.micro_batches
+        return result
+
+    def _enter_update(self) -> None:
+        self.residency.enter("update")
+        if not self.accumulated:
+            self.memory.start()
+
+    def _accumulate(self, part: MiniBatch) -> None:
+        self._enter_update()
+        self.actor.accumulate(part)
+
+    def _update(self, batch: MiniBatch) -> dict[str, float]:
+        self._enter_update()
+
+        def before_last() -> None:
+            if self.activation_bytes:  # known from an earlier mini-batch
+                self.activation_bytes = max(self.activation_bytes, self.memory.taken())
+                self.residency.prepare("optimizer_step", reserve=self.activation_bytes)
+
+        def before_step() -> None:
+            self.activation_bytes = self.activation_bytes or self.memory.taken()
+            self.residency.enter("optimizer_step")
+
+        return self.actor.update(batch, before_last=before_last, before_step=before_step)
+
+    def _out_of_memory(self, reason: str) -> DeviceMemoryError:
+        tenants = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == "update"}
+        sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(tenants.items()))
+        return DeviceMemoryError(
+            f"phase update: worker {self.rank} ran out of device memory beside {sizes}; the last checkpoint is intact. "
+            "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, switch on "
+            "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or give vLLM or a teacher on this "
+            f"GPU a smaller gpu_memory_utilization. {reason}"
+        )
 
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         """Sequence index -> log-probabilities float32 [R] of its response under the current weights."""
         self.residency.enter("update")
         return self.actor.compute_logprobs(micro_batches)
 
+    @spanned("sync_rollout_weights")
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into the engine and make it ready to generate.
 
@@ -156,8 +340,9 @@ class Worker:
         Raises:
             WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
         """
-        self.residency.enter("update")  # vLLM frees its weights only together with its cache
-        self.residency.enter("publish")
+        # vLLM frees its weights only together with its cache. What leaves has until the end to do so.
+        self.residency.enter("update", finish=False)
+        self.residency.enter("publish", finish=False)
         started = time.perf_counter()
         self.engine.load_weights(self.actor.full_tensors(self.engine.dtype))
         self.weight_version = weight_version
@@ -167,6 +352,11 @@ class Worker:
             self.engine.verify_weights(self.actor.full_tensors(self.engine.dtype))
         self.residency.enter("rollout")
         moves = self.residency.take_seconds()
+        started = time.perf_counter()
+        if self.takes_turns:
+            self.memory.trim()
+            self.actor_rest_bytes = self.memory.used() - self.used_with_engine
+            moves["trim"] = time.perf_counter() - started
         return {"publish": seconds, "offload": sum(moves.values())} | moves
 
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> None:
@@ -190,11 +380,12 @@ class Worker:
             for (phase, tenant), num_bytes in self.residency.bytes_by_phase().items()
         }
         if self.device_type == "cuda":
-            import torch
-
-            peak = torch.cuda.max_memory_allocated() - self.engine_pool_bytes
-            metrics["perf/max_memory_allocated_gb"] = peak / 2**30
-            torch.cuda.reset_peak_memory_stats()
+            metrics["perf/max_memory_allocated_gb"] = (self.memory.take_peak() - self.engine_pool_bytes) / 2**30
+            metrics["memory/update/sleeping_engine_gb"] = self.sleeping_engine_bytes / 2**30
+            metrics["memory/rollout/actor_rest_gb"] = self.actor_rest_bytes / 2**30
+            for name, mirror in self.mirrors.items():
+                for direction, rate in mirror.gigabytes_per_second.items():
+                    metrics[f"perf/copy/{name}_{direction}"] = rate
         metrics["perf/max_host_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return metrics
 

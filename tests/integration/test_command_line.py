@@ -15,6 +15,8 @@ import pytest
 import tiny
 
 from hybrid_gkd import vllm_compat
+from hybrid_gkd.clock import Span, busy, intersect, seconds
+from hybrid_gkd.trace import read_trace
 
 ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
 
@@ -115,7 +117,34 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     for shown in ("student after", "actor/kl_loss", "global_step_4", "metrics.jsonl", "config.yaml"):
         assert shown in text
     assert f"rollout engine {ENGINE}" in errors
+    assert f"worker 0: {socket.gethostname()}, cpu" in errors
     assert f"engine {ENGINE}" in errors.partition("teacher:")[2]
+
+
+def test_the_trace_shows_what_the_metrics_say(finished):
+    """One row per participant; sums of the trainer's spans are timing/*, and the rest follows from the others."""
+    out, _, _ = finished
+    rows = rows_of(out).values()
+    events = json.loads((out / "hybrid_gkd" / "gkd" / "trace.json").read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert set(names.values()) == {"trainer", "teacher", "worker 0"}
+    spans = [
+        Span(names[event["pid"]], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events if event["ph"] == "X"
+    ]
+    assert {span.name for span in spans if span.row == "worker 0"} == {
+        "initialize", "gen", "update_actor", "sync_rollout_weights"
+    }
+    for name in ("gen", "wait_prev_teacher", "update_actor", "sync_rollout_weights", "testing", "save_checkpoint"):
+        found = [span.end - span.start for span in spans if (span.row, span.name) == ("trainer", name)]
+        written = sum(row.get(f"timing/{name}", 0.0) for row in rows)
+        last = 0 if name not in ("save_checkpoint", "sync_rollout_weights") else max(found)  # after the last report
+        assert written - 1e-3 <= sum(found) <= written + last + 1e-3, name
+    requests = [(span.start, span.end) for span in spans if span.row == "teacher"]
+    told = [row["timing/get_teacher_knowledge"] for row in rows if row["step"]]
+    assert sum(told) == pytest.approx(seconds(requests), abs=1e-3)
+    hidden = [row["teacher/hidden_fraction"] * part for row, part in zip(list(rows)[1:], told, strict=True)]
+    assert sum(hidden) == pytest.approx(seconds(intersect(requests, busy(spans))), abs=1e-3)
 
 
 def test_the_checkpoint_is_a_hugging_face_folder(finished):
@@ -148,6 +177,28 @@ def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, w
         assert resumed[4][name] == pytest.approx(whole[4][name], rel=1e-3), name
 
 
+@pytest.mark.parametrize(("scheduler", "depth"), [("one_step_off", 1), ("two_step_off", 2)])
+def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it_was(
+    finished, world, tmp_path, scheduler, depth
+):
+    """The second with importance weights, which are 1 for the first batch and not for what is stale."""
+    weights = ["algorithm.rollout_is_threshold=2"] if depth == 2 else []
+    code, _, errors = run(arguments(world, tmp_path, f"trainer.scheduler={scheduler}", "trainer.save_freq=0", *weights))
+    assert code == 0, errors
+    whole, rows = rows_of(finished[0]), rows_of(tmp_path)
+    assert [rows[step]["training/staleness"] for step in range(1, 5)] == [min(step - 1, depth) for step in range(1, 5)]
+    assert [rows[s]["prompt_length/mean"] for s in range(1, 5)] == [whole[s]["prompt_length/mean"] for s in range(1, 5)]
+    # The first batch and the first step are those of every scheduler.
+    for name in ("actor/kl_loss", "actor/grad_norm", "response_length/mean"):
+        assert rows[1][name] == pytest.approx(whole[1][name], rel=1e-3), name
+    if weights:
+        sizes = [rows[step]["actor/importance/effective_sample_size"] for step in range(1, 5)]
+        assert sizes[0] == pytest.approx(1.0, abs=1e-4)
+        assert max(sizes[1:]) < 0.999
+    else:
+        assert rows[4]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
+
+
 def test_resuming_with_other_data_is_refused(finished, world):
     code, _, errors = run(arguments(world, finished[0], "data.train_batch_size=4"))
     assert code == 1
@@ -162,14 +213,16 @@ def test_a_killed_run_leaves_no_process(world, tmp_path):
     assert len(children) > 3
     process.kill()
     process.communicate(timeout=60)
+    assert {event["name"] for event in read_trace(tmp_path / "hybrid_gkd" / "gkd" / "trace.json")} >= {"gen", "request"}
     assert_gone(children, seconds=120)  # Ray's agents look for their dead cluster for a minute
 
 
-@pytest.mark.parametrize("victim", ["Worker", "hybrid_gkd.teacher"])
-def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim):
+@pytest.mark.parametrize(("victim", "scheduler"), [("Worker", "sync"), ("hybrid_gkd.teacher", "two_step_off")])
+def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler):
     process = start(
         arguments(
             world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=0", "trainer.test_freq=0",
+            f"trainer.scheduler={scheduler}",
         )
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
@@ -209,6 +262,10 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
         assert f"127.0.0.1:{port}" in errors
         assert "training steps" in text
         assert service.poll() is None
+        command = [sys.executable, "-m", "hybrid_gkd.doctor", *arguments(world, tmp_path, *given)]
+        doctor = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert doctor.returncode == 0, doctor.stdout
+        assert f"ok   teacher: 127.0.0.1:{port} fits the student, 1 worker(s)" in doctor.stdout
         stranger = [f"actor_rollout_ref.model.path={world}/stranger", "trainer.experiment_name=other"]
         code, _, errors = run(arguments(world, tmp_path, *given, *stranger))
         assert code == 1

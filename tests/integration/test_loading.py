@@ -164,7 +164,7 @@ def differing(ours, theirs):
 @torch.no_grad()
 def logprobs(actor):
     batch, ids = pack([np.arange(1, 8, dtype=np.int32)], CPU), torch.arange(7)[:, None]
-    return actor.model(batch, ids[:, 0], ids, temperature=1.0, with_entropy=False)[0].flatten().tolist()
+    return actor.model(batch, ids[:, 0], ids, temperature=1.0)[0].flatten().tolist()
 
 
 @torch.no_grad()

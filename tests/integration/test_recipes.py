@@ -44,6 +44,26 @@ def test_the_embedded_default_brings_the_student_close_to_its_teacher(environmen
     assert max(metrics(tmp_path / "hybrid_gkd" / "demo.1")) == max(rows)  # the first run was moved aside, whole
 
 
+def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_path):
+    """Everything a loss can need at once: teacher, rewards, old log-probabilities, several steps per rollout."""
+    run(
+        environment, tmp_path, "--config-name", "demo", "trainer.total_training_steps=2", "trainer.test_freq=0",
+        "trainer.save_freq=0", "trainer.val_before_train=false", "trainer.logger=[jsonl]", "trainer.n_gpus_per_node=2",
+        "distillation.loss_mode=k1", "distillation.use_policy_gradient=true", "distillation.use_task_rewards=true",
+        "distillation.loss_max_clamp=5", "data.train_batch_size=32", "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+        "actor_rollout_ref.rollout.name=hf",
+    )
+    rows = metrics(tmp_path / "hybrid_gkd" / "demo")
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        loss = row["actor/pg_loss"] - row["actor/loss"]
+        assert loss != 0  # the teacher's part
+        assert 0 < row["actor/distillation/clamp_share"] < 1
+        assert {"reward/mean", "actor/pg_clipfrac", "actor/distillation/overlap_ratio"} <= row.keys()
+        assert row["actor/ppo_kl"] != 0  # the second mini-batch is no longer trained at the rollout's weights
+
+
 def test_ppo_raises_the_accuracy(environment, tmp_path):
     run(environment, tmp_path, "--config-name", "ppo")
     rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")

@@ -134,8 +134,9 @@ def test_whole_vocabulary(model_path, tmp_path, reference):
 @pytest.mark.slow
 def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, reference):
     batch = sequences(30)
-    with connected(model_path, vllm_teacher, n_server_workers=4) as client:
-        expect_scores(client.submit(batch), batch, reference)
+    for temperature in (1.0, 0.6):
+        with connected(model_path, vllm_teacher, temperature=temperature, n_server_workers=4) as client:
+            expect_scores(client.submit(batch), batch, reference, temperature)
     # The longest that it promises to score.
     rng = np.random.default_rng(0)
     limit = query_status(vllm_teacher.address).model.max_sequence_length
@@ -151,14 +152,6 @@ def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, referen
     ]
     with connected(model_path, vllm_teacher) as client:
         expect_scores(client.submit(full), full, reference)
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_vllm_refuses_a_temperature_before_training(model_path, vllm_teacher):
-    with pytest.raises(TeacherMismatch, match=r"temperature: the teacher has only 1\.0 \(backend vllm\)"):
-        with connected(model_path, vllm_teacher, temperature=0.5):
-            pass
 
 
 def test_what_does_not_fit_is_said(model_path, hf_teacher):
@@ -256,6 +249,52 @@ def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
     assert children(own_teacher.pid) != [worker]
 
 
+def test_several_workers_share_the_work(model_path, tmp_path, reference):
+    options = [*HF, "--workers", "2"]
+    with running(model_path, log_path=tmp_path / "log", options=options, start_timeout=PATIENCE) as teacher:
+        wait_until(lambda: query_status(teacher.address).num_workers == 2, "for both workers")
+        with connected(model_path, teacher, num_microbatches=1) as client:
+            for _ in range(20):
+                batch = sequences(16)
+                expect_scores(client.submit(batch), batch, reference)
+                state = query_status(teacher.address)
+                if min(worker.num_delivered for worker in state.workers) > 0:
+                    break
+        assert min(worker.num_delivered for worker in state.workers) > 0
+        assert {worker.name.rpartition(":")[2] for worker in state.workers} == set(map(str, children(teacher.pid)))
+        shown = subprocess.run(
+            [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr", teacher.address], capture_output=True,
+            text=True, timeout=PATIENCE, env=child_environment(),
+        ).stdout  # fmt: skip
+        for line in (r"latency +p50 \d+\.\d+ s, p95", r"bytes per token +34\b", r"engine busy +\d+%", r"holds \d"):
+            assert re.search(line, shown), shown
+
+
+def test_sigterm_drains(model_path, tmp_path, reference):
+    """What was taken is answered, what comes later is not taken, and the service ends by itself."""
+    options = {"log_path": tmp_path / "log", "options": [*HF, "--drain-timeout", str(PATIENCE)]}
+    batch, late = sequences(8), []
+
+    def refused():
+        late.extend(client.submit(batch[:1]))  # the signal needs a moment
+        return query_status(teacher.address).counters["refused"] > 0
+
+    with running(model_path, start_timeout=PATIENCE, **options) as teacher:
+        with connected(model_path, teacher, n_server_workers=1000) as client:
+            (worker,) = children(teacher.pid)
+            os.kill(worker, signal.SIGSTOP)
+            futures = client.submit(batch)
+            wait_until(lambda: query_status(teacher.address).num_in_flight == 2, "for requests in flight")
+            os.kill(teacher.pid, signal.SIGTERM)
+            wait_until(refused, "for a refusal")
+            os.kill(worker, signal.SIGCONT)
+            expect_scores(futures, batch, reference)
+            wait_until(lambda: teacher.poll() is not None, "for the service to end")
+        assert teacher.poll() == 0
+    with pytest.raises(TeacherError, match=rf"{teacher.address}: request .* waited .*: the teacher client was closed"):
+        late[-1].result(PATIENCE)
+
+
 @pytest.mark.slow
 def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_teacher, reference, tmp_path):
     batch = sequences(8)
@@ -304,7 +343,8 @@ def test_the_service_ends_with_its_parent(model_path, tmp_path):
     ("arguments", "text"),
     [
         (["--ckpt-path", "/no/such/folder"], "/no/such/folder: no such model folder"),
-        (["--ckpt-path", "{model}", "--host", "0.0.0.0"], "--host 0.0.0.0: .* add --insecure"),
+        (["--ckpt-path", "{model}", "--host", "0.0.0.0"], "--host 0.0.0.0: without keys .* add --insecure"),
+        (["--ckpt-path", "{model}", "--keys", "/no/keys"], "/no/keys: a folder of keys holds one .key_secret file"),
         (["--ckpt-path", "{model}", "--port", "{taken}"], "--port {taken}: cannot bind .* another process uses it"),
         (["--ckpt-path", "{model}", "--tp-size", "2"], "--tp-size 2: tensor parallelism needs --backend vllm"),
         (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: on the CPU"),

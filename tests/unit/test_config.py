@@ -46,6 +46,8 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("justaword", ["justaword", "dotted.key=value"]),
         ("trainer=3", ["trainer", "3"]),
         ("trainer.scheduler=two_steps", ["trainer.scheduler", "two_steps", "sync"]),
+        ("algorithm.rollout_is_threshold=2", ["algorithm.rollout_is_threshold", "scheduler=sync", "2"]),
+        ("algorithm.rollout_is_threshold=0.5", ["algorithm.rollout_is_threshold", "at least 1", "0.5"]),
         ("trainer.logger=[tensorboard]", ["trainer.logger", "wandb", "tensorboard"]),
         ("trainer.experiment_name=a/b", ["trainer.experiment_name", "a/b"]),
         ("trainer.resume_mode=resume_path", ["trainer.resume_from_path", "resume_path"]),
@@ -61,6 +63,14 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("actor_rollout_ref.teacher.model.path=null", ["actor_rollout_ref.teacher.model.path", "server_ip"]),
         ("actor_rollout_ref.teacher.server_port=70000", ["actor_rollout_ref.teacher.server_port", "70000"]),
         ("distillation.enabled=false", ["reward.answer_key"]),
+        ("distillation.loss_mode=kl", ["distillation.loss_mode", "'kl'", "reverse_kl"]),
+        ("distillation.beta=1.1", ["distillation.beta", "between 0 and 1", "1.1"]),
+        ("distillation.loss_max_clamp=0", ["distillation.loss_max_clamp", "above 0", "0"]),
+        ("distillation.loss_mode=mixed", ["distillation.mixed_weights", "loss_mode=mixed", "{}"]),
+        ("distillation.mixed_weights={k2: 1}", ["distillation.mixed_weights", "loss_mode=mixed", "k2"]),
+        ("distillation.loss_mode=k1", ["distillation.use_policy_gradient", "k1", "False"]),
+        ("distillation.use_policy_gradient=true", ["distillation.use_policy_gradient", "forward_kl", "True"]),
+        ("distillation.use_task_rewards=true", ["reward.answer_key"]),
     ],
 )
 def test_bad_values_are_refused_by_name(override, parts):
@@ -70,16 +80,40 @@ def test_bad_values_are_refused_by_name(override, parts):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["loss_mode=mixed", "mixed_weights={k1: 1}"], ["distillation.mixed_weights", "k2 or k3", "k1: 1.0"]),
+        (["loss_mode=mixed", "mixed_weights={forward: 1}"], ["distillation.mixed_weights", "forward_kl", "forward: 1"]),
+        (["loss_mode=mixed", "mixed_weights={jsd: 0}"], ["distillation.mixed_weights", "above 0", "jsd: 0.0"]),
+        (["loss_mode=mixed", "mixed_weights={jsd: 1}", "use_policy_gradient=true"], ["use_policy_gradient", "mixed"]),
+        (["loss_mode=k2", "tail=none"], ["distillation.tail", "k2", "none"]),
+        (["loss_mode=k1", "use_policy_gradient=true", "temperature=0.7"], ["temperature", "(1.0)", "0.7"]),
+    ],
+)
+def test_losses_that_would_not_do_what_they_say_are_refused(overrides, parts):
+    with pytest.raises(ConfigError) as caught:
+        load_config([*OWN, *(f"distillation.{override}" for override in overrides)])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_loss_mode_loads():
+    rewards = ["distillation.use_task_rewards=true", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=4"]
+    for mode, *more in (
+        ["forward_kl"], ["reverse_kl"], ["jsd"], ["k2"], ["k3"], ["k1", "distillation.use_policy_gradient=true"],
+        ["mixed", "distillation.mixed_weights={forward_kl: 0.5, reverse_kl: 0.5}"],
+        ["mixed", "distillation.mixed_weights.forward_kl=0.5", "distillation.mixed_weights.k3=0.5"],
+    ):
+        config = load_config([*OWN, f"distillation.loss_mode={mode}", *more, *rewards])
+        assert (config.distillation.loss_mode, config.distillation.loss_max_clamp) == (mode, None)
+
+
 def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.train_files: must be given"):
         load_config([])
     with pytest.raises(ConfigError, match=r"--config-name.*nothere"):
         load_config(OWN, config_name="nothere", config_path=tmp_path)
-
-
-def test_a_temperature_that_a_vllm_teacher_cannot_apply_is_refused():
-    with pytest.raises(ConfigError, match=r"distillation\.temperature.*0\.7"):
-        load_config([*OWN, "distillation.temperature=0.7", "actor_rollout_ref.teacher.backend=vllm"])
 
 
 LIGHT = {
@@ -96,6 +130,7 @@ LIGHT = {
     "hybrid_gkd.trainer": {"vllm", "torch.distributed"},
     "hybrid_gkd.ppo.trainer": {"vllm", "torch.distributed"},
     "hybrid_gkd.losses.head": {"ray", "vllm", "hybrid_gkd.workers"},
+    "hybrid_gkd.losses.objective": {"ray", "vllm", "hybrid_gkd.workers"},
 }
 
 
@@ -105,3 +140,16 @@ def test_imports_run_one_way(module):
     code = f"import sys, {module}; print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not LIGHT[module] & set(done.stdout.split())
+
+
+def test_teacher_endpoints():
+    given = "actor_rollout_ref.teacher.server_ip="
+    one = load_config([*OWN, f"{given}10.0.0.1", "actor_rollout_ref.teacher.server_port=7"])
+    assert one.actor_rollout_ref.teacher.endpoints == ["10.0.0.1:7"]
+    several = load_config([*OWN, f"{given}'a, b:9,c'"])
+    assert several.actor_rollout_ref.teacher.endpoints == ["a:15555", "b:9", "c:15555"]
+    for wrong in ("a,,b", "a,a", "a:15555,a"):
+        with pytest.raises(ConfigError, match=r"teacher\.server_ip: must be host, host:port, or several of them"):
+            load_config([*OWN, f"{given}{wrong}"])
+    with pytest.raises(ConfigError, match=r"teacher\.keys: is for a running service"):
+        load_config([*OWN, "actor_rollout_ref.teacher.keys=folder"])

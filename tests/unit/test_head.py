@@ -1,12 +1,15 @@
 """The fused head against plain autograd on full logits. CPU, a few seconds."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_gkd.losses.head import _backward, logprobs_of_ids
+from hybrid_gkd.losses import head
+from hybrid_gkd.losses.head import head_loss, logprobs_of_ids
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
 
@@ -26,28 +29,35 @@ def naive(hidden, weight, ids, temperature):
     return logits.log_softmax(-1).gather(1, ids)
 
 
-def assert_same(hidden, weight, ids, grad, *, temperature=1.0, chunk_rows=1024):
+def kl(grad):
+    """A loss of log-probabilities whose gradient differs from row to row and is not constant."""
+
+    def loss_fn(logprobs, rows):
+        loss = (grad[rows] * logprobs + 0.3 * logprobs.exp()).sum(1)
+        return loss, {"mass": logprobs.detach().exp().sum(1)}
+
+    return loss_fn
+
+
+def assert_same(hidden, weight, ids, grad, *, temperature=1.0, chunk_rows=None):
     tolerance = TOLERANCE[hidden.dtype]
-    got, _ = logprobs_of_ids(hidden, weight, ids, temperature=temperature, chunk_rows=chunk_rows)
-    want = naive(hidden, weight, ids, temperature)
-    got_grads = torch.autograd.grad(got, (hidden, weight), grad)
-    want_grads = torch.autograd.grad(want, (hidden, weight), grad)
+    got, parts = head_loss(hidden, weight, ids, kl(grad), temperature=temperature, chunk_rows=chunk_rows)
+    loss, want_parts = kl(grad)(naive(hidden, weight, ids, temperature), slice(None))
+    if len(hidden):
+        torch.testing.assert_close(parts["mass"], want_parts["mass"].sum(), rtol=tolerance, atol=tolerance)
+    got_grads = torch.autograd.grad(got * 1.7, (hidden, weight))
+    want_grads = torch.autograd.grad(loss.sum() * 1.7, (hidden, weight))
     assert got.dtype == hidden.dtype
-    for a, b in zip((got, *got_grads), (want, *want_grads), strict=True):
+    for a, b in zip((got, *got_grads), (loss.sum(), *want_grads), strict=True):
         scale = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (1 + scale))
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (1 + scale) * max(1, len(hidden)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_ids", [1, 5, 23])
-@pytest.mark.parametrize("chunk_rows", [1, 6, 7, 13, 1024])
+@pytest.mark.parametrize("chunk_rows", [1, 6, 13, None])
 def test_equals_full_logits(dtype, num_ids, chunk_rows):
     assert_same(*inputs(13, 8, 23, num_ids, dtype), chunk_rows=chunk_rows)
-
-
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 2.0])
-def test_temperature(temperature):
-    assert_same(*inputs(9, 8, 17, 4), temperature=temperature, chunk_rows=4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,110 +74,137 @@ def test_any_sizes(rows, dim, vocab, num_ids, chunk_rows, temperature, seed):
     assert_same(*inputs(rows, dim, vocab, num_ids, seed=seed), temperature=temperature, chunk_rows=chunk_rows)
 
 
-def test_the_whole_vocabulary_sums_to_one():
-    hidden, weight, _, _ = inputs(5, 8, 23, 1)
-    logprobs, _ = logprobs_of_ids(hidden, weight, torch.arange(23).expand(5, 23))
-    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+def forward_kl_bucket(teacher):
+    """Forward KL with the tail bucket: all of the student's mass matters although P < 1."""
+
+    def loss_fn(logprobs, rows):
+        p = teacher[rows].exp()
+        tail, student_tail = 1 - p.sum(1), 1 - logprobs.exp().sum(1)
+        return (p * (teacher[rows] - logprobs)).sum(1) + tail * (tail / student_tail).log(), {}
+
+    return loss_fn
 
 
-def test_repeated_ids_accumulate():
-    hidden, weight, _, _ = inputs(3, 4, 11, 1)
-    assert_same(hidden, weight, torch.full((3, 5), 7), torch.rand(3, 5, dtype=torch.float64))
-
-
-def test_expanded_upstream_gradient():
-    """sum() hands the backward an expanded tensor, not a contiguous one."""
-    hidden, weight, ids, _ = inputs(4, 5, 9, 3)
-    got = torch.autograd.grad(logprobs_of_ids(hidden, weight, ids, chunk_rows=3)[0].sum(), hidden)[0]
-    torch.testing.assert_close(got, torch.autograd.grad(naive(hidden, weight, ids, 1.0).sum(), hidden)[0])
+def teacher_logprobs(rows, num_ids, mass=0.8):
+    gen = torch.Generator().manual_seed(5)
+    return (torch.rand(rows, num_ids, generator=gen, dtype=torch.float64)).log_softmax(1) + math.log(mass)
 
 
 def test_gradcheck():
-    hidden, weight, ids, _ = inputs(5, 4, 7, 3)
+    hidden, weight, _, _ = inputs(5, 4, 9, 1)
+    ids = torch.stack([torch.randperm(9)[:3] for _ in range(5)])
+    loss_fn = forward_kl_bucket(teacher_logprobs(5, 3))
     assert torch.autograd.gradcheck(
-        lambda h, w: logprobs_of_ids(h, w, ids, temperature=0.8, chunk_rows=2)[0], (hidden, weight)
+        lambda h, w: head_loss(h, w, ids, loss_fn, temperature=0.8, chunk_rows=2)[0], (hidden, weight)
     )
 
 
 def test_logit_gradients_sum_to_zero_per_row():
-    """With weight = identity the hidden states are the logits, so their gradient is dL/dz."""
-    logits, _, ids, grad = inputs(6, 12, 12, 4)
-    logprobs, _ = logprobs_of_ids(logits, torch.eye(12, dtype=torch.float64), ids, chunk_rows=4)
-    (dz,) = torch.autograd.grad(logprobs, logits, grad)
+    logits, _, _, _ = inputs(6, 12, 12, 1)
+    ids = torch.stack([torch.randperm(12)[:4] for _ in range(6)])
+    loss_fn = forward_kl_bucket(teacher_logprobs(6, 4))
+    loss, _ = head_loss(logits, torch.eye(12, dtype=torch.float64), ids, loss_fn, chunk_rows=4)
+    (dz,) = torch.autograd.grad(loss, logits)
+    assert dz.abs().max() > 0.01
     torch.testing.assert_close(dz.sum(1), torch.zeros(6, dtype=torch.float64), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_entropy(temperature):
-    hidden, weight, ids, _ = inputs(11, 8, 23, 2)
-    _, entropy = logprobs_of_ids(hidden, weight, ids, temperature=temperature, chunk_rows=4, with_entropy=True)
-    logits = (hidden @ weight.T / temperature).detach()
-    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
-    assert not entropy.requires_grad
-    assert logprobs_of_ids(hidden, weight, ids)[1] is None
+def test_with_repeated_ids():
+    hidden, weight, _, _ = inputs(3, 4, 11, 1)
+    assert_same(hidden, weight, torch.full((3, 5), 7), torch.rand(3, 5, dtype=torch.float64))
 
 
-def test_entropy_does_not_change_the_gradient():
-    hidden, weight, ids, grad = inputs(5, 4, 9, 2)
-    with_entropy = torch.autograd.grad(logprobs_of_ids(hidden, weight, ids, with_entropy=True)[0], hidden, grad)[0]
-    without = torch.autograd.grad(logprobs_of_ids(hidden, weight, ids)[0], hidden, grad)[0]
-    assert torch.equal(with_entropy, without)
-
-
-def test_entropy_of_a_certain_row_is_zero():
-    logits = torch.tensor([[0.0, -1e4, -1e4]])
-    _, entropy = logprobs_of_ids(logits, torch.eye(3), torch.zeros(1, 1, dtype=torch.int64), with_entropy=True)
-    assert entropy.item() == 0
-
-
-def test_no_rows():
-    hidden, weight, ids, _ = inputs(0, 8, 23, 4, torch.float32)
-    logprobs, entropy = logprobs_of_ids(hidden, weight, ids, with_entropy=True)
-    assert logprobs.shape == (0, 4)
-    assert entropy.shape == (0,)
-    logprobs.sum().backward()
+def test_without_rows():
+    hidden, weight, ids, grad = inputs(0, 8, 23, 4, torch.float32)
+    loss, parts = head_loss(hidden, weight, ids, kl(grad), with_entropy=True, overlap_topk=4)
+    assert parts == {}
+    assert loss == 0
+    loss.backward()
     assert hidden.grad.shape == (0, 8)
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen_inputs_get_no_gradient(frozen):
+@pytest.mark.parametrize("frozen", [["hidden"], ["weight"], ["hidden", "weight"]])
+def test_of_frozen_inputs(frozen):
     hidden, weight, ids, grad = inputs(5, 4, 9, 2)
-    {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
-    logprobs_of_ids(hidden, weight, ids)[0].backward(grad)
-    assert (hidden.grad is None) == (frozen == "hidden")
-    assert (weight.grad is None) == (frozen == "weight")
+    for name in frozen:
+        {"hidden": hidden, "weight": weight}[name].requires_grad_(False)
+    loss, _ = head_loss(hidden, weight, ids, kl(grad), chunk_rows=2)
+    assert loss.requires_grad == (len(frozen) < 2)
+    if loss.requires_grad:
+        loss.backward()
+    assert (hidden.grad is None) == ("hidden" in frozen)
+    assert (weight.grad is None) == ("weight" in frozen)
 
 
-def test_bfloat16_matches_float32_logits_of_the_same_product():
+def test_without_grad_mode():
+    hidden, weight, ids, grad = inputs(5, 4, 9, 2)
+    want, _ = head_loss(hidden, weight, ids, kl(grad))
+    with torch.no_grad():
+        got, _ = head_loss(hidden, weight, ids, kl(grad))
+    assert torch.equal(got, want)
+    assert not got.requires_grad
+
+
+def test_tied_embeddings_add_up():
+    _, weight, ids, grad = inputs(5, 4, 9, 2)
+    tokens = torch.tensor([1, 3, 3, 0, 8])
+    (got,) = torch.autograd.grad(head_loss(weight[tokens], weight, ids, kl(grad), chunk_rows=2)[0], weight)
+    loss, _ = kl(grad)(naive(weight[tokens], weight, ids, 1.0), slice(None))
+    torch.testing.assert_close(got, torch.autograd.grad(loss.sum(), weight)[0])
+
+
+def test_a_loss_that_is_not_a_number_surfaces():
+    hidden, weight, ids, grad = inputs(5, 4, 9, 2)
+    grad[3, 0] = torch.nan
+    loss, _ = head_loss(hidden, weight, ids, kl(grad), chunk_rows=2)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad[3].isnan().all()
+    assert hidden.grad[:2].isfinite().all()
+    assert weight.grad.isnan().all()
+
+
+def test_a_loss_must_be_one_per_row():
+    hidden, weight, ids, _ = inputs(5, 4, 9, 2)
+    with pytest.raises(ValueError, match=r"one loss per row, \[5\]; got \[5, 2\]"):
+        head_loss(hidden, weight, ids, lambda logprobs, rows: (logprobs, {}))
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_overlap_of_the_top_k(chunk_rows, monkeypatch):
+    monkeypatch.setattr(head, "OVERLAP_ROWS", 7)
+    hidden, weight, _, _ = inputs(20, 8, 23, 1)
+    logits = hidden @ weight.T
+    ids = torch.randint(23, (20, 6))
+    ids[:, :5] = torch.stack([torch.randperm(23)[:5] for _ in range(20)])
+    ids[0, :5] = logits[0].topk(5).indices.flip(0)
+    ids[3, :5] = logits[3].topk(8).indices[-5:]
+    want = [len(set(ids[i, :5].tolist()) & set(logits[i].topk(5).indices.tolist())) / 5 for i in range(0, 20, 3)]
+    assert want[:2] == [1.0, 0.4]
+    _, parts = head_loss(hidden, weight, ids, kl(torch.zeros(20, 6)), chunk_rows=chunk_rows, overlap_topk=5)
+    assert parts["overlap_rows"] == 7
+    torch.testing.assert_close(parts["overlap_ratio"].double().item(), sum(want))
+
+
+def test_entropy():
+    hidden, weight, ids, grad = inputs(11, 8, 23, 2)
+    _, parts = head_loss(hidden, weight, ids, kl(grad), temperature=0.5, chunk_rows=4, with_entropy=True)
+    want = torch.distributions.Categorical(logits=(hidden @ weight.T / 0.5).detach()).entropy()
+    torch.testing.assert_close(parts["entropy"], want.sum())
+    assert not parts["entropy"].requires_grad
+
+
+def test_in_bfloat16():
     hidden, weight, ids, grad = inputs(40, 16, 50, 3, torch.bfloat16)
-    logprobs, _ = logprobs_of_ids(hidden, weight, ids, chunk_rows=7)
-    want = (hidden @ weight.T).float().log_softmax(-1).gather(1, ids)
-    torch.testing.assert_close(logprobs, want, rtol=1e-5, atol=1e-5)
-    got = torch.autograd.grad(logprobs, (hidden, weight), grad.float())
+    loss, _ = head_loss(hidden, weight, ids, kl(grad.float()), chunk_rows=7)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    want_grads = torch.autograd.grad(naive(*exact, ids, 1.0), exact, grad.double())
-    for a, b in zip(got, want_grads, strict=True):
+    want, _ = kl(grad.double())(naive(*exact, ids, 1.0), slice(None))
+    assert abs(loss - want.sum()) < 0.01 * want.abs().sum()
+    got_grads = torch.autograd.grad(loss, (hidden, weight))
+    for a, b in zip(got_grads, torch.autograd.grad(want.sum(), exact), strict=True):
         assert a.dtype == torch.bfloat16
         assert (a - b).norm() < 0.02 * b.norm()
-
-
-def test_the_weight_gradient_is_summed_in_float32():
-    """1,024 chunks of one row: a bfloat16 sum would lose most of the small terms."""
-    hidden, weight, ids, _ = inputs(1024, 4, 6, 1, torch.bfloat16)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    (want,) = torch.autograd.grad(naive(*exact, ids, 1.0).sum(), exact[1])
-    (got,) = torch.autograd.grad(logprobs_of_ids(hidden, weight, ids, chunk_rows=1)[0].sum(), weight)
-    assert (got - want).norm() < 0.01 * want.norm()
-
-
-def test_autocast_does_not_split_forward_and_backward():
-    hidden, weight, ids, grad = inputs(6, 8, 23, 3, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs, _ = logprobs_of_ids(hidden, weight, ids)
-    torch.testing.assert_close(logprobs, naive(hidden, weight, ids, 1.0), rtol=1e-5, atol=1e-5)
-    got = torch.autograd.grad(logprobs, hidden, grad)
-    torch.testing.assert_close(got, torch.autograd.grad(naive(hidden, weight, ids, 1.0), hidden, grad))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -183,17 +220,50 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_full_logits_never_exist():
+@pytest.mark.parametrize("backward", [False, True])
+def test_full_logits_never_exist(backward):
     rows, dim, vocab, chunk_rows = 64, 4, 50, 8
     hidden, weight, ids, grad = inputs(rows, dim, vocab, 3)
-    saved = []
     with LargestTensor() as largest:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            logprobs_of_ids(hidden, weight, ids, chunk_rows=chunk_rows, with_entropy=True)
-        with torch.no_grad():  # called by hand: the autograd engine runs outside of the dispatch mode
-            _backward(grad, *saved, 1.0, chunk_rows, (True, True))
-    assert largest.numel == chunk_rows * vocab
-    assert [tuple(tensor.shape) for tensor in saved] == [(rows, dim), (vocab, dim), (rows, 3), (rows,)]
+        if backward:
+            head_loss(hidden, weight, ids, kl(grad), chunk_rows=chunk_rows, with_entropy=True)
+        else:
+            logprobs_of_ids(hidden, weight, ids, chunk_rows=chunk_rows)
+    assert largest.numel <= chunk_rows * 64  # rows of the buffer are padded to 64 logits
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_logprobs(chunk_rows):
+    hidden, weight, ids, _ = inputs(20, 8, 23, 5)
+    got = logprobs_of_ids(hidden, weight, ids, temperature=0.7, chunk_rows=chunk_rows)
+    torch.testing.assert_close(got, naive(hidden, weight, ids, 0.7).detach())
+    assert not got.requires_grad
+    assert logprobs_of_ids(hidden[:0], weight, ids[:0]).shape == (0, 5)
+
+
+def test_the_whole_vocabulary_sums_to_one():
+    hidden, weight, _, _ = inputs(5, 8, 23, 1)
+    logprobs = logprobs_of_ids(hidden, weight, torch.arange(23).expand(5, 23))
+    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+
+
+def test_the_weight_gradient_is_summed_in_float32():
+    """1,024 chunks of one row: a bfloat16 sum would lose most of the small terms."""
+    hidden, weight, ids, _ = inputs(1024, 4, 6, 1, torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    (want,) = torch.autograd.grad(naive(*exact, ids, 1.0).sum(), exact[1])
+    loss, _ = head_loss(hidden, weight, ids, lambda logprobs, rows: (logprobs.sum(1), {}), chunk_rows=1)
+    (got,) = torch.autograd.grad(loss, weight)
+    assert (got - want).norm() < 0.01 * want.norm()
+
+
+def test_autocast_does_not_reach_the_head():
+    hidden, weight, ids, grad = inputs(6, 8, 23, 3, torch.float32)
+    want, _ = head_loss(hidden, weight, ids, kl(grad))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = head_loss(hidden, weight, ids, kl(grad))
+    assert torch.equal(got, want)
+    assert torch.equal(torch.autograd.grad(got, weight)[0], torch.autograd.grad(want, weight)[0])
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_result_round_trip_is_float16_for_candidates_and_float32_for_samples():
 @pytest.mark.parametrize(
     "message",
     [
-        protocol.Hello(protocol_version=1),
+        protocol.Hello(),
         protocol.Ping(number=3),
         protocol.Pong(number=3, instance="i", pending=["a", "b"]),
         protocol.Rejected(reason="r"),
@@ -74,7 +74,7 @@ def test_headers_keep_their_type(message):
 
 
 @pytest.mark.parametrize(
-    "raw",
+    "body",
     [
         b"",
         b"\xc1",
@@ -89,9 +89,28 @@ def test_headers_keep_their_type(message):
         msgspec.msgpack.encode({"kind": "ping", "number": 1, "arrays": [["int32", [1], 0]] * 9}),
     ],
 )
-def test_bad_header(raw):
-    with pytest.raises(protocol.ProtocolError):
-        protocol.decode_header(raw)
+def test_bad_header(body):
+    for raw in (body, protocol.seal(body)):
+        with pytest.raises(protocol.ProtocolError):
+            protocol.decode_header(raw)
+
+
+def test_every_flipped_bit_of_a_header_is_noticed():
+    """Without the header's checksum, a reply would find another request, or another K or temperature be scored."""
+    good = bytes(protocol.encode(request(), [protocol.request_array(SEQUENCES)])[0])
+    for position in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[position // 8] ^= 1 << position % 8
+        with pytest.raises(protocol.ProtocolError):
+            protocol.decode_header(bytes(bad))
+    for length in range(len(good)):
+        with pytest.raises(protocol.ProtocolError):
+            protocol.decode_header(good[:length])
+
+
+def test_another_version_is_told_from_damage():
+    with pytest.raises(protocol.ForeignVersion, match="protocol version 9, this side speaks"):
+        protocol.decode_header(protocol.seal(b"whatever it may be", version=9))
 
 
 @pytest.mark.parametrize(

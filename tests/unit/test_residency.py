@@ -20,22 +20,44 @@ class Device:
 
 
 class Tenant:
+    """Copies nothing, but keeps the books of a tenant that copies in the background."""
+
     def __init__(self, device, name, num_bytes):
         self.device, self.name, self.size = device, name, num_bytes
+        self.arriving, self.copied_out = False, False
 
     def num_bytes(self):
         return self.size
 
-    def acquire(self):
-        self.device.events.append(f"+{self.name}")
+    def start_acquire(self):
+        if self.name in ("kv_cache", "engine_weights"):
+            return False
+        self.device.events.append(f">{self.name}")
         self.device.free -= self.size
+        self.arriving = True
+        return True
+
+    def acquire(self):
+        if not self.arriving:
+            self.device.free -= self.size
+        self.arriving = False
+        self.device.events.append(f"+{self.name}")
+
+    def start_release(self):
+        if not self.copied_out:
+            self.device.events.append(f"<{self.name}")
+            self.copied_out = True
 
     def release(self):
         self.device.events.append(f"-{self.name}")
         self.device.free += self.size
+        self.arriving = False
+
+    def changed(self):
+        self.copied_out = False
 
 
-def make(movable=TENANTS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=100 * GIB):
+def make(movable=TENANTS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB):
     device = Device(total)
     sizes = {"kv_cache": 50 * GIB, "engine_weights": 10 * GIB, "optimizer_state": 40 * GIB, "actor_params": 20 * GIB}
     tenants = {name: device.tenant(name, sizes[name], name in resident) for name in TENANTS}
@@ -45,15 +67,24 @@ def make(movable=TENANTS, resident=("kv_cache", "engine_weights", "optimizer_sta
     return residency, device
 
 
-def test_a_step_moves_each_tenant_as_the_table_says():
-    residency, device = make()
-    phases = []
-    for phase in ("update", "optimizer_step", "update", "publish", "rollout"):
-        residency.enter(phase)
-        phases.append(list(device.events))
+def moves(residency, device, *phases, **options):
+    found = []
+    for phase in phases:
+        residency.enter(phase, **options)
+        found.append([event for event in device.events if event[0] in "+-"])
         device.events.clear()
-    assert phases == [
-        ["-kv_cache", "-engine_weights", "-optimizer_state", "+actor_params"],
+    return found
+
+
+STEP = ("update", "optimizer_step", "update", "publish", "rollout")
+
+
+def test_without_room_for_both_a_tenant_leaves_before_the_next_comes():
+    residency, device = make(total=101 * GIB)
+    assert moves(residency, device, "update") == [["-kv_cache", "-engine_weights", "-optimizer_state", "+actor_params"]]
+    residency, device = make(resident=("kv_cache", "engine_weights"), total=70 * GIB)
+    assert moves(residency, device, *STEP) == [
+        ["-kv_cache", "-engine_weights", "+actor_params"],
         ["+optimizer_state"],
         ["-optimizer_state"],
         ["+engine_weights"],
@@ -61,11 +92,74 @@ def test_a_step_moves_each_tenant_as_the_table_says():
     ]
 
 
+def test_with_room_for_both_nothing_waits_for_what_leaves():
+    residency, device = make(total=200 * GIB)
+    assert moves(residency, device, *STEP) == [
+        ["+actor_params", "-kv_cache", "-engine_weights", "-optimizer_state"],
+        ["+optimizer_state"],
+        ["-optimizer_state"],
+        ["+engine_weights"],
+        ["+kv_cache", "-actor_params"],
+    ]
+
+
+def test_what_leaves_may_do_so_until_its_room_is_needed():
+    residency, device = make(resident=("actor_params", "optimizer_state"), total=80 * GIB)
+    assert moves(residency, device, "publish", finish=False) == [["+engine_weights"]]
+    assert moves(residency, device, "rollout") == [["-optimizer_state", "-actor_params", "+kv_cache"]]
+
+
+def test_prepared_copies_run_ahead_and_are_not_made_twice():
+    residency, device = make(total=200 * GIB)
+    residency.enter("rollout")
+    device.events.clear()
+    residency.prepare("update")
+    assert device.events == [">actor_params", "<kv_cache", "<engine_weights"]
+    device.events.clear()
+    residency.enter("update")
+    residency.prepare("optimizer_step")
+    residency.enter("optimizer_step")
+    assert device.events == ["+actor_params", "-kv_cache", "-engine_weights", ">optimizer_state", "+optimizer_state"]
+    device.events.clear()
+    residency.prepare("rollout")
+    residency.enter("publish", finish=False)
+    residency.enter("rollout")
+    assert device.events == [
+        "<optimizer_state", "<actor_params", "+engine_weights", "+kv_cache", "-optimizer_state", "-actor_params",
+    ]
+
+
+def test_a_copy_made_before_the_optimizer_step_is_not_used_after_it():
+    residency, device = make(total=200 * GIB)
+    residency.enter("update")
+    residency.prepare("rollout")
+    residency.enter("optimizer_step")
+    device.events.clear()
+    residency.enter("rollout")
+    assert [event for event in device.events if event[0] == "<"] == ["<optimizer_state", "<actor_params"]
+
+
+def test_nothing_is_prepared_where_the_phase_still_needs_the_room():
+    residency, device = make(resident=("actor_params",), total=80 * GIB)
+    residency.prepare("optimizer_step", reserve=20 * GIB)
+    assert device.events == []
+    residency.prepare("optimizer_step", reserve=10 * GIB)
+    assert device.events == [">optimizer_state"]
+
+
+def test_what_was_prepared_in_vain_leaves_again():
+    residency, device = make(resident=("kv_cache", "engine_weights"), total=200 * GIB)
+    residency.prepare("update")
+    residency.enter("rollout")
+    assert device.events[-1] == "-actor_params"
+    assert device.free == 140 * GIB
+
+
 def test_only_what_may_move_moves():
     residency, device = make(movable={"optimizer_state"}, resident=TENANTS, total=200 * GIB)
     for phase in ("rollout", "update", "optimizer_step"):
         residency.enter(phase)
-    assert device.events == ["-optimizer_state", "+optimizer_state"]
+    assert [e for e in device.events if e[0] != "<"] == ["-optimizer_state", "+optimizer_state"]
 
 
 def test_entering_the_same_phase_again_moves_nothing():

@@ -1,5 +1,6 @@
 """The client against a scripted server: every fault ends in scores or in the right error, never in silence."""
 
+import contextlib
 import threading
 import time
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import zmq
 
+from hybrid_gkd import teacher_client
 from hybrid_gkd.errors import (
     BadTeacherReply,
     TeacherError,
@@ -15,7 +17,7 @@ from hybrid_gkd.errors import (
     TeacherTimeout,
     TeacherUnreachable,
 )
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher import connection, pending, protocol
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -46,15 +48,20 @@ def scores_of(pairs, topk):
 class Server:
     """A ROUTER that serves hellos and pings; each score request goes to the next step of the script."""
 
-    def __init__(self, *script, model=None, answers_pings=True):
+    def __init__(self, *script, model=None, answers_pings=True, port=None):
         self.script, self.model, self.answers_pings = list(script), model or model_info(), answers_pings
         self.requests: list[protocol.ScoreRequest] = []
         self.held: set[str] = set()
+        self.foreign = False
         self.instance = "first"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self.address = f"127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        if port is None:
+            port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        else:
+            self._socket.bind(f"tcp://127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{port}"
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -73,16 +80,18 @@ class Server:
             if not self._socket.poll(20):
                 continue
             client, header, *frames = self._socket.recv_multipart()
+            if self.foreign:
+                self._socket.send_multipart([client, protocol.seal(b"", version=2)])
+                continue
             match message := protocol.decode_header(header):
                 case protocol.Hello():
-                    welcome = protocol.Welcome(
-                        protocol_version=protocol.PROTOCOL_VERSION, instance=self.instance, num_workers=1,
-                        model=self.model,
-                    )  # fmt: skip
-                    self.send(client, welcome)
+                    self.send(client, protocol.Welcome(instance=self.instance, num_workers=1, model=self.model))
                 case protocol.Ping() if self.answers_pings:
                     pending = sorted(self.held)
-                    self.send(client, protocol.Pong(number=message.number, instance=self.instance, pending=pending))
+                    pong = protocol.Pong(
+                        number=message.number, instance=self.instance, pending=pending, queue_length=3, engine_busy=0.5
+                    )
+                    self.send(client, pong)
                 case protocol.ScoreRequest():
                     self.requests.append(message)
                     self.held.add(message.id)
@@ -253,6 +262,89 @@ def test_bad_replies_end_in_an_error_that_says_what_was_wrong(fault, text):
         assert client.drain_metrics().bad_replies == 3
 
 
+def test_what_no_server_can_score_is_refused_by_name_and_never_sent():
+    batch = sequences(3)
+    long = Sequence(
+        index=41, prompt_ids=np.ones(60, np.int32), response_ids=np.ones(5, np.int32), weight_version=0,
+        finish_reason="length",
+    )  # fmt: skip
+    foreign = Sequence(
+        index=42, prompt_ids=np.array([64], np.int32), response_ids=np.ones(5, np.int32), weight_version=0,
+        finish_reason="stop",
+    )  # fmt: skip
+    empty = Sequence(
+        index=43, prompt_ids=np.ones(1, np.int32), response_ids=np.ones(0, np.int32), weight_version=0,
+        finish_reason="stop",
+    )  # fmt: skip
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        futures = client.submit([long, *batch, foreign, empty])
+        expect_scores(futures[1:4], batch)
+        for future, text in (
+            (futures[0], "sequence 41 has 65 tokens, the server's limit is 64"),
+            (futures[4], "sequence 42 has token ids outside the 64 that the model can read, for example 64"),
+            (futures[5], "sequence 43 needs a prompt and a response; got 1 and 0 tokens"),
+        ):
+            with pytest.raises(TeacherRefused, match=f"{server.address}: {text}"):
+                future.result(PATIENCE)
+        assert sum(len(request.prompt_lengths) for request in server.requests) == 3
+
+
+def test_requests_are_packed_by_tokens(monkeypatch):
+    monkeypatch.setattr(pending, "TOKENS_PER_REQUEST", 20)
+    batch = sequences(40)
+    with Server() as server, connect(server, num_microbatches=8) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        sizes = [request.num_tokens for request in server.requests]
+        assert max(sizes) <= 20
+        assert len(sizes) < 15
+        assert sum(sizes) == sum(sequence.num_tokens for sequence in batch)
+
+
+def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
+    monkeypatch.setattr(teacher_client, "MAX_WAITING_TOKENS", 30)
+    batch = sequences(60)
+    most = []
+
+    def note(server, client, request, pairs):
+        most.append(submitter._waiting.num_tokens)
+        answer(server, client, request, pairs)
+
+    with Server(*[note] * 60) as server, connect(server, num_microbatches=1, n_server_workers=1) as submitter:
+        submitter.handshake(**STUDENT)
+        expect_scores(submitter.submit(batch), batch)
+        assert 0 < max(most) <= 30 + 9
+    with Server(*[silence] * 60) as server, connect(server, num_microbatches=1, request_timeout=1.0) as submitter:
+        submitter.handshake(**STUDENT)
+        with pytest.raises(TeacherTimeout, match=r"waited 1 s to queue 60 sequences, \d+ tokens are still waiting"):
+            submitter.submit(batch)
+
+
+def test_what_the_server_says_of_itself_is_counted():
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        deadline = time.monotonic() + PATIENCE
+        found = []
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.02)
+            found = client.drain_metrics().queue_lengths
+        assert found[0] == 3
+
+
+def test_another_protocol_version_is_a_mismatch(monkeypatch):
+    with Server() as server:
+        with connect(server) as client:
+            client.handshake(**STUDENT)
+        monkeypatch.setattr(protocol.seal, "__defaults__", (9,))
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
+        monkeypatch.setattr(connection, "PROTOCOL_VERSION", 9)
+        server.foreign = True
+        with connect(server) as client:
+            with pytest.raises(TeacherMismatch, match="protocol version: the teacher speaks 2, the student 9"):
+                client.handshake(**STUDENT)
+
+
 def test_refusal_is_final():
     with Server(error("refused")) as server, connect(server) as client:
         client.handshake(**STUDENT)
@@ -301,6 +393,26 @@ def test_restarted_server_is_asked_again():
         client.handshake(**STUDENT)
         expect_scores(client.submit(batch), batch)
         assert len(server.requests) == 2
+
+
+def test_a_connection_that_libzmq_gives_up_is_opened_again():
+    """After a handshake that can never succeed, libzmq does not try again, whoever listens there later."""
+    batch = sequences()
+    with contextlib.ExitStack() as stack:
+        with Server() as server:
+            client = stack.enter_context(connect(server))
+            client.handshake(**STUDENT)
+        port = int(server.address.rpartition(":")[2])
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+            other.curve_server = True
+            other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
+            other.bind(f"tcp://127.0.0.1:{port}")
+            deadline = time.monotonic() + PATIENCE
+            while not client._endpoints[0].problem:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        stack.enter_context(Server(port=port))
+        expect_scores(client.submit(batch), batch)
 
 
 def test_server_that_comes_back_with_another_model_ends_the_run():

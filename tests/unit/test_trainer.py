@@ -1,5 +1,6 @@
 """The seam between PPO and GKD, and what must never happen around it. Faults come from fakes, on demand."""
 
+import dataclasses
 import inspect
 from concurrent.futures import Future
 
@@ -31,15 +32,21 @@ class Group:
     """Two workers that record what they are asked to train on."""
 
     size = 2
+    attention_cost = 1e-3
 
     def __init__(self):
-        self.updates = []
+        self.updates, self.accumulated = [], []
+        self.forwards = 0
+
+    def accumulate(self, parts):
+        self.accumulated.append(parts)
 
     def update(self, shares):
         self.updates.append(shares)
         return [{"actor/loss": float(i), "actor/lr": 0.1 * i} for i in range(len(shares[0]))]
 
     def compute_logprobs(self, micro_batches):
+        self.forwards += 1
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {item.sequence.index: np.zeros(len(item.sequence.response_ids), np.float32) for item in items}
 
@@ -62,7 +69,7 @@ class Teacher:
             future.set_result(TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0]))
 
     def drain_metrics(self):
-        return TeacherMetrics(latencies=[0.1], tokens=10)
+        return TeacherMetrics(requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, response_tokens=5)
 
 
 class Tokenizer:
@@ -107,8 +114,8 @@ def test_gkd_overrides_exactly_one_method_of_ppo():
 def test_gkd_trains_every_sequence_with_its_own_scores():
     teacher = Teacher()
     trainer, group, rollout = make(GKDTrainer, teacher=teacher)
-    trainer.on_finished[0](list(rollout.sequences[4:]))  # these finished early
-    trainer.on_finished[0](list(rollout.sequences[:2]))
+    trainer.on_finished[0](1, list(rollout.sequences[4:]))  # these finished early
+    trainer.on_finished[0](1, list(rollout.sequences[:2]))
     submit = teacher.submit
     teacher.submit = lambda sequences: (submit(sequences), teacher.answer_all())[0]  # the rest, then the answers
     metrics = trainer._update_actor(rollout)
@@ -118,18 +125,102 @@ def test_gkd_trains_every_sequence_with_its_own_scores():
         for micro_batch in share[0].micro_batches:
             for item in micro_batch:
                 assert set(item.teacher.ids.ravel()) == {item.sequence.index}
-    assert metrics["teacher/hidden_fraction"] <= 1.0
+    assert metrics["teacher/latency"] == pytest.approx(0.1)
+
+
+def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
+    """The teacher answers two sequences, and two more whenever the workers have trained what there was."""
+    teacher = Teacher()
+    one_each = ["use_dynamic_bsz=false", "ppo_micro_batch_size_per_gpu=1"]
+    trainer, group, rollout = make(
+        GKDTrainer, *(f"actor_rollout_ref.actor.{override}" for override in one_each), teacher=teacher
+    )
+    trainer.on_finished[0](1, list(rollout.sequences))
+    late = [teacher.futures.pop(index) for index in (5, 1, 3, 0)]
+    teacher.answer_all()
+
+    def accumulate(parts):
+        group.accumulated.append(parts)
+        teacher.futures = {index: late.pop() for index in range(2)}
+        teacher.answer_all()
+
+    group.accumulate = accumulate
+    trainer._update_actor(rollout)
+    parts = [*group.accumulated, [share[0] for share in group.updates[0]]]
+    found = [[i.sequence.index for batch in part for micro in batch.micro_batches for i in micro] for part in parts]
+    assert [sorted(part) for part in found] == [[2, 4], [0, 3], [1, 5]]
+    num_tokens = sum(len(s.response_ids) for s in rollout.sequences)
+    for part in parts:
+        assert {batch.num_tokens for batch in part} == {num_tokens}
+        assert len({len(batch.micro_batches) for batch in part}) == 1
+        for item in [i for batch in part for micro in batch.micro_batches for i in micro]:
+            assert set(item.teacher.ids.ravel()) == {item.sequence.index}
+
+
+@pytest.mark.parametrize(("max_tokens", "num_parts"), [(16, 1), (4, 2)])
+def test_parts_are_not_smaller_than_a_micro_batch_on_each_worker(max_tokens, num_parts):
+    """Six sequences of 2 to 4 tokens; the last is scored when the trainer has begun to wait for it."""
+    lengths = ["data.max_prompt_length=2", "data.max_response_length=2"]
+    teacher = Teacher()
+    trainer, group, rollout = make(
+        GKDTrainer, *lengths, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens}", teacher=teacher,
+        check_teacher=lambda: (teacher.futures.update({5: late}), teacher.answer_all()),
+    )
+    rollout = dataclasses.replace(
+        rollout, sequences=tuple(dataclasses.replace(s, prompt_ids=s.prompt_ids[:2]) for s in rollout.sequences)
+    )
+    trainer.on_finished[0](1, list(rollout.sequences))
+    late = teacher.futures.pop(5)
+    teacher.answer_all()
+    teacher.futures.clear()
+    trainer._update_actor(rollout)
+    assert len(group.accumulated) + 1 == num_parts
+
+
+def update_at_once(*overrides):
+    """A GKD update whose teacher answers at once; the group and the metrics."""
+    teacher = Teacher()
+    trainer, group, rollout = make(GKDTrainer, *overrides, teacher=teacher)
+    submit = teacher.submit
+    teacher.submit = lambda sequences: (submit(sequences), teacher.answer_all())[0]
+    return group, trainer._update_actor(rollout)
+
+
+REWARDS = ["distillation.use_task_rewards=true", "reward.answer_key=answer"]
+POLICY = ["distillation.loss_mode=k1", "distillation.use_policy_gradient=true"]
+TWO_STEPS = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rewards", "old_logprobs"),
+    [
+        ([], False, False), (TWO_STEPS, False, False),
+        (REWARDS, True, False), ([*REWARDS, *TWO_STEPS], True, True),
+        (POLICY, False, False), ([*POLICY, *TWO_STEPS], False, True),
+    ],
+)
+def test_gkd_computes_what_its_loss_needs_and_no_more(overrides, rewards, old_logprobs):
+    """Rewards only for task rewards; old log-probabilities only for a policy that moves within the rollout."""
+    group, metrics = update_at_once(*overrides)
+    items = [i for share in group.updates[0] for batch in share for micro in batch.micro_batches for i in micro]
+    assert len(items) == 6
+    assert {item.teacher is not None for item in items} == {True}
+    assert {item.advantages is not None for item in items} == {rewards}
+    assert {item.old_logprobs is not None for item in items} == {old_logprobs}
+    assert group.forwards == old_logprobs
+    assert ("reward/mean" in metrics) == rewards
 
 
 def test_nothing_is_trained_when_one_sequence_has_no_scores():
     teacher = Teacher()
     trainer, group, rollout = make(GKDTrainer, teacher=teacher)
-    trainer.on_finished[0](list(rollout.sequences))
+    trainer.on_finished[0](1, list(rollout.sequences))
     teacher.futures.pop(3)[1].set_exception(BadTeacherReply("row 1 holds NaN"))
     teacher.answer_all()
     with pytest.raises(BadTeacherReply, match="NaN"):
         trainer._update_actor(rollout)
     assert group.updates == []
+    assert group.accumulated == []
 
 
 def test_a_teacher_that_ended_is_noticed_while_waiting():
@@ -167,6 +258,7 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
     )
     metrics = trainer._update_actor(rollout)
     assert [batch.num_tokens for batch in group.updates[0][0]] == [6, 3, 6, 3]
+    assert group.forwards == 1
     assert metrics["actor/lr"] == pytest.approx(0.3)  # of the last optimizer step
     assert num_updates(trainer.config, 5) == 20
 

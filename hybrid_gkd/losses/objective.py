@@ -1,0 +1,125 @@
+"""What the optimizer minimises for each response token: a distillation term, a policy term, or both.
+
+All terms are functions of one set of log-probabilities, those of the teacher's candidates and of the sampled token,
+so that one call of the fused head serves them. What is reported beside the loss costs no pass over the logits.
+
+Shapes: R response tokens of a micro-batch, r of them in a chunk of the head, K teacher candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from hybrid_gkd.config import SAMPLED_TOKEN_MODES, DistillationConfig
+from hybrid_gkd.losses import divergence
+from hybrid_gkd.losses.head import LossFunction
+from hybrid_gkd.losses.policy import clipped_policy_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What the response tokens of a micro-batch learn from; None where the run has no such signal."""
+
+    teacher_logprobs: Tensor | None = None
+    """[R, K], log-probabilities of the teacher's candidates."""
+    teacher_sampled: Tensor | None = None
+    """[R], the teacher's log-probability of the sampled token."""
+    advantages: Tensor | None = None
+    """[R], from task rewards."""
+    old_logprobs: Tensor | None = None
+    """[R], see `TrainSequence`; None: the weights being trained are still those of the rollout's first step."""
+    importance_weights: Tensor | None = None
+    """[R], factors of the loss."""
+
+    def __getitem__(self, rows: slice) -> Targets:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Targets(**{name: None if value is None else value[rows] for name, value in values.items()})
+
+
+class Objective:
+    """The loss of a run.
+
+    Args:
+        config: the section `distillation`, checked.
+        clip_ratio: of PPO's policy loss.
+    """
+
+    def __init__(self, config: DistillationConfig, *, clip_ratio: float):
+        self.config = config
+        self.clip_ratio = clip_ratio
+        modes = set(config.mixed_weights) if config.loss_mode == "mixed" else {config.loss_mode}
+        self.uses_sampled = not config.enabled or config.use_task_rewards or bool(modes & set(SAMPLED_TOKEN_MODES))
+        """Whether the last column of the log-probabilities must be the sampled token."""
+        self.reported = self._reported()
+        """Names of what `loss_fn` reports."""
+
+    def loss_fn(self, targets: Targets) -> LossFunction:
+        """The loss as the head wants it.
+
+        Its log-probabilities are those of the teacher's candidates [r, K], if there is a teacher, and then of the
+        sampled token [r, 1], if `uses_sampled`.
+        """
+
+        def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            chunk, parts = targets[rows], dict[str, Tensor]()
+            terms = []
+            if chunk.teacher_logprobs is not None:
+                terms.append(self._distillation(chunk, logprobs, parts) * self.config.distillation_loss_coef)
+            if chunk.advantages is not None:
+                policy = self._policy(chunk, chunk.advantages, logprobs[:, -1], parts)
+                parts["actor/pg_loss"] = policy
+                terms.append(policy)
+            loss = torch.stack(terms).sum(0)
+            if chunk.importance_weights is not None:
+                loss = loss * chunk.importance_weights
+            return loss, {name: value.detach() for name, value in parts.items()}
+
+        return loss_fn
+
+    def _reported(self) -> list[str]:
+        none, row = torch.zeros(0), torch.zeros(0, 1)
+        teacher = {"teacher_logprobs": row, "teacher_sampled": none} if self.config.enabled else {}
+        rewards = {} if self.config.enabled and not self.config.use_task_rewards else {"advantages": none}
+        _, parts = self.loss_fn(Targets(**teacher, **rewards))(torch.zeros(0, 2), slice(None))
+        return list(parts)
+
+    def _distillation(self, chunk: Targets, logprobs: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        teacher = chunk.teacher_logprobs
+        assert teacher is not None
+        value = self._divergence(self.config.loss_mode, chunk, logprobs)
+        support = logprobs.detach()[:, : teacher.shape[1]]
+        parts["actor/kl_loss"] = value
+        # In every mode, so that runs with different losses can be compared.
+        forward, reverse = divergence.kl_both_ways(teacher, support)
+        parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
+        parts["actor/distillation/student_mass"] = divergence.support_mass(support)
+        parts["actor/distillation/teacher_mass"] = divergence.support_mass(teacher.to(support.dtype))
+        limit = self.config.loss_max_clamp
+        if limit is not None:
+            parts["actor/distillation/clamp_share"] = value.abs() > limit
+            value = value.clamp(-limit, limit)
+        if self.config.use_policy_gradient:
+            return self._policy(chunk, -value.detach(), logprobs[:, -1], parts)
+        return value
+
+    def _divergence(self, mode: str, chunk: Targets, logprobs: Tensor) -> Tensor:
+        if mode == "mixed":
+            weights = self.config.mixed_weights.items()
+            return torch.stack([weight * self._divergence(name, chunk, logprobs) for name, weight in weights]).sum(0)
+        assert chunk.teacher_logprobs is not None
+        assert chunk.teacher_sampled is not None
+        if mode in SAMPLED_TOKEN_MODES:
+            return getattr(divergence, mode)(chunk.teacher_sampled, logprobs[:, -1])
+        options = {"beta": self.config.beta} if mode == "jsd" else {}
+        student = logprobs[:, : chunk.teacher_logprobs.shape[1]]
+        return getattr(divergence, mode)(chunk.teacher_logprobs, student, tail=self.config.tail, **options)
+
+    def _policy(self, chunk: Targets, advantages: Tensor, sampled: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        old = sampled.detach() if chunk.old_logprobs is None else chunk.old_logprobs
+        loss, clipped = clipped_policy_loss(sampled, old, advantages, clip_ratio=self.clip_ratio)
+        parts["actor/pg_clipfrac"] = clipped | parts.get("actor/pg_clipfrac", clipped)
+        parts["actor/ppo_kl"] = old - sampled
+        return loss

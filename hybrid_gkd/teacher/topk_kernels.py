@@ -1,0 +1,131 @@
+"""Triton kernels for the K largest logits of every row and the log-sum-exp, in one pass over the logits.
+
+The vocabulary is cut into blocks of BLOCK columns. One kernel reads the logits once: the maximum of every
+block, and what the log-sum-exp needs. The K largest logits lie in the K blocks with the largest maxima (each of
+them holds an element that is at least as large as the K-th maximum), so the second kernel chooses those blocks
+and the third reads them again and chooses among their elements. Choosing is a search for the K-th largest value,
+bit by bit on the order-preserving integer image of a float.
+
+Shapes: R rows, V columns (logits), N columns that may be chosen, B blocks.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Columns that one program of the first kernel reads."""
+MAX_TOPK = 512
+"""Above it the candidates of a row no longer fit into the registers of one program."""
+
+
+def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest of the first `num_ids` columns of every row, in any order, and what normalises all columns.
+
+    Args:
+        logits: [R, V] on a GPU, columns contiguous
+        inverse_temperatures: float32 [R], the log-sum-exps are of logits times these
+        k: from 1 to MAX_TOPK; 64 k <= N
+        num_ids: N <= V
+
+    Returns:
+        ids int32 [R, k], their logits float32 [R, k] (not scaled), and float32 [R, tiles], the log-sum-exp of each
+        tile of columns: that of the row is the log-sum-exp of these.
+    """
+    num_rows, num_columns = logits.shape
+    block = 64 if k <= 64 else 32  # many small blocks and few candidates, or the other way round
+    num_tiles, num_blocks = triton.cdiv(num_columns, TILE), triton.cdiv(num_ids, block)
+    assert logits.stride(1) == 1, logits.stride()
+    assert 1 <= k <= min(MAX_TOPK, num_ids // 64), (k, num_ids)
+    maxima = logits.new_empty(num_rows, num_tiles * (TILE // block), dtype=torch.float32)
+    normalizers = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
+    _block_statistics[(num_rows, num_tiles)](
+        logits, logits.stride(0), inverse_temperatures, maxima, normalizers, num_columns, num_ids,
+        TILE=TILE, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    blocks, ids = logits.new_empty(2, num_rows, k, dtype=torch.int32)
+    values = logits.new_empty(num_rows, k, dtype=torch.float32)
+    width = triton.next_power_of_2(num_blocks)
+    _choose_blocks[(num_rows,)](
+        maxima, maxima.stride(0), blocks, num_blocks, k, WIDTH=width, num_warps=_num_warps(width)
+    )
+    width = triton.next_power_of_2(k * block)
+    _choose_elements[(num_rows,)](
+        logits, logits.stride(0), blocks, ids, values, num_ids, k,
+        BLOCK=block, WIDTH=width, num_warps=_num_warps(width),
+    )  # fmt: skip
+    return ids, values, normalizers
+
+
+def _num_warps(width: int) -> int:
+    return 4 if width <= 8192 else 16
+
+
+@triton.jit
+def _block_statistics(
+    logits, row_stride, inverse_temperatures, maxima, normalizers, num_columns, num_ids,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Largest element of every block; log-sum-exp of every tile at the row's temperature."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tile * TILE + tl.arange(0, TILE)
+    z = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+    candidates = tl.reshape(tl.where(columns < num_ids, z, -float("inf")), (TILE // BLOCK, BLOCK))
+    place = (row * tl.num_programs(1) + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+    tl.store(maxima + place, tl.max(candidates, axis=1))
+    scaled = z * tl.load(inverse_temperatures + row)
+    largest = tl.max(scaled, axis=0)
+    safe = tl.where(largest == -float("inf"), 0.0, largest)
+    normalizer = safe + tl.log(tl.sum(tl.exp(scaled - safe), axis=0))
+    tl.store(normalizers + row * tl.num_programs(1) + tile, normalizer)
+
+
+@triton.jit
+def _ordered(values):
+    """uint32 that compares like the float32; above zero for every number."""
+    bits = values.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _places(keys, k):
+    """Place 0 to k - 1 of the k largest keys in an array of their own, -1 for the others."""
+    threshold = tl.zeros((1,), tl.uint32)
+    bit = tl.full((1,), 0x80000000, tl.uint32)
+    for _ in range(32):
+        candidate = threshold | bit
+        enough = tl.sum((keys >= candidate).to(tl.int32), axis=0) >= k
+        threshold = tl.where(enough, candidate, threshold)
+        bit = bit >> 1
+    above, equal = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
+    places = tl.where(above == 1, tl.cumsum(above, 0), tl.sum(above, axis=0) + tl.cumsum(equal, 0)) - 1
+    return tl.where((above + equal > 0) & (places < k), places, -1)
+
+
+@triton.jit
+def _choose_blocks(maxima, row_stride, blocks, num_blocks, k, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, WIDTH)
+    values = tl.load(maxima + row * row_stride + index, mask=index < num_blocks, other=0.0)
+    places = _places(tl.where(index < num_blocks, _ordered(values), 0), k)
+    tl.store(blocks + row * k + places, index, mask=places >= 0)
+
+
+@triton.jit
+def _choose_elements(
+    logits, row_stride, blocks, ids, values, num_ids, k, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, WIDTH)
+    inside = index < k * BLOCK
+    columns = tl.load(blocks + row * k + index // BLOCK, mask=inside, other=0) * BLOCK + index % BLOCK
+    inside &= columns < num_ids
+    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    places = _places(tl.where(inside, _ordered(z), 0), k)
+    tl.store(ids + row * k + places, columns, mask=places >= 0)
+    tl.store(values + row * k + places, z, mask=places >= 0)

@@ -1,0 +1,126 @@
+"""The fused head's kernels against float64 autograd on full logits.
+
+    bash tests/run.sh -m gpu tests/gpu/test_head_on_gpu.py
+"""
+
+import pytest
+import torch
+
+from hybrid_gkd.losses.divergence import forward_kl
+from hybrid_gkd.losses.head import head_loss
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+RELATIVE_ERROR = {
+    # loss, gradient of hidden, gradient of weight
+    torch.bfloat16: (2e-3, 3e-2, 3e-2),  # the logits and their gradient are rounded to 8 bits
+    torch.float32: (1e-5, 3e-5, 3e-5),
+}
+
+
+def inputs(rows, dim, vocab, num_ids, dtype, seed=0):
+    gen = torch.Generator("cuda").manual_seed(seed)
+    hidden = torch.randn(rows, dim, generator=gen, device="cuda").to(dtype)
+    weight = (torch.randn(vocab, dim, generator=gen, device="cuda") * (3 / dim**0.5)).to(dtype)
+    ids = torch.stack([torch.randperm(vocab, generator=gen, device="cuda")[:num_ids] for _ in range(rows)])
+    teacher = torch.randn(rows, num_ids, generator=gen, device="cuda").log_softmax(1) - 0.1  # P < 1
+    return hidden.requires_grad_(), weight.requires_grad_(), ids, teacher
+
+
+def run(hidden, weight, ids, teacher, **options):
+    def loss_fn(logprobs, rows):
+        return forward_kl(teacher[rows], logprobs, tail="bucket"), {"logprobs": logprobs.detach()}
+
+    loss, parts = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, **options)
+    return loss, *torch.autograd.grad(loss, (hidden, weight)), parts
+
+
+def reference(hidden, weight, ids, teacher, temperature):
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logprobs = (exact[0] @ exact[1].T / temperature).log_softmax(1)
+    loss = forward_kl(teacher.double(), logprobs.gather(1, ids), tail="bucket").sum()
+    entropy = -(logprobs.exp() * logprobs).sum().detach()
+    return loss, *torch.autograd.grad(loss, exact), entropy
+
+
+def full_logits(hidden, weight, ids, teacher, temperature):
+    """What plain autograd makes of logits in the inputs' dtype."""
+    logprobs = ((hidden @ weight.T).float() / temperature).log_softmax(1).gather(1, ids)
+    loss = forward_kl(teacher, logprobs, tail="bucket").sum()
+    return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", RELATIVE_ERROR)
+@pytest.mark.parametrize(
+    ("rows", "dim", "vocab", "num_ids", "chunk_rows", "temperature"),
+    [
+        (300, 896, 151936, 64, None, 1.0),
+        (300, 2048, 151936, 64, 128, 1.0),
+        (130, 512, 50257, 256, 37, 0.7),  # a vocabulary that is a multiple of nothing
+        (64, 64, 4096, 1, None, 1.5),
+        (5, 64, 333, 7, 2, 1.0),
+    ],
+)
+def test_against_float64(dtype, rows, dim, vocab, num_ids, chunk_rows, temperature):
+    data = inputs(rows, dim, vocab, num_ids, dtype)
+    loss, grad_hidden, grad_weight, parts = run(*data, chunk_rows=chunk_rows, temperature=temperature)
+    want_loss, want_hidden, want_weight, entropy = reference(*data, temperature)
+    assert grad_hidden.dtype == grad_weight.dtype == dtype
+    pairs = ((loss, want_loss), (grad_hidden, want_hidden), (grad_weight, want_weight))
+    errors = [((got - want).norm() / want.norm()).item() for got, want in pairs]
+    print(f"{dtype} {rows}x{dim}x{vocab} K={num_ids}: relative errors " + " ".join(f"{e:.1e}" for e in errors))
+    assert all(error < bound for error, bound in zip(errors, RELATIVE_ERROR[dtype], strict=True)), errors
+    kept = full_logits(*data, temperature)
+    plain = [((got - want).norm() / want.norm()).item() for got, (_, want) in zip(kept, pairs, strict=True)]
+    print("    all logits kept, in the same dtype: " + " ".join(f"{e:.1e}" for e in plain))
+    assert all(error < 2 * other + 3e-5 for error, other in zip(errors, plain, strict=True)), (errors, plain)
+    torch.testing.assert_close(parts["entropy"].double(), entropy, rtol=RELATIVE_ERROR[dtype][0], atol=0)
+
+
+def test_repeated_ids():
+    hidden, weight, _, teacher = inputs(20, 64, 5000, 6, torch.float32)
+    ids = torch.randint(3, (20, 6), device="cuda") + 4094  # within and beyond the first block
+    loss, grad_hidden, grad_weight, _ = run(hidden, weight, ids, teacher)
+    for got, want in zip((loss, grad_hidden, grad_weight), reference(hidden, weight, ids, teacher, 1.0), strict=False):
+        assert (got - want).norm() < 3e-5 * want.norm()
+
+
+def test_logit_gradients_sum_to_zero_per_row():
+    """With weight = identity the gradient of the hidden states is dL/dz."""
+    logits, _, ids, teacher = inputs(50, 3000, 3000, 64, torch.float32)
+    _, dz, _, _ = run(logits, torch.eye(3000, device="cuda").requires_grad_(), ids, teacher, chunk_rows=16)
+    assert dz.abs().max() > 0.01
+    torch.testing.assert_close(dz.sum(1), torch.zeros(50, device="cuda"), rtol=0, atol=2e-5)
+
+
+def test_the_cut_into_chunks_changes_nothing():
+    data = inputs(512, 256, 50257, 16, torch.bfloat16)
+    whole = run(*data)
+    for chunk_rows in (64, 100):
+        parts = run(*data, chunk_rows=chunk_rows)
+        # Products of other sizes may add in another order, and the logits are rounded to 8 bits.
+        for got, want, bound in zip(parts[:3], whole[:3], (1e-4, 1e-2, 1e-2), strict=True):
+            assert (got - want).float().norm() <= bound * want.float().norm()
+
+
+def test_not_a_number_surfaces():
+    hidden, weight, ids, teacher = inputs(20, 64, 5000, 6, torch.bfloat16)
+    with torch.no_grad():
+        hidden[7, 3] = torch.nan
+    loss, grad_hidden, grad_weight, _ = run(hidden, weight, ids, teacher)
+    assert loss.isnan()
+    assert grad_hidden[7].isnan().all()
+    assert grad_hidden[:7].isfinite().all()
+    assert grad_weight.isnan().all()
+
+
+def test_memory_does_not_grow_with_the_rows():
+    def peak(rows):
+        hidden, weight, ids, teacher = inputs(rows, 64, 50257, 8, torch.bfloat16)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(hidden, weight, ids, teacher, chunk_rows=256)
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(256)  # cuBLAS takes its workspace
+    assert peak(4096) < peak(512) + 16 * 2**20

@@ -1,0 +1,94 @@
+"""The scoring engines on a GPU, in bfloat16, against a transformers forward in float32."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_gkd.teacher.engines import EngineOptions, load_engine
+from hybrid_gkd.teacher.topk import top_logprobs
+from hybrid_gkd.vllm_compat import vllm_available
+
+pytestmark = pytest.mark.gpu
+PATIENCE = 600.0
+EMBEDDINGS, TOLERANCE = 40011, 0.02
+"""Mean difference; single ones depend on how much bfloat16 costs this model, so on a plain forward in it."""
+# name: (number of sequences, K, temperature)
+JOBS = {"one": (5, 1, 1.0), "few": (9, 64, 0.7), "many": (9, 256, 1.0), "more than the kernels take": (3, 600, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny.make_model(folder, hidden=256, layers=4, std=0.05, num_words=39000, vocab_size=EMBEDDINGS)
+    return str(folder)
+
+
+def sequences(count):
+    rng = np.random.default_rng(count)
+    return [tuple(rng.integers(0, EMBEDDINGS, n, dtype=np.int32) for n in rng.integers(1, 900, 2))
+            for _ in range(count)]  # fmt: skip
+
+
+def score_all(folder, backend):
+    """All jobs at once, so that requests with different K and temperature share a step."""
+    engine = load_engine(EngineOptions(
+        ckpt_path=folder, backend=backend, dtype="bfloat16", n_logprobs=600, gpu_memory_utilization=0.3
+    ))  # fmt: skip
+    for name, (count, k, temperature) in JOBS.items():
+        engine.add(name, sequences(count), k, temperature)
+    found = {}
+    while engine.num_tokens:
+        found |= dict(engine.step())
+    return found, engine.info.vocab_size
+
+
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.skipif(
+    not vllm_available(), reason="vLLM is not installed"))])  # fmt: skip
+def test_close_to_float32(model_path, backend):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found, num_ids = pool.submit(score_all, model_path, backend).result(PATIENCE)
+    exact, plain = (
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).cuda().eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    for name, (count, k, temperature) in JOBS.items():
+        for (prompt, response), score in zip(sequences(count), found[name], strict=True):
+            expected, rounded = (logprobs(model, prompt, response, temperature) for model in (exact, plain))
+            worst = max(TOLERANCE, 2 * float(np.abs(rounded - expected).max()))
+            top = -np.sort(-expected[:, :num_ids], axis=1)[:, :k]
+            chosen = np.take_along_axis(expected, score.ids, 1)
+            sampled = expected[np.arange(len(response)), response]
+            assert ((score.ids >= 0) & (score.ids < num_ids)).all(), name
+            assert (np.diff(np.sort(score.ids, axis=1), axis=1) > 0).all(), name
+            assert (chosen >= top[:, -1:] - worst).all(), name
+            assert np.abs(score.logprobs - chosen).mean() < TOLERANCE, name
+            np.testing.assert_allclose(score.logprobs, chosen, atol=worst, rtol=0, err_msg=name)
+            np.testing.assert_allclose(score.sampled_logprobs, sampled, atol=worst, rtol=0, err_msg=name)
+
+
+@torch.inference_mode()
+def logprobs(model, prompt, response, temperature):
+    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).cuda()
+    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).cpu().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 64, 65, 256, 512, 513])
+def test_kernels_choose_what_a_sort_would(dtype, k):
+    generator = torch.Generator("cuda").manual_seed(k)
+    logits = (4 * torch.randn(2100, 151937, device="cuda", generator=generator)).to(dtype)[:, :-1]  # odd row stride
+    logits[5, 1000:1300] += 30  # the largest in few blocks
+    targets = torch.randint(151936, (2100,), device="cuda", generator=generator)
+    temperatures = torch.rand(2100, device="cuda", generator=generator) + 0.5
+    found = top_logprobs(logits, lambda rows: rows, targets, temperatures, k, 151665)
+    expected = (logits.float() / temperatures[:, None]).log_softmax(1)
+    torch.testing.assert_close(found.logprobs, expected[:, :151665].topk(k).values, atol=1e-4, rtol=0)
+    torch.testing.assert_close(expected.gather(1, found.ids.long()), found.logprobs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.sampled, expected.gather(1, targets[:, None])[:, 0], atol=1e-4, rtol=0)
+    assert (found.ids.sort(dim=1).values.diff(dim=1) > 0).all()

@@ -1,0 +1,149 @@
+"""The doctor on real Ray workers, sockets and files, on the CPU."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import tiny
+import torch
+
+from hybrid_gkd import doctor
+from hybrid_gkd.config import load_config
+from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.plan import GIB, check_free_memory, student_size
+from hybrid_gkd.run import refuse_teacher_gpu
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.worker import Placement
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A student and prompts."""
+    root = tmp_path_factory.mktemp("world")
+    tiny.make_model(root / "student", seed=1, layers=1)
+    rows = [{"prompt": f"What is {i} + {i}?"} for i in range(8)]
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def arguments(world, out, *overrides):
+    return [
+        f"actor_rollout_ref.model.path={world}/student", f"actor_rollout_ref.teacher.model.path={world}/student",
+        f"data.train_files={world}/train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=32",
+        "data.max_response_length=16", f"trainer.default_local_dir={out}", "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=hf", *overrides,
+    ]
+
+
+def examine(capsys, *args):
+    """Exit code, and what was printed by check."""
+    code = doctor.main(arguments(*args))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ok", "FAIL"))]
+    return code, {line[5:].partition(":")[0]: line for line in lines}, lines
+
+
+def test_a_run_that_would_start(world, tmp_path, capsys):
+    before = set(psutil.Process().children(recursive=True))
+    code = doctor.main(arguments(world, tmp_path / "out"))
+    text = capsys.readouterr().out
+    assert code == 0, text
+    checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
+    assert checks == [
+        "versions", "engine", "device", "inputs", "disk", "memory", "placement", "all-reduce", "teacher"
+    ]
+    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) of the pool", "optimizer_state", "start on the CPU"):
+        assert shown in text
+    assert not (tmp_path / "out").exists()
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
+    assert not alive
+
+
+def test_what_is_wrong_is_said_and_the_other_checks_run(world, tmp_path, capsys):
+    """A folder below a file, a teacher that is not there, a device that is not there."""
+    (tmp_path / "file").write_text("")
+    code, lines, _ = examine(
+        capsys, world, tmp_path / "file" / "out", "actor_rollout_ref.teacher.server_ip=127.0.0.1",
+        "actor_rollout_ref.teacher.server_port=9", "actor_rollout_ref.teacher.connect_timeout=2",
+        "trainer.n_gpus_per_node=1", *(() if torch.cuda.is_available() else ("trainer.device=cuda",)),
+    )
+    assert code == 1
+    assert {name for name, line in lines.items() if line.startswith("FAIL")} - {"device"} == {"disk", "teacher"}
+    if not torch.cuda.is_available():
+        assert lines["device"] == "FAIL device: trainer.device: no CUDA device is visible; got 'cuda'"
+    assert "trainer.default_local_dir: must be a folder that this user can write to" in lines["disk"]
+    assert "127.0.0.1:9" in lines["teacher"]
+    assert lines["all-reduce"].startswith("ok   all-reduce: 1 worker(s)")
+
+
+def test_a_configuration_that_is_wrong_is_one_line(world, tmp_path, capsys):
+    code, _, lines = examine(capsys, world, tmp_path, "data.train_batch_size=0")
+    assert code == 1
+    assert lines == ["FAIL configuration: data.train_batch_size: must be above 0; got 0"]
+
+
+def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
+    config = load_config(arguments(world, tmp_path))
+    assert "can be written to" in doctor.check_disk(config, 4096)
+    with pytest.raises(ConfigError, match=r"default_local_dir: one checkpoint takes 1048576\.0 GiB and .* free"):
+        doctor.check_disk(config, 2**50)
+
+
+def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
+    """So it is where a peer reports the failure of their collective, and one that died is the cause of it."""
+
+    def closed(worker):
+        raise RuntimeError("connection closed by peer")
+
+    config = load_config(arguments(world, tmp_path))
+    with (
+        ray_cluster(config, "cpu"),
+        contextlib.closing(WorkerGroup(config, device="cpu", load=False, log_folder=tmp_path)) as group,
+    ):
+        doctor.all_reduce(group, 60)
+        pid = group.placements[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        calls = [group._workers[0].__ray_call__.remote(closed), group._workers[1].__ray_call__.remote(closed)]
+        try:
+            message = r"worker 0 failed in update: .*closed by peer \(.*worker_0\.log\); no answer from worker 1 \("
+            with pytest.raises(WorkerError, match=message):
+                group._wait("update", calls)
+            message = r"no answer to all_reduce from worker 1 within .*: worker 1 \(.* cpu, log: .*worker_1\.log"
+            with pytest.raises(WorkerError, match=message):
+                doctor.all_reduce(group, 3)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"worker 1 died in update: .*worker_1\.log"):
+            group._wait("update", [group._workers[0].__ray_call__.remote(closed), calls[1]])
+
+
+def placed(free, gpu="a 3"):
+    """A worker on a GPU, made by hand: the tests have none."""
+    return [
+        Placement(
+            host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="3", device="H200", gpu=gpu,
+            free_bytes=free, total_bytes=140 * GIB,
+        )
+    ]
+
+
+def test_a_gpu_that_others_fill_is_refused(world, tmp_path):
+    config = load_config(arguments(world, tmp_path, "actor_rollout_ref.teacher.server_ip=far"))
+    size = student_size(config)
+    check_free_memory(config, size, placed(40 * GIB))
+    message = r"worker 0 \(a, CUDA_VISIBLE_DEVICES=3, H200, 1\.0 of 140\.0 GiB free\) needs"
+    with pytest.raises(ConfigError, match=message):
+        check_free_memory(config, size, placed(GIB))
+
+
+def test_a_worker_on_the_gpu_of_the_local_teacher_is_refused(world, tmp_path, monkeypatch):
+    config = load_config(arguments(world, tmp_path, "actor_rollout_ref.teacher.device=auto"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
+    refuse_teacher_gpu(config, placed(GIB, f"{socket.gethostname()} uuid-0"))
+    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* got GPU 2, on which this run starts"):
+        refuse_teacher_gpu(config, placed(GIB, f"{socket.gethostname()} uuid-2"))

@@ -1,0 +1,232 @@
+"""Loss and gradient do not depend on how a batch is cut, packed or spread: FSDP2 over gloo in float64.
+
+The student is a GPT-2, whose layers compute in float64 throughout (the norms of newer models do not). Ground truth is
+its plain transformers forward on one sequence at a time, with full logits and the formulas written out.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hybrid_gkd.config import load_config
+from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+
+TOPK = 8
+DEADLINE = 300
+LOSSES = {
+    "forward_kl": [],
+    "mixed, rewards": [
+        "distillation.loss_mode=mixed", "distillation.mixed_weights={reverse_kl: 0.6, jsd: 0.3, k3: 0.1}",
+        "distillation.use_task_rewards=true", "distillation.distillation_loss_coef=0.5",
+    ],
+    "k1 policy": ["distillation.loss_mode=k1", "distillation.use_policy_gradient=true"],
+    "reverse_kl, colder": ["distillation.loss_mode=reverse_kl", "distillation.temperature=0.7"],
+    "ppo, colder": ["distillation.enabled=false", "actor_rollout_ref.rollout.temperature=0.7"],
+}
+# Lengths of prompt and response: odd ones, and responses of one token. The second batch moves the border between
+# prompt and response of the same tokens; the third leaves ranks without any sequence.
+BATCHES = {
+    "mixed lengths": [(3, 9), (1, 1), (7, 1), (2, 13), (11, 4), (1, 6), (5, 5)],
+    "other response mask": [(8, 4), (1, 1), (1, 7), (14, 1), (4, 11), (6, 1), (9, 1)],
+    "one sequence": [(4, 3)],
+}
+# Most tokens and sequences of a micro-batch, balanced or not, order of the sequences.
+CUTS = {
+    "whole": (1000, None, True, 1),
+    "by tokens": (20, None, True, 1),
+    "one by one, backwards": (None, 1, False, -1),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    config = GPT2Config(
+        vocab_size=259, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_config(model, loss, world_size):
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
+            "actor_rollout_ref.teacher.server_ip=unused", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2",
+            f"distillation.topk={TOPK}", f"trainer.n_gpus_per_node={world_size}",
+            "actor_rollout_ref.actor.grad_clip=1e9", *LOSSES[loss],
+        ]
+    )
+    config.actor_rollout_ref.actor.optim.lr = 0.0  # every cut is computed from the same weights
+    return config
+
+
+def random_batch(name, loss):
+    """Sequences with what their loss needs."""
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, 259, 40).astype(np.int32) for _ in BATCHES[name]]
+    batch = []
+    for index, (prompt, response) in enumerate(BATCHES[name]):
+        ids = np.stack([rng.permutation(259)[: TOPK + 2] for _ in range(response)]).astype(np.int32)  # two too many
+        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 3), response)[:, : TOPK + 2]).astype(np.float32)
+        sequence = Sequence(
+            index=index, prompt_ids=tokens[index][:prompt], response_ids=tokens[index][prompt : prompt + response],
+            weight_version=0, finish_reason="stop",
+        )
+        item = TrainSequence(sequence=sequence)
+        if "ppo" not in loss:
+            teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0] - 1)
+            item = dataclasses.replace(item, teacher=teacher)
+        if "ppo" in loss or "rewards" in loss:
+            item = dataclasses.replace(item, advantages=rng.normal(size=response).astype(np.float32))
+        if "_kl" not in loss:
+            item = dataclasses.replace(item, old_logprobs=(rng.normal(size=response) - 6).astype(np.float32))
+        batch.append(item)
+    return batch
+
+
+def share(batch, cut, world_size, rank):
+    max_tokens, max_sequences, balance, order = CUTS[cut]
+    batch = batch[::order]
+    lengths = [item.sequence.num_tokens for item in batch]
+    plan = plan_micro_batches(lengths, world_size, max_tokens, max_sequences, balance, 0.01)
+    return MiniBatch(
+        micro_batches=tuple(tuple(batch[i] for i in members) for members in plan[rank]),
+        num_tokens=sum(len(item.sequence.response_ids) for item in batch),
+    )
+
+
+def run_rank(rank, world_size, model, folder):
+    """All losses, batches and cuts on one rank; rank 0 writes loss and gradients."""
+    from hybrid_gkd.workers import actor as actor_module
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    actor_module.DTYPES["fp64"] = torch.float64
+    results = {}
+    for loss in LOSSES:
+        config = make_config(model, loss, world_size)
+        config.actor_rollout_ref.actor.fsdp_config.model_dtype = "fp64"
+        actor = actor_module.Actor(config, device=torch.device("cpu"), num_updates=1)
+        for name in BATCHES:
+            for cut in CUTS:
+                grads = {}
+
+                def keep_gradients(actor=actor, grads=grads):
+                    for key, parameter in actor.hf_model.named_parameters():
+                        grads[key] = parameter.grad.full_tensor()
+
+                batch = share(random_batch(name, loss), cut, world_size, rank)
+                metrics = actor.update(batch, before_step=keep_gradients)
+                results[loss, name, cut] = metrics, grads
+    if rank == 0:
+        torch.save(results, f"{folder}/results.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def computed(model, tmp_path_factory):
+    """Number of ranks -> what `run_rank` computed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hybrid_gkd.workers.actor"])  # imported once for all ranks
+    results = {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path_factory.mktemp(f"ranks{world_size}")
+        ranks = [
+            context.Process(target=run_rank, args=(rank, world_size, model, folder)) for rank in range(world_size)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(DEADLINE)
+            assert [process.exitcode for process in ranks] == [0] * world_size
+        finally:
+            for process in ranks:
+                process.kill()
+        results[world_size] = torch.load(folder / "results.pt", weights_only=False)
+    return results
+
+
+def naive_losses(loss, item, logits):
+    """[R], from the full logits of one sequence."""
+    first = len(item.sequence.prompt_ids) - 1
+    response = torch.from_numpy(item.sequence.response_ids).long()
+    temperature = 0.7 if "colder" in loss else 1.0
+    logprobs = (logits[first : first + len(response)] / temperature).log_softmax(-1)
+    sampled = logprobs.gather(1, response[:, None])[:, 0]
+    if "_kl" not in loss:
+        old = torch.from_numpy(item.old_logprobs).double()
+        ratio = (sampled - old).exp()
+
+    def policy(advantages):
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+    if "ppo" in loss:
+        return policy(torch.from_numpy(item.advantages).double())
+    teacher_sampled = torch.from_numpy(item.teacher.sampled_logprobs).double()
+    if loss == "k1 policy":
+        return policy((teacher_sampled - sampled).detach())
+    ids = torch.from_numpy(item.teacher.ids[:, :TOPK]).long()
+    p, q = torch.from_numpy(item.teacher.logprobs[:, :TOPK]).double().exp(), logprobs.exp().gather(1, ids)
+    p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], 1) for x in (p, q))
+    if loss == "forward_kl":
+        return (p * (p / q).log()).sum(-1)
+    if "reverse_kl" in loss:
+        return (q * (q / p).log()).sum(-1)
+    m = (p + q) / 2
+    jsd = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
+    log_ratio = teacher_sampled - sampled
+    mixed = 0.6 * (q * (q / p).log()).sum(-1) + 0.3 * jsd + 0.1 * (log_ratio.exp() - 1 - log_ratio)
+    return 0.5 * mixed + policy(torch.from_numpy(item.advantages).double())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_loss_and_gradient_for_every_cut_order_and_number_of_ranks(loss, name, model, computed):
+    reference = GPT2LMHeadModel.from_pretrained(model, dtype=torch.float64)
+    batch = random_batch(name, loss)
+    each = []
+    for item in batch:
+        ids = np.concatenate([item.sequence.prompt_ids, item.sequence.response_ids])
+        each.append(naive_losses(loss, item, reference(torch.from_numpy(ids).long()[None]).logits[0]))
+    want = torch.cat(each).mean()
+    want.backward()
+    expected = {key: parameter.grad for key, parameter in reference.named_parameters()}
+    assert max(grad.abs().max() for grad in expected.values()) > 1e-3
+    for world_size, results in computed.items():
+        for cut in CUTS:
+            metrics, grads = results[loss, name, cut]
+            where = f"{world_size} ranks, {cut}"
+            assert metrics["actor/loss"] == pytest.approx(want.item(), rel=1e-9), where
+            assert grads.keys() == expected.keys()
+            for key, grad in grads.items():
+                torch.testing.assert_close(
+                    grad, expected[key], rtol=1e-7, atol=1e-10, msg=lambda text, k=key, w=where: f"{w}, {k}: {text}"
+                )
+
+
+def test_cuts_agree_to_the_last_digits(computed):
+    """Against each other even more closely than against the reference, metrics included."""
+    for (loss, name, cut), (first, grads) in computed[1].items():
+        for results in computed.values():
+            metrics, others = results[loss, name, cut]
+            whole, _ = results[loss, name, "whole"]
+            for key in first.keys() - {"actor/distillation/overlap_ratio"}:  # of a sample that depends on the cut
+                assert metrics[key] == pytest.approx(first[key], rel=1e-10, abs=1e-12), (loss, name, cut, key)
+                assert metrics[key] == pytest.approx(whole[key], rel=1e-10, abs=1e-12), (loss, name, cut, key)
+            for key, grad in grads.items():
+                torch.testing.assert_close(others[key], grad, rtol=1e-9, atol=1e-13)

@@ -1,0 +1,183 @@
+"""Both scoring engines, in float32, against a plain transformers forward of one sequence at a time."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+
+from hybrid_gkd.errors import ModelError
+from hybrid_gkd.teacher.engine_hf import HFEngine
+from hybrid_gkd.teacher.engine_vllm import ResponseScorer
+from hybrid_gkd.teacher.engines import EngineOptions, load_engine
+from hybrid_gkd.vllm_compat import vllm_available
+
+PATIENCE = 900.0  # seconds; a bound on hanging, not an expectation
+TOKENS = 260  # of the tokenizer, with one that transformers adds for a Qwen2 model
+EMBEDDINGS = 331  # of the model: odd, and more than the tokenizer has
+TOLERANCE = 1e-4
+needs_vllm = pytest.mark.skipif(not vllm_available(), reason="vLLM is not installed")
+# (number of sequences, longest part, K, temperature)
+JOBS = {
+    "one candidate": (3, 40, 1, 1.0),
+    "many sequences": (40, 60, 64, 1.0),
+    "temperature": (9, 40, 5, 0.6),
+    "all ids": (4, 30, TOKENS, 1.3),
+    "several engine steps": (4, 900, 7, 1.0),
+}
+
+
+def sequences(count, longest, seed=0):
+    """The first has a response, the second a prompt of one token, the third both."""
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for index in range(count):
+        num_prompt = 1 if index in (1, 2) else rng.integers(longest // 2, longest)
+        num_response = 1 if index in (0, 2) else rng.integers(longest // 2, longest)
+        pairs.append(tuple(rng.integers(0, EMBEDDINGS, n, dtype=np.int32) for n in (num_prompt, num_response)))
+    return pairs
+
+
+def score_all(folder, backend, tp_size):
+    """All jobs at once on one engine, as (name -> scores)."""
+    options = EngineOptions(
+        ckpt_path=folder, backend=backend, device="cpu", n_logprobs=TOKENS, tp_size=tp_size, max_model_len=2048
+    )
+    engine = load_engine(options)
+    for name, (count, longest, k, temperature) in JOBS.items():
+        engine.add(name, sequences(count, longest), k, temperature)
+    found = {}
+    while engine.num_tokens:
+        found |= dict(engine.step())
+    assert engine.info.any_temperature
+    assert engine.info.max_topk == TOKENS
+    assert engine.info.num_embeddings == EMBEDDINGS
+    assert engine.info.vocab_size == TOKENS
+    return found
+
+
+def in_own_process(function, *arguments):
+    """vLLM changes the process that it runs in."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result(PATIENCE)
+
+
+def load_with_shifted_rows(folder):
+    add_request = ResponseScorer.add_request
+
+    def one_row_early(self, request_id, extra_args):
+        add_request(self, request_id, extra_args)
+        for request in self._requests.values():
+            request.first_row = 0
+
+    ResponseScorer.add_request = one_row_early
+    load_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", max_model_len=64))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(tiny.make_model(tmp_path_factory.mktemp("model"), vocab_size=EMBEDDINGS))
+
+
+@pytest.fixture(scope="module")
+def reference(model_path):
+    return Reference(model_path)
+
+
+class Reference:
+    """(prompt, response, temperature) -> log-probabilities [R, V] by the shortest way there is."""
+
+    def __init__(self, folder, **options):
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+    @torch.inference_mode()
+    def __call__(self, prompt, response, temperature):
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        logits = self._model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1).numpy()
+
+
+def check(found, reference, jobs=JOBS, num_ids=TOKENS):
+    assert list(found)
+    assert set(found) == set(jobs)
+    for name, (count, longest, k, temperature) in jobs.items():
+        pairs = sequences(count, longest)
+        assert len(found[name]) == count
+        for (prompt, response), score in zip(pairs, found[name], strict=True):
+            expected = reference(prompt, response, temperature)
+            top = -np.sort(-expected[:, :num_ids], axis=1)[:, :k]
+            assert score.ids.dtype == np.int32
+            assert score.ids.shape == (len(response), k), name
+            assert ((score.ids >= 0) & (score.ids < num_ids)).all(), name
+            assert (np.diff(np.sort(score.ids, axis=1), axis=1) > 0).all(), name
+            close = {"atol": TOLERANCE, "rtol": 0, "err_msg": name}
+            np.testing.assert_allclose(score.logprobs, top, **close)
+            np.testing.assert_allclose(np.take_along_axis(expected, score.ids, 1), top, **close)
+            np.testing.assert_allclose(score.sampled_logprobs, expected[np.arange(len(response)), response], **close)
+
+
+def test_hf(model_path, reference):
+    check(score_all(model_path, "hf", 1), reference)
+
+
+@needs_vllm
+def test_vllm(model_path, reference):
+    check(in_own_process(score_all, model_path, "vllm", 1), reference)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_that_hands_out_other_rows_is_refused(model_path):
+    with pytest.raises(ModelError, match=r"vLLM 0\.\S+ is built differently: expected its greedy tokens"):
+        in_own_process(load_with_shifted_rows, model_path)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_tensor_parallel(model_path, reference):
+    check(in_own_process(score_all, model_path, "vllm", 2), reference)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options", "padded"),
+    [
+        (Gemma2Config, {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, True),
+        (GraniteConfig, {"logits_scaling": 0.5}, False),
+    ],
+)
+def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, options, padded):
+    """What packed attention cannot do is padded; a head whose logits are changed afterwards is left to the model."""
+    tiny.make_tokenizer().save_pretrained(tmp_path)
+    config = config_class(
+        vocab_size=EMBEDDINGS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+        **options,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = HFEngine(EngineOptions(ckpt_path=str(tmp_path), n_logprobs=9), "cpu")
+    assert engine._head is None
+    assert ("sequences are padded" in caplog.text) == padded
+    found = {"mixed": engine.score(sequences(20, 60), 9, 0.7)}
+    check(found, Reference(tmp_path, attn_implementation="eager"), {"mixed": (20, 60, 9, 0.7)},
+          num_ids=engine.info.vocab_size)  # fmt: skip
+
+
+def test_clear_forgets_what_was_queued(model_path, reference):
+    engine = HFEngine(EngineOptions(ckpt_path=model_path, n_logprobs=5), "cpu")
+    engine.add("first", sequences(3, 20), 5, 1.0)
+    engine.add("second", sequences(3, 20), 5, 1.0)
+    engine.step()
+    assert engine.clear() == ["first", "second"]
+    assert engine.num_tokens == 0
+    job = (6, 20, 5, 1.0)
+    check({"third": engine.score(sequences(*job[:2]), *job[2:])}, reference, {"third": job})
+
+
+def test_folder_without_a_model_is_named(tmp_path):
+    tiny.make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=str(Path(tmp_path))):
+        load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu"))

@@ -1,0 +1,132 @@
+"""The service as an outsider sees it: a client that knows docs/teacher_protocol.md and nothing of this package."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import numpy as np
+import plain_client
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.local import LocalTeacher
+from hybrid_gkd.teacher.statistics import COUNTERS
+from hybrid_gkd.tokenizer import load_tokenizer
+
+PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
+TOPK, LIMIT = 7, 128
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(tiny.make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def teacher(model_path, tmp_path_factory):
+    options = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(LIMIT)]
+    log_path = tmp_path_factory.mktemp("log") / "teacher.log"
+    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=PATIENCE) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def client(teacher):
+    with contextlib.closing(plain_client.PlainClient(teacher.address, PATIENCE)) as connected:
+        yield connected
+
+
+def make_sequences(count):
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 40, (count, 2))
+    return [tuple(rng.integers(0, 259, length) for length in pair) for pair in lengths]
+
+
+def test_it_imports_nothing_of_ours():
+    text = Path(plain_client.__file__).read_text()
+    assert set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)) == {"msgpack", "numpy", "os", "time", "zlib",
+                                                                           "zmq"}  # fmt: skip
+
+
+def test_handshake(client, model_path):
+    welcome = client.handshake()
+    assert welcome["num_workers"] == 1
+    assert welcome["model"]["backend"] == "hf"
+    assert welcome["model"]["vocab_size"] == len(load_tokenizer(model_path))
+    assert welcome["model"]["max_sequence_length"] == LIMIT
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_a_plain_forward(client, model_path, temperature):
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    sequences = make_sequences(5)
+    client.ask("first", sequences[:2], TOPK, temperature)
+    client.ask("second", sequences[2:], TOPK, temperature)
+    answers = {answer["id"]: answer for answer in (client.scores(), client.scores())}
+    for name, own in (("first", sequences[:2]), ("second", sequences[2:])):
+        rows = []
+        for prompt, response in own:
+            ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+            with torch.inference_mode():
+                rows.append((model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1))
+        expected = torch.cat(rows).numpy()
+        answer = answers[name]
+        assert answer["attempt"] == 1
+        top = -np.sort(-expected, axis=1)[:, :TOPK]
+        np.testing.assert_allclose(answer["logprobs"], top, rtol=1e-3, atol=2e-4)
+        np.testing.assert_allclose(np.take_along_axis(expected, answer["ids"], 1), top, atol=2e-4)
+        targets = np.concatenate([response for _, response in own])
+        np.testing.assert_allclose(answer["sampled"], expected[np.arange(len(targets)), targets], atol=2e-4)
+
+
+def test_errors_have_their_codes(client):
+    client.ask("long", [(np.zeros(100, int), np.zeros(100, int))], TOPK)
+    answer = client.scores()
+    assert (answer["id"], answer["code"]) == ("long", "refused")
+    assert f"200 tokens, the server's limit is {LIMIT}" in answer["reason"]
+    frames = plain_client.encode(
+        "score", [np.arange(4, dtype=np.int32)], id="damaged", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0,
+        prompt_lengths=[2], response_lengths=[2],
+    )  # fmt: skip
+    client.send_frames([frames[0], frames[1][:-1] + b"\x01"])
+    answer = client.scores()
+    assert (answer["id"], answer["code"]) == ("damaged", "failed")
+    assert "checksum" in answer["reason"]
+
+
+def test_heartbeat_names_what_is_pending_in_order(client):
+    instance = client.handshake()["instance"]
+    client.ask("a", make_sequences(1), TOPK)
+    client.send("ping", number=1)
+    pong, _ = client.receive("pong")
+    assert pong["number"] == 1
+    assert pong["instance"] == instance
+    assert pong["pending"] in ([], ["a"])
+    client.send("ping", number=2)
+    assert client.receive("pong")[0]["number"] == 2
+
+
+def test_another_version_is_answered_with_the_own_one(client):
+    frame = bytearray(plain_client.encode("hello")[0])
+    frame[3] = 9
+    frame[4:8] = plain_client.zlib.crc32(frame[:4] + frame[8:]).to_bytes(4, "little")
+    client.send_frames([bytes(frame)])
+    assert client.receive("welcome")[0]["num_workers"] == 1
+
+
+def test_the_page_names_every_field_and_counter(client):
+    page = (Path(__file__).parents[2] / "docs" / "teacher_protocol.md").read_text()
+    assert f"version {protocol.PROTOCOL_VERSION}" in page.splitlines()[0]
+    client.send("status_request")
+    status, _ = client.receive("status")
+    assert set(status["counters"]) == set(COUNTERS)
+    for kind in protocol.AnyMessage.__args__:
+        assert f"`{kind.__struct_config__.tag}`" in page or f"### {kind.__struct_config__.tag}" in page, kind
+        for name in kind.__struct_fields__:
+            assert f"`{name}`" in page, (kind, name)
+    for name in (*COUNTERS, *protocol.ModelInfo.__struct_fields__, *protocol.WorkerStatus.__struct_fields__):
+        assert f"`{name}`" in page, name

@@ -1,0 +1,191 @@
+"""Who gets in, and what cannot be smuggled in. Real processes and sockets."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import faults
+import numpy as np
+import pytest
+import tiny
+import zmq
+
+from hybrid_gkd.errors import TeacherUnreachable
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.connection import query_status
+from hybrid_gkd.teacher.keys import load_keys, make_keys
+from hybrid_gkd.teacher.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher_client import TeacherClient
+
+PATIENCE = faults.PATIENCE
+HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", "128"]
+
+
+def command(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "hybrid_gkd.teacher", *map(str, words)], capture_output=True, text=True,
+        timeout=PATIENCE, env=child_environment(), **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(tiny.make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys") / "made"
+    make_keys(folder)
+    make_keys(folder, "stranger")
+    (folder / "server" / "clients" / "stranger.key").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(model_path, keys, tmp_path_factory):
+    """On all interfaces, which is allowed with keys."""
+    options = [*HF, "--keys", str(keys / "server"), "--host", "0.0.0.0"]
+    log_path = tmp_path_factory.mktemp("log") / "teacher.log"
+    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=PATIENCE) as running:
+        running.wait_ready()
+        yield running
+
+
+def test_a_client_with_keys_is_served(teacher, keys, model_path):
+    shown = command("status", "--addr", teacher.address, "--keys", keys / "client")
+    assert "workers alive      1" in shown.stdout, shown.stderr
+    assert command("status", "--addr", teacher.address, "--keys", keys / "server").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        (None, "the server expects keys"),
+        ("stranger", "the server does not accept the key in .*stranger"),
+        ("impostor", "its key is not the one in .*impostor/server.key"),
+    ],
+)
+def test_the_wrong_key_is_an_error_that_says_so(teacher, keys, tmp_path, folder, text):
+    if folder == "impostor":  # right client key, wrong server key
+        shutil.copytree(keys / "client", keys / folder, dirs_exist_ok=True)
+        shutil.copy(keys / "stranger" / "stranger.key", keys / folder / "server.key")
+    chosen = None if folder is None else keys / folder
+    client = TeacherClient([teacher.address], topk=1, vocab_size=259, connect_timeout=PATIENCE, keys=chosen)
+    with client, pytest.raises(TeacherUnreachable, match=text) as error:
+        client.handshake(**faults.STUDENT)
+    assert teacher.address in str(error.value)
+    words = ["--keys", chosen] if chosen else []
+    shown = command("status", "--addr", teacher.address, *words)
+    assert shown.returncode == 1
+    assert teacher.address in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"), [(["--keys", "stranger"], "does not accept the key"), ([], "the server expects keys")]
+)
+def test_a_worker_without_the_right_key_cannot_join(teacher, keys, words, text):
+    joiner = [sys.executable, faults.__file__, "worker", teacher.worker_address, *words]
+    ended = subprocess.run(
+        joiner, capture_output=True, text=True, timeout=PATIENCE, env=child_environment(), cwd=keys
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert f"TeacherError: {teacher.worker_address}: the broker cannot be joined: " in last
+    assert text in last
+
+
+def test_keys_for_a_server_without(keys):
+    with faults.Cluster(0) as cluster:
+        with pytest.raises(TeacherUnreachable, match=r"keys were given .*, but the server was started without"):
+            query_status(cluster.address, PATIENCE, load_keys(keys / "client"))
+
+
+def test_a_key_can_be_added_and_taken_away_while_the_service_runs(teacher, keys):
+    allowed = keys / "server" / "clients" / "late.key"
+    make_keys(keys, "late")
+    late = ["status", "--addr", teacher.address, "--keys", keys / "late"]
+    assert command(*late).returncode == 0
+    allowed.unlink()
+    assert "does not accept the key" in command(*late).stderr
+
+
+def test_the_keys_command(tmp_path):
+    made = command("keys", "--out", tmp_path / "k")
+    assert made.returncode == 0, made.stderr
+    files = {str(path.relative_to(tmp_path / "k")) for path in (tmp_path / "k").rglob("*") if path.is_file()}
+    assert files == {
+        "server/server.key", "server/server.key_secret", "server/clients/client.key", "client/client.key",
+        "client/client.key_secret", "client/server.key",
+    }  # fmt: skip
+    for path in files:
+        assert (tmp_path / "k" / path).stat().st_mode & 0o777 == 0o600, path
+    before = (tmp_path / "k" / "server" / "server.key_secret").read_bytes()
+    again = command("keys", "--out", tmp_path / "k")
+    assert again.returncode == 1
+    assert "exists and is not overwritten; --client NAME" in again.stderr
+    assert command("keys", "--out", tmp_path / "k", "--client", "bob").returncode == 0
+    assert (tmp_path / "k" / "server" / "clients" / "bob.key").exists()
+    assert (tmp_path / "k" / "server" / "server.key_secret").read_bytes() == before
+
+
+def test_a_secret_that_others_can_read_is_refused(model_path, keys, tmp_path):
+    shutil.copytree(keys / "client", tmp_path / "open")
+    (tmp_path / "open" / "client.key_secret").chmod(0o644)
+    for words in (["status"], ["serve", "--ckpt-path", model_path], ["join", "--ckpt-path", model_path, "--proxy-addr",
+                                                                      "127.0.0.1:1"]):  # fmt: skip
+        shown = command(*words, "--keys", tmp_path / "open")
+        assert shown.returncode == 1
+        assert "others can read this secret key; chmod 600" in shown.stderr
+    shown = command("status", "--keys", tmp_path)
+    assert "holds one .key_secret file, found none" in shown.stderr
+
+
+class Bomb:
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_pickle_bomb_is_only_a_malformed_message(tmp_path):
+    """In the place of headers and of arrays, sent to broker, worker and client."""
+    crater = tmp_path / "crater"
+    bomb = pickle.dumps(Bomb(crater))
+    (sequence,) = faults.make_sequences(np.random.default_rng(0), 1)
+    header = protocol.encode(protocol.Ping(number=1))[0]
+    messages = [[bomb], [protocol.seal(bomb)], [header, bomb], [bytes(header) + bomb]]
+    with faults.Cluster(1) as cluster, zmq.Context() as context, faults.connected(cluster.address) as client:
+        for port in cluster.ports:
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, int(PATIENCE * 1000))
+                dealer.connect(f"tcp://127.0.0.1:{port}")
+                for message in messages:
+                    dealer.send_multipart(message)
+        request = protocol.ScoreRequest(
+            id="b", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0, prompt_lengths=[1], response_lengths=[1],
+            arrays=(protocol.ArraySpec("int32", (len(bomb) // 4,), 0),),
+        )  # fmt: skip
+        with context.socket(zmq.DEALER) as dealer:  # the broker passes the array on to the worker
+            dealer.connect(f"tcp://{cluster.address}")
+            dealer.send_multipart([*protocol.encode(request), bomb])
+            assert dealer.poll(int(PATIENCE * 1000))
+            answer = protocol.decode_header(dealer.recv_multipart()[0])
+            assert isinstance(answer, protocol.ScoreError)
+        (score,) = client.submit([sequence])
+        faults.expect(score.result(PATIENCE), sequence)
+        assert all(process.poll() is None for process in (cluster.broker, *cluster.workers.values()))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with TeacherClient([f"127.0.0.1:{port}"], topk=1, vocab_size=9, connect_timeout=0.5) as client:
+            assert router.poll(int(PATIENCE * 1000))
+            for message in messages:
+                router.send_multipart([router.recv_multipart()[0], *message])
+            with pytest.raises(TeacherUnreachable, match="nothing answered"):
+                client.handshake(**faults.STUDENT)
+    assert not crater.exists()
+    pickle.loads(bomb)
+    assert crater.exists(), "the bomb is one"

@@ -1,0 +1,244 @@
+"""Generation ahead of the update, on a stand-in for the workers: what is generated, trained and published when."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hybrid_gkd.checkpoint import CheckpointStore
+from hybrid_gkd.config import BATCHES_AHEAD, load_config
+from hybrid_gkd.data.sampler import PromptSampler
+from hybrid_gkd.errors import BadTeacherReply, ConfigError
+from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
+from hybrid_gkd.ppo.trainer import request_seeds
+from hybrid_gkd.teacher_client import TeacherMetrics
+from hybrid_gkd.trainer import GKDTrainer
+from hybrid_gkd.types import Prompt, Sequence, TeacherTopK
+
+BATCH, NUM_PROMPTS = 3, 9
+DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
+
+
+class Group:
+    """Two workers. A response is the seed of its request, so that it tells which step it was drawn for."""
+
+    size, attention_cost = 2, 1e-3
+
+    def __init__(self):
+        self.version, self.events, self.trained, self.accumulated = None, [], [], []
+
+    def publish(self, version):
+        self.version = version
+        self.events.append(("publish", version))
+        return {"publish": 0.0, "offload": 0.0}
+
+    def generate(self, requests, sampling):
+        self.events.append(("generate", self.version, len(requests)))
+        for request in reversed(requests):
+            response = np.array([request.seed, request.index], np.int32)
+            yield [
+                Sequence(
+                    index=request.index, prompt_ids=request.prompt_ids, response_ids=response,
+                    weight_version=self.version, finish_reason="stop",
+                    logprobs=np.log([0.1, 0.3]).astype(np.float32) if sampling.logprobs else None,
+                )
+            ]
+
+    def accumulate(self, parts):
+        self.accumulated += [item for part in parts for micro in part.micro_batches for item in micro]
+
+    def update(self, shares):
+        for number in range(len(shares[0])):
+            self.accumulate([share[number] for share in shares])
+        self.trained.append(sorted(self.accumulated, key=lambda item: item.sequence.index))
+        self.accumulated = []
+        self.events.append(("update",))
+        return [{"actor/loss": 1.0, "actor/lr": 0.1}]
+
+    def compute_logprobs(self, micro_batches):
+        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
+        return {item.sequence.index: np.log([0.2, 0.6]).astype(np.float32) for item in items}
+
+    def save_checkpoint(self, folder, *, tokenizer_path):
+        pass
+
+    def load_checkpoint(self, folder):
+        pass
+
+    def memory_metrics(self):
+        return {}
+
+
+class Teacher:
+    """Answers a little later and not in the order of the questions; its scores name the response."""
+
+    def __init__(self, fails_at=None):
+        self.executor, self.fails_at, self.rng = ThreadPoolExecutor(4), fails_at, np.random.default_rng(0)
+
+    def submit(self, sequences):
+        return [self.executor.submit(self.answer, s, self.rng.uniform(0, 0.01)) for s in sequences]
+
+    def answer(self, sequence, seconds):
+        time.sleep(seconds)
+        if self.fails_at is not None and sequence.response_ids[0] == self.fails_at:
+            raise BadTeacherReply("row 1 holds NaN")
+        logprobs = np.full((2, 1), -0.5, np.float32)
+        return TeacherTopK(ids=sequence.response_ids[:, None], logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+
+    def drain_metrics(self):
+        return TeacherMetrics()
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return "1"
+
+
+class Tracking:
+    def __init__(self):
+        self.rows = {}
+
+    def log(self, metrics, step):
+        self.rows[step] = metrics
+
+    def log_generations(self, generations, step):
+        pass
+
+
+def fit(scheduler, steps, folder, *overrides, teacher=None, **options):
+    """A run to its end; the trainer and the workers."""
+    config = load_config(
+        [
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
+            f"data.train_batch_size={BATCH}", "data.max_prompt_length=8", "data.max_response_length=8",
+            f"trainer.total_training_steps={steps}", f"trainer.scheduler={scheduler}", "trainer.save_freq=0",
+            *overrides,
+        ]
+    )
+    prompts = [
+        Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(NUM_PROMPTS)
+    ]
+    teacher = teacher or Teacher()
+    trainer = GKDTrainer(
+        config, group=Group(), tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=prompts[:1],
+        reward=lambda response, answer: 1.0, tracking=Tracking(), store=CheckpointStore(folder, keep=None),
+        teacher=teacher, **options,
+    )
+    failure = None
+    with teacher.executor:
+        try:
+            trainer.fit()
+        except BadTeacherReply as error:
+            failure = error
+    return trainer, trainer.group, failure
+
+
+def assert_trained(group, steps):
+    """Exactly these steps' batches, in order, each sequence once and with its own scores."""
+    assert len(group.trained) == len(steps)
+    for step, items in zip(steps, group.trained, strict=True):
+        _, rows = PromptSampler(NUM_PROMPTS, BATCH, True, 0).batch(step)
+        assert [item.sequence.prompt_ids.tolist() for item in items] == [[row] for row in rows]
+        assert [item.sequence.response_ids[0] for item in items] == request_seeds(0, step, BATCH)
+        for item in items:
+            np.testing.assert_array_equal(item.teacher.ids[:, 0], item.sequence.response_ids)
+
+
+@DEPTHS
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, steps, tmp_path):
+    depth = BATCHES_AHEAD[scheduler]
+    trainer, group, failure = fit(scheduler, steps, tmp_path)
+    assert failure is None
+    assert_trained(group, range(1, steps + 1))
+    assert trainer._pending == {}
+    rows = trainer.tracking.rows
+    assert [rows[step]["training/staleness"] for step in range(1, steps + 1)] == [
+        min(step - 1, depth) for step in range(1, steps + 1)
+    ]
+    expected, generated = [("publish", 0), ("generate", 0, 1)], 0  # validation before training
+    for step in range(1, steps + 1):
+        while generated < min(step + depth, steps):
+            expected.append(("generate", step - 1, BATCH))
+            generated += 1
+        expected += [("update",), ("publish", step)]
+    assert group.events == [*expected, ("generate", steps, 1)]
+
+
+@DEPTHS
+def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(scheduler, tmp_path):
+    _, group, _ = fit(scheduler, 4, tmp_path, "trainer.test_freq=1")
+    assert [event[1] for event in group.events if event[0] == "generate" and event[2] == 1] == [0, 1, 2, 3, 4]
+    assert_trained(group, range(1, 5))
+
+
+@DEPTHS
+def test_a_resumed_run_trains_what_was_in_flight(scheduler, tmp_path):
+    fit(scheduler, 7, tmp_path, "trainer.save_freq=3")
+    trainer, group, _ = fit(scheduler, 7, tmp_path, resume_from=tmp_path / "global_step_3")
+    assert_trained(group, range(4, 8))
+    staleness = [trainer.tracking.rows[step]["training/staleness"] for step in range(4, 8)]
+    assert staleness == [min(step - 4, BATCHES_AHEAD[scheduler]) for step in range(4, 8)]
+
+
+@DEPTHS
+def test_a_batch_without_scores_ends_the_run_after_those_before_it(scheduler, tmp_path):
+    failing = request_seeds(0, 3, BATCH)[1]
+    _, group, failure = fit(scheduler, 7, tmp_path, teacher=Teacher(failing))
+    assert "row 1 holds NaN" in str(failure)
+    assert_trained(group, [1, 2])
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "k1", "k3"])
+def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
+    trainer, group, _ = fit(
+        "one_step_off", 2, tmp_path, "algorithm.rollout_is_threshold=3", f"distillation.loss_mode={loss}",
+        f"distillation.use_policy_gradient={loss == 'k1'}",
+    )
+    for items in group.trained:
+        for item in items:
+            np.testing.assert_allclose(item.importance_weights, [2, 3], rtol=1e-6)
+            assert item.old_logprobs is None
+    assert trainer.tracking.rows[2]["actor/importance/mean"] == pytest.approx(2.5)
+    assert trainer.tracking.rows[2]["actor/importance/effective_sample_size"] == pytest.approx(25 / 26)
+
+
+def test_without_a_threshold_nothing_is_weighted_or_computed(tmp_path):
+    trainer, group, _ = fit("one_step_off", 2, tmp_path)
+    assert {item.importance_weights is None for items in group.trained for item in items} == {True}
+    assert {item.sequence.logprobs is None for items in group.trained for item in items} == {True}
+    assert "actor/importance/mean" not in trainer.tracking.rows[2]
+
+
+def test_importance_weights_are_products_of_ratios_up_to_a_limit():
+    rng = np.random.default_rng(0)
+    now, then = np.log(rng.uniform(0.1, 1, (2, 20)))
+    products = [np.prod(np.exp(now[: t + 1]) / np.exp(then[: t + 1])) for t in range(20)]
+    np.testing.assert_allclose(importance_weights(now, then, 1e30), products, rtol=1e-5)
+    np.testing.assert_allclose(importance_weights(now, then, 2.0), np.minimum(products, 2.0), rtol=1e-5)
+    np.testing.assert_allclose(importance_weights(now, now, 2.0), np.ones(20))
+    assert np.isfinite(importance_weights(np.full(5, 300.0), np.full(5, -300.0), 2.0)).all()
+
+
+def test_weighted_with_what_it_was_drawn_from_a_mean_becomes_that_of_the_policy():
+    """Exact, over all sequences of two tokens: sum over mu of mu * w * f(prefix, token) is the sum over pi."""
+    rng = np.random.default_rng(1)
+    first, second = rng.dirichlet(np.ones(3), 2), rng.dirichlet(np.ones(3), (2, 3))  # of mu and pi
+    value = rng.normal(size=(3, 3))  # of the second token given the first
+    found = 0.0
+    for a in range(3):
+        for b in range(3):
+            drawn, policy = (np.log([first[who, a], second[who, a, b]]) for who in range(2))
+            found += np.exp(drawn.sum()) * importance_weights(policy, drawn, 1e9)[1] * value[a, b]
+    assert found == pytest.approx((first[1][:, None] * second[1] * value).sum(), rel=1e-6)
+
+
+def test_effective_sample_size_at_its_ends():
+    assert effective_sample_size(np.full(7, 0.3, np.float32)) == pytest.approx(1.0)
+    assert effective_sample_size(np.array([0, 0, 5, 0], np.float32)) == pytest.approx(0.25)
+
+
+def test_a_teacher_that_would_wait_for_the_update_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"overlap_rollout.*one_step_off"):
+        fit("one_step_off", 1, tmp_path, "actor_rollout_ref.teacher.overlap_rollout=false")
