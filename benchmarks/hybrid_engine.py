@@ -1,8 +1,8 @@
 """What taking turns costs on GPUs: switches, copies, publishes, memory, throughput.
 
     python benchmarks/hybrid_engine.py --shape 1.5b --gpus 1
-    python benchmarks/hybrid_engine.py --shape 7b --gpus 1 --prompts 32 --enforce-eager
-    python benchmarks/hybrid_engine.py --shape 1.5b --gpus 2 --tensor-parallel 2
+    python benchmarks/hybrid_engine.py --shape 7b --prompts 32 --new-tokens 128 --enforce-eager --steps 5
+    python benchmarks/hybrid_engine.py --shape 1.5b --gpus 4 --prompts 512
 
 Random weights in the shapes of Qwen2.5, random prompts and teacher scores; hardly any response ends early. All
 figures are of one run; the first two steps, in which kernels are compiled and memory is locked, are left out.
@@ -13,68 +13,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import tiny
-from accelerate import init_empty_weights
-from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from models import SHAPES, make_model, random_scores
+from transformers import Qwen2ForCausalLM
 
 from hybrid_gkd.config import Config, load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
-SHAPES = {
-    # name: hidden, intermediate, layers, heads, kv heads, vocabulary, tied embeddings
-    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
-    "7b": (3584, 18944, 28, 28, 4, 152064, False),
-}
 WARMUP_STEPS = 2
+REFERENCE_SEQUENCES = 8
 TOPK = 64
-
-
-def empty_model(shape: str) -> Qwen2ForCausalLM:
-    """The shape without memory for its weights."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
-    tokenizer = tiny.make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096,
-        tie_word_embeddings=tied, rope_theta=1e6, dtype="bfloat16", eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, architectures=["Qwen2ForCausalLM"],
-    )
-    with init_empty_weights():
-        model = Qwen2ForCausalLM(config)
-    model.tie_weights()  # init_empty_weights makes two parameters of a tied one
-    return model
-
-
-def make_model(folder: Path, shape: str) -> Path:
-    """A folder of random bf16 weights."""
-    model = empty_model(shape)
-    generator = torch.Generator("cuda").manual_seed(0)
-    weights = {}
-    for name, parameter in model.named_parameters():
-        values = torch.ones(parameter.shape, device="cuda")
-        if parameter.ndim > 1 or name.endswith("bias"):
-            values.normal_(0, 0.02, generator=generator)
-        weights[name] = values.to(torch.bfloat16).cpu()
-    folder.mkdir(parents=True)
-    model.config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tiny.make_tokenizer().save_pretrained(folder)
-    torch.cuda.empty_cache()
-    return folder
 
 
 def configure(args: argparse.Namespace, folder: Path) -> Config:
@@ -88,21 +44,13 @@ def configure(args: argparse.Namespace, folder: Path) -> Config:
             f"data.max_prompt_length={args.prompt_tokens}", f"data.max_response_length={args.new_tokens}",
             "trainer.device=cuda", f"trainer.n_gpus_per_node={args.gpus}", f"{rollout}.name=vllm",
             f"{rollout}.tensor_model_parallel_size={args.tensor_parallel}",
-            f"{rollout}.gpu_memory_utilization={args.gpu_memory_utilization}",
+            f"{rollout}.gpu_memory_utilization={args.gpu_memory_utilization or 'null'}",
             f"{rollout}.enforce_eager={str(args.enforce_eager).lower()}", f"{rollout}.free_cache_engine={offload}",
             f"{actor}.fsdp_config.param_offload={offload}", f"{actor}.fsdp_config.optimizer_offload={offload}",
             f"{actor}.ppo_max_token_len_per_gpu={args.micro_batch_tokens}", f"distillation.topk={TOPK}",
             *args.overrides,
         ]
     )
-
-
-def random_scores(rng: np.random.Generator, count: int, vocabulary: int) -> TeacherTopK:
-    """Valid scores; ids are consecutive, which costs the loss what any others do."""
-    first = rng.integers(0, vocabulary - TOPK, count)
-    ids = (first[:, None] + np.arange(TOPK)).astype(np.int32)
-    logprobs = np.full((count, TOPK), np.log(0.9 / TOPK), np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
@@ -113,48 +61,70 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
         GenerationRequest(index=i, prompt_ids=rng.integers(0, vocabulary, args.prompt_tokens).astype(np.int32), seed=i)
         for i in range(args.prompts)
     ]
-    rows = []
+    rows, first = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=args.steps, stop_token_ids=[vocabulary - 1])
     ) as group:
         for step in range(args.steps):
             row: dict[str, float] = dict(group.publish(step))
             started = time.perf_counter()
-            last = step == args.steps - 1
-            sampling = SamplingParams(max_tokens=args.new_tokens, logprobs=last)
+            sampling = SamplingParams(max_tokens=args.new_tokens, logprobs=step == 0)
             found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
             row["generate"] = time.perf_counter() - started
-            row |= update(args, group, found, vocabulary, rng, compare=last)
+            batch = train_batch(args, found, vocabulary, rng)
+            if step == 0:
+                first, own = found, group.compute_logprobs(batch)
+            row |= update(args, group, found, batch)
             rows.append(row | group.memory_metrics())
+    exact = reference_logprobs(config.actor_rollout_ref.model.path, first[:REFERENCE_SEQUENCES])
+    rows[-1]["engine and actor"] = mean_difference((s.logprobs, own[s.index]) for s in first)
+    rows[-1]["engine and float32"] = mean_difference((s.logprobs, exact[s.index]) for s in first if s.index in exact)
+    rows[-1]["actor and float32"] = mean_difference((own[index], exact[index]) for index in exact)
     return rows
 
 
-def update(
-    args: argparse.Namespace, group: WorkerGroup, found: list[Sequence], vocabulary: int, rng: np.random.Generator,
-    *, compare: bool,
-) -> dict[str, float]:
-    """One optimizer step on all sequences; with `compare` also the actor's own log-probabilities."""
-    row: dict[str, float] = {}
-    new_tokens = sum(len(s.response_ids) for s in found)
-    batch = [TrainSequence(sequence=s, teacher=random_scores(rng, len(s.response_ids), vocabulary)) for s in found]
+def mean_difference(pairs: Iterable[tuple[np.ndarray | None, np.ndarray]]) -> float:
+    """Mean absolute difference of log-probabilities."""
+    return float(np.mean(np.concatenate([np.abs(one - other) for one, other in pairs if one is not None])))
+
+
+@torch.no_grad()
+def reference_logprobs(path: str, sequences: list[Sequence]) -> dict[int, np.ndarray]:
+    """Of the sampled tokens, with the same weights and float32 throughout."""
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").cuda()
+    found = {}
+    for s in sequences:
+        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids]).astype(np.int64)).cuda()
+        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1]
+        chosen = ids[len(s.prompt_ids) :, None]
+        found[s.index] = logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu().numpy()
+    return found
+
+
+Shares = list[tuple[tuple[TrainSequence, ...], ...]]
+
+
+def train_batch(args: argparse.Namespace, found: list[Sequence], vocabulary: int, rng: np.random.Generator) -> Shares:
+    """Worker -> micro-batches."""
+    scores = [random_scores(rng, len(s.response_ids), vocabulary, TOPK) for s in found]
+    batch = [TrainSequence(sequence=s, teacher=t) for s, t in zip(found, scores, strict=True)]
     plan = plan_micro_batches([s.num_tokens for s in found], args.gpus, args.micro_batch_tokens, None, True)
-    shares = [tuple(tuple(batch[i] for i in members) for members in share) for share in plan]
-    if compare:
-        own = group.compute_logprobs(shares)
-        row["logprob difference"] = float(
-            np.mean(np.concatenate([np.abs(s.logprobs - own[s.index]) for s in found if s.logprobs is not None]))
-        )
+    return [tuple(tuple(batch[i] for i in members) for members in share) for share in plan]
+
+
+def update(args: argparse.Namespace, group: WorkerGroup, found: list[Sequence], shares: Shares) -> dict[str, float]:
+    """One optimizer step on all sequences."""
+    new_tokens = sum(len(s.response_ids) for s in found)
     started = time.perf_counter()
     group.update([[MiniBatch(micro_batches=share, num_tokens=new_tokens)] for share in shares])
-    row["update"] = time.perf_counter() - started
-    return row | {"new tokens": new_tokens, "tokens": sum(s.num_tokens for s in found)}
+    seconds = time.perf_counter() - started
+    return {"update": seconds, "new tokens": new_tokens, "tokens": sum(s.num_tokens for s in found)}
 
 
 def report(args: argparse.Namespace, rows: list[dict[str, float]]) -> str:
     """The figures as a Markdown table: medians of the counted steps, memory as their maximum."""
     counted = rows[WARMUP_STEPS:]
     figure = {name: statistics.median(row[name] for row in counted) for name in counted[0]}
-    copy_gb = 4 * sum(p.numel() for p in empty_model(args.shape).parameters()) / args.gpus / 1e9
     lines = [
         f"{torch.cuda.get_device_name(0)} x {args.gpus}, torch {torch.__version__}, {args.shape}, tensor parallel "
         f"{args.tensor_parallel}, {args.prompts} prompts of {args.prompt_tokens} tokens, {args.new_tokens} new tokens",
@@ -164,15 +134,16 @@ def report(args: argparse.Namespace, rows: list[dict[str, float]]) -> str:
         f"| switch rollout -> update -> rollout, all of it | {figure['offload'] + figure['publish']:.3f} s |",
         f"| publish | {figure['publish'] * 1000:.0f} ms |",
     ]
-    for move in sorted(name for name in figure if name.startswith(("acquire", "release"))):
-        scale = {"actor_params": 1, "optimizer_state": 2}.get(move.split()[1])
-        rate = f" ({scale * copy_gb / figure[move]:.1f} GB/s)" if scale and figure[move] > 1e-3 else ""
-        lines.append(f"| {move} | {figure[move] * 1000:.0f} ms{rate} |")
+    moves = sorted(name for name in figure if name.startswith(("acquire", "release", "trim")))
+    lines += [f"| of it, {move} | {figure[move] * 1000:.0f} ms |" for move in moves]
+    copies = sorted(name for name in figure if name.startswith("perf/copy/"))
+    lines += [f"| {name.removeprefix('perf/')} | {figure[name]:.1f} GB/s |" for name in copies]
     lines += [
         f"| generate | {figure['generate']:.2f} s, {figure['new tokens'] / figure['generate']:.0f} new tokens/s |",
         f"| update | {figure['update']:.2f} s, {figure['tokens'] / figure['update']:.0f} tokens/s |",
-        f"| mean difference of log-probabilities, engine and actor | {rows[-1]['logprob difference']:.4f} |",
     ]
+    for pair in ("engine and actor", "engine and float32", "actor and float32"):
+        lines.append(f"| mean difference of log-probabilities, {pair} | {rows[-1][pair]:.4f} |")
     memory = {name: max(row.get(name, 0.0) for row in counted) for name in sorted(rows[-1]) if name.endswith("_gb")}
     lines += [f"| {name} | {value:.2f} GiB |" for name, value in memory.items()]
     return "\n".join(lines)
@@ -189,7 +160,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6, help="0: computed from what is free")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no-offload", action="store_true", help="leave everything on the GPU")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: starts a minute faster")

@@ -1,0 +1,181 @@
+"""What the fused head and its loss cost, beside the matrix products they are made of and beside other ways.
+
+    python benchmarks/head.py
+    python benchmarks/head.py --tokens 2048 --hidden-sizes 2048
+
+Forward and backward from bf16 hidden states and the output embedding to their gradients, for a forward KL to a
+teacher's top k. Ours reports entropy, masses and top-k overlap, as in training; the others compute the loss alone,
+without tail. All contestants take turns within every repetition, each with a few calls in a row, as the card slows
+down under load; medians. Peak memory is beyond inputs and gradients, and beyond the float32 weight gradient for the
+one that has it. The contestants:
+
+    bare       H W^T, dZ W and dZ^T H, nothing else
+    head_loss  this package
+    autograd   all logits kept; F.log_softmax in float32, gather
+    verl       the formula of its trainer: the same, with the student's own top k for its overlap metric and clamped
+               log-probabilities
+    liger      the algorithm of its chunked losses, not its package: chunks of 1024 rows, float32 logits, gradients in
+               the forward, compiled loss, weight gradient added up in bf16; on the same cuBLAS products
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid_gkd.losses.divergence import forward_kl, support_mass
+from hybrid_gkd.losses.head import head_loss
+
+GIB = 2**30
+VERL_LOG_PROB_MIN = -10.0
+LIGER_CHUNK_ROWS = 1024
+
+
+def make_inputs(num_rows: int, hidden_size: int, args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight (logits of standard deviation 2), distinct teacher ids, teacher log-probabilities of mass 0.9."""
+    gen = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        values = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=gen)
+        return values.requires_grad_()
+
+    hidden = normal(num_rows, hidden_size, std=1.0)
+    weight = normal(args.vocabulary, hidden_size, std=2 / hidden_size**0.5)
+    first = torch.randint(args.vocabulary, (num_rows, 1), generator=gen, device="cuda")
+    ids = (first + 997 * torch.arange(args.topk, device="cuda")) % args.vocabulary
+    teacher = torch.randn(num_rows, args.topk, generator=gen, device="cuda").log_softmax(1) - 0.105
+    return hidden, weight, ids, teacher
+
+
+def three_products(hidden: Tensor, weight: Tensor, _ids: Tensor, _teacher: Tensor) -> None:
+    """The lower bound, on random data throughout: products of zeros are faster."""
+    with torch.no_grad():
+        logits = hidden @ weight.T
+        hidden.grad = logits @ weight
+        weight.grad = logits.T @ hidden
+
+
+def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+    """The training path of a distillation loss."""
+
+    def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = forward_kl(teacher[rows], logprobs, tail="bucket")
+        masses = {"student": support_mass(logprobs.detach()), "teacher": support_mass(teacher[rows])}
+        return loss, {"kl": loss.detach(), **masses}
+
+    loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=ids.shape[1])
+    loss.backward()
+    return loss.detach()
+
+
+def autograd(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> None:
+    """All logits, one float32 log-softmax."""
+    logprobs = F.log_softmax((hidden @ weight.T).float(), -1).gather(1, ids)
+    (teacher.exp() * (teacher - logprobs)).sum().backward()
+
+
+def verl(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> None:
+    """forward_kl_topk on full logits."""
+    logprobs = F.log_softmax((hidden @ weight.T).float(), -1)
+    with torch.no_grad():
+        student_ids = logprobs.topk(ids.shape[1], -1).indices
+        (student_ids.unsqueeze(2) == ids.unsqueeze(1)).any(2).float().mean()
+    chosen = logprobs.gather(1, ids).clamp(min=VERL_LOG_PROB_MIN)
+    teacher = teacher.clamp(min=VERL_LOG_PROB_MIN)
+    (teacher.exp() * (teacher - chosen)).sum().backward()
+
+
+def _chunk_loss(logits: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+    logprobs = F.log_softmax(logits.float(), -1).gather(1, ids)
+    return (teacher.exp() * (teacher - logprobs)).sum()
+
+
+def _gradient_and_loss(logits: Tensor, ids: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    gradient, loss = torch.func.grad_and_value(_chunk_loss)(logits, ids, teacher)
+    return gradient, loss
+
+
+compiled_gradient_and_loss = torch.compile(_gradient_and_loss)
+
+
+def liger(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> None:
+    """Chunk by chunk, gradients in the forward."""
+    with torch.no_grad():
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(hidden), LIGER_CHUNK_ROWS):
+            rows = slice(start, start + LIGER_CHUNK_ROWS)
+            dz, _ = compiled_gradient_and_loss(hidden[rows] @ weight.T, ids[rows], teacher[rows])
+            grad_hidden[rows] = dz @ weight
+            grad_weight += dz.T @ hidden[rows]
+        hidden.grad, weight.grad = grad_hidden, grad_weight
+
+
+CONTESTANTS: dict[str, Callable[..., object]] = {
+    "bare": three_products, "head_loss": ours, "autograd": autograd, "verl": verl, "liger": liger,
+}  # fmt: skip
+
+
+def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Milliseconds and peak GiB of every contestant."""
+    inputs = make_inputs(num_rows, hidden_size, args)
+    hidden, weight = inputs[:2]
+    gradients = sum(t.numel() * t.element_size() for t in (hidden, weight))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    peaks: dict[str, float] = {}
+    for repeat in range(args.warmup + args.repeats):
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            hidden.grad = weight.grad = None
+            if repeat == args.warmup - 1:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(args.burst):
+                hidden.grad = weight.grad = None
+                CONTESTANTS[name](*inputs)
+            end.record()
+            end.synchronize()
+            if repeat == args.warmup - 1:
+                expected = gradients + (4 * weight.numel() if name == "head_loss" else 0)
+                peaks[name] = (torch.cuda.max_memory_allocated() - before - expected) / GIB
+            elif repeat >= args.warmup:
+                times[name].append(start.elapsed_time(end) / args.burst)
+    return {name: {"ms": statistics.median(times[name]), "gib": peaks[name]} for name in names}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--long", type=int, default=32768, help="rows of a second table, of head_loss alone")
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--topk", type=int, default=64)
+    parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[896, 1536, 2048, 4096])
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--burst", type=int, default=3)
+    args = parser.parse_args()
+    lines = [
+        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, V = {args.vocabulary}, K = {args.topk}, bf16; "
+        "milliseconds, (times the bare products), peak GiB beyond inputs and gradients",
+    ]
+    for num_rows, names in ((args.tokens, args.contestants), (args.long, ["bare", "head_loss"])):
+        lines += ["", f"| T = {num_rows}, d | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        for hidden_size in args.hidden_sizes:
+            figures = measure(num_rows, hidden_size, names, args)
+            bare = figures["bare"]["ms"]
+            cells = [f"{f['ms']:.1f} ({f['ms'] / bare:.2f}) {f['gib']:.2f}" for f in figures.values()]
+            lines.append(f"| {hidden_size} | " + " | ".join(cells) + " |")
+            torch.cuda.empty_cache()
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Draw steps of runs on one time axis, from their trace.json: docs/timeline.svg.
+
+    python -m hybrid_gkd --config-name demo trainer.default_local_dir=outputs/timeline ...
+    python benchmarks/timeline.py outputs/timeline/hybrid_gkd/demo --steps 3 --out docs/timeline.svg
+
+Several run folders are drawn below each other, each from the beginning of one of its steps. A step begins when the
+trainer's span `gen` does; the steps drawn are the last but one and those before it, where everything is warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hybrid_gkd.trace import read_trace  # noqa: E402 (the package may not be installed)
+
+COLORS = {  # Okabe and Ito
+    "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",
+    "sync_rollout_weights": "#009e73", "request": "#cc79a7",
+}
+WIDTH, LEFT, ROW, LANE = 900, 90, 22, 14
+
+
+def steps_of(events: list[dict[str, Any]], count: int) -> tuple[list[dict[str, Any]], float, float]:
+    """The spans of `count` whole steps, with the time at which they begin and end, in microseconds."""
+    starts = [e["ts"] for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "gen"]
+    if len(starts) < count + 2:
+        raise SystemExit(f"error: {count} steps can be drawn of a run of at least {count + 2}; this has {len(starts)}")
+    begin, end = sorted(starts)[-count - 2], sorted(starts)[-2]
+    drawn = [
+        e for e in events
+        if e["ph"] == "X" and e["name"] in COLORS and e["ts"] < end and e["ts"] + e["dur"] > begin
+    ]
+    return drawn, begin, end
+
+
+def draw_run(folder: Path, count: int, top: int, scale: float) -> tuple[list[str], int]:
+    """SVG of one run from `top` on, and where it ends. `scale`: pixels per microsecond."""
+    events = read_trace(folder / "trace.json")
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    drawn, begin, end = steps_of(events, count)
+    parts = [f'<text x="8" y="{top + 12}" font-weight="bold">{folder.name}</text>']
+    y = top + 20
+    for pid in sorted({e["pid"] for e in drawn}):
+        lanes = sorted({e["tid"] for e in drawn if e["pid"] == pid})
+        parts.append(f'<text x="8" y="{y + 11}">{names[pid]}</text>')
+        for e in (e for e in drawn if e["pid"] == pid):
+            left, right = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
+            parts.append(
+                f'<rect x="{LEFT + scale * (left - begin):.1f}" y="{y + LANE * lanes.index(e["tid"])}" '
+                f'width="{max(0.5, scale * (right - left)):.1f}" height="{LANE - 2}" fill="{COLORS[e["name"]]}"/>'
+            )
+        y += LANE * len(lanes) + ROW - LANE
+    return parts, y + 8
+
+
+def draw(folders: list[Path], count: int) -> str:
+    """SVG of all runs at the scale of the longest, with an axis in milliseconds and the colours' names."""
+    lengths = [end - begin for _, begin, end in (steps_of(read_trace(f / "trace.json"), count) for f in folders)]
+    scale = (WIDTH - LEFT - 20) / max(lengths)
+    parts, y = list[str](), 4
+    for folder in folders:
+        drawn, y = draw_run(folder, count, y, scale)
+        parts += drawn
+    tick = next(t for t in (10.0**p * f for p in range(1, 12) for f in (1, 2, 5)) if max(lengths) / t <= 10)
+    for n in range(int(max(lengths) / tick) + 1):
+        x = LEFT + scale * n * tick
+        parts.append(f'<path d="M{x:.1f} {y}v5" stroke="black"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 18}" text-anchor="middle">{n * tick / 1000:g}</text>')
+    parts.append(f'<text x="{LEFT - 12}" y="{y + 18}" text-anchor="end">ms</text>')
+    x = LEFT
+    used = [name for name in COLORS if any(COLORS[name] in part for part in parts)]
+    for name in used:
+        parts.append(f'<rect x="{x}" y="{y + 30}" width="12" height="12" fill="{COLORS[name]}"/>')
+        parts.append(f'<text x="{x + 16}" y="{y + 40}">{name}</text>')
+        x += 34 + 7 * len(name)
+    height, body = y + 52, "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
+        f'font-size="12">\n<rect width="{WIDTH}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
+    )
+
+
+def main() -> None:
+    """Draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--steps", type=int, default=3, help="steps to draw (%(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "timeline.svg", help="(%(default)s)")
+    args = parser.parse_args()
+    args.out.write_text(draw(args.folders, args.steps))
+
+
+if __name__ == "__main__":
+    main()
