@@ -19,6 +19,7 @@ import logging
 import math
 import netrc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -386,8 +387,13 @@ class Wandb:
                 self._run.log(self._take_samples())
             self._run.finish(exit_code=1 if failed else 0)
         finally:
-            # Ends the process that wandb started beside ours.
-            self._wandb.teardown(exit_code=1 if failed else 0)
+            # Ends the process that wandb started beside ours. wandb exits with that one's code, which is not this run's
+            # where a signal has ended both.
+            try:
+                self._wandb.teardown(exit_code=1 if failed else 0)
+            except SystemExit as error:
+                if error.code == 128 + signal.SIGTERM:  # this process's own handler, at this very moment
+                    raise
 
     def _take_samples(self) -> dict[str, Any]:
         rows, self._samples = self._samples, []

@@ -3,9 +3,11 @@ import json
 import logging
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -309,6 +311,19 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["actor/kl_loss"] == 0.4
     assert f"wandb sync {second}" in capsys.readouterr().err
+
+
+def test_wandb_ended_by_a_signal_does_not_choose_the_exit_code_of_the_run(no_wandb_login, tmp_path):
+    pytest.importorskip("wandb")
+    tracker = make(tmp_path, ["wandb"])
+    tracker._trackers["wandb"]._run.finish()
+    (pid,) = wandb_processes()
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()  # while close() waits for that process
+    tracker.close()
+    killer.join()
+    assert wandb_processes() == []
 
 
 def test_wandb_that_cannot_start_is_a_config_error(no_wandb_login, monkeypatch, tmp_path):
