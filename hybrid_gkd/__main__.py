@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -39,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted; everything that this run had started is stopped", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except SystemExit as ended:  # of `terminate`
+        return int(ended.code or 0)
     return 0
 
 
@@ -104,4 +107,11 @@ def terminate(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code > 128:
+        # A signal has ended the run, and Ray's processes perhaps with it. All that was to be stopped is stopped; what
+        # libraries still do at the interpreter's end, and find gone, must not change the exit code.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

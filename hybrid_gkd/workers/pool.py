@@ -1,0 +1,255 @@
+"""Workers of one kind on Ray: placement, remote calls, deadlines.
+
+A call goes to every worker and is waited for, never longer than `actor_rollout_ref.nccl_timeout`. The first worker
+that fails ends the wait at once: its peers may sit in a collective that can no longer complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybrid_gkd.clock import Span, Spans
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.workers.worker import Placement, Role, Worker
+
+PLACEMENT_SECONDS = 30
+"""How long the cluster may take to find room for the workers."""
+CAUSE_SECONDS = 3.0
+"""After a failure, how long its peers are listened to: one that died, or says nothing, may be its cause."""
+SPANS_SECONDS = 2.0
+"""How long a report waits for spans that the workers were asked for when they had nothing else to do."""
+
+
+class WorkerDiedError(WorkerError):
+    """The process of a worker has ended."""
+
+
+class Pool:
+    """`size` workers of one role, one GPU each. Call `place` first and `close` last.
+
+    Args:
+        config: the whole configuration.
+        role: what the workers do; also their name in messages.
+        size: number of workers.
+        log_folder: for the workers' log files.
+    """
+
+    def __init__(self, config: Config, *, role: Role, size: int, log_folder: Path):
+        self.config = config
+        self.role = role
+        self.size = size
+        self.timeout = config.actor_rollout_ref.nccl_timeout
+        self.log_files = [log_folder / f"{role.split()[0]}_{rank}.log" for rank in range(size)]
+        self.workers: list[Any] = []
+        self.placements: list[Placement] = []
+        """By rank; memory as it was free before anything was loaded."""
+        self._group: Any = None
+        self._last_news = time.monotonic()
+        self._spans: dict[Any, int] = {}
+        """Calls that will bring spans -> rank."""
+        self._spans_until = [-math.inf] * size
+        self._clock_shifts: list[float] = []
+
+    def place(self, device: str) -> None:
+        """Start the workers' processes where there is room. Raises WorkerError if there is none in time."""
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+        self._group = placement_group([bundle] * self.size, strategy="PACK")
+        if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
+            section = "rollout" if self.role == "rollout worker" else "trainer"
+            raise WorkerError(
+                f"{section}.n_gpus_per_node, {section}.nnodes: {self.size} {self.role}s need {bundle} each; the Ray "
+                f"cluster had no room for them within {PLACEMENT_SECONDS} s, free are {ray.available_resources()}"
+            )
+        for rank in range(self.size):
+            options = {
+                "num_cpus": bundle["CPU"],
+                "num_gpus": bundle.get("GPU", 0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank),
+            }
+            remote = ray.remote(Worker).options(**options)
+            log_file = str(self.log_files[rank])
+            arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "log_file": log_file}
+            self.workers.append(remote.remote(self.config, **arguments))
+
+    def locate(self) -> None:
+        """Ask where the workers are. Raises WorkerError if one could not start."""
+        self.placements = self.call("placement")
+        self._clock_shifts = [place.clock_shift() for place in self.placements]
+
+    def rendezvous(self, timeout: float | None = None) -> tuple[str, int]:
+        """Host and a free port of the first worker."""
+        address: tuple[str, int] = self.wait("address", [self.workers[0].address.remote()], timeout)[0]
+        return address
+
+    def all_reduce(self, timeout: float) -> None:
+        """Check that the workers reach each other. Raises WorkerError that names who did not answer.
+
+        Args:
+            timeout: seconds for the collective; a worker that says nothing for twice as long is taken for hung.
+        """
+        address = self.rendezvous(timeout)
+        refs = [worker.all_reduce.remote(address, timeout=timeout) for worker in self.workers]
+        # Those that run say that they waited in vain. Who then is silent is what they waited for.
+        ready, silent = ray.wait(refs, num_returns=len(refs), timeout=2 * timeout)
+        if silent:
+            raise self.timeout_error("all_reduce", [refs.index(ref) for ref in silent], 2 * timeout)
+        self.wait("all_reduce", ready)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on every worker; the results by rank. Raises WorkerError."""
+        return self.wait(method, self.start(method, *args, **kwargs))
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on every worker without waiting."""
+        return [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
+
+    def wait(self, method: str, refs: list[Any], timeout: float | None = None) -> list[Any]:
+        """Results of all ranks in order; the first failure is raised without waiting for the others."""
+        found = gather(method, {ref: (self, rank) for rank, ref in enumerate(refs)}, timeout)
+        return [found[ref] for ref in refs]
+
+    def get(self, method: str, ref: Any, rank: int) -> Any:
+        """The result of a call that has ended. Raises what the worker raised, with its place; or WorkerError."""
+        self._last_news = time.monotonic()
+        try:
+            return ray.get(ref, timeout=self.timeout)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, HybridGKDError):
+                cause.args = (f"{cause} ({self._where(rank)})",)
+                raise cause from error
+            raise WorkerError(
+                f"{self.role} {rank} failed in {method}: {type(cause).__name__}: {cause} ({self._where(rank)})"
+            ) from error
+        except GetTimeoutError as error:
+            raise self.timeout_error(method, [rank]) from error
+        except RayError as error:
+            lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+            reason = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+            raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
+
+    def answers(self) -> bool:
+        """Whether all workers still live and have ended what they were doing, so that a new call is of use.
+
+        Waits until a worker without news would be taken for hung; returns at once where one has died.
+        """
+        waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
+        deadline = self._last_news + self.timeout + CAUSE_SECONDS
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return False
+            try:
+                self.get("placement", ready[0], waiting.pop(ready[0]))
+            except WorkerError:
+                return False
+        return True
+
+    def ask_for_spans(self) -> None:
+        """Have the workers hand over their spans, behind what they are doing."""
+        self._spans |= {ref: rank for rank, ref in enumerate(self.start("take_spans"))}
+
+    def take_spans(self) -> Spans:
+        """What the workers did until they were last asked for it, on this process's clock.
+
+        A worker that does not answer within SPANS_SECONDS hands its spans over in a later call.
+        """
+        ready: list[Any] = []
+        if self._spans:
+            ready, _ = ray.wait(list(self._spans), num_returns=len(self._spans), timeout=SPANS_SECONDS)
+        found: list[Span] = []
+        for ref in ready:
+            rank = self._spans.pop(ref)
+            part: Spans = self.get("take_spans", ref, rank)
+            shift = self._clock_shifts[rank]
+            self._spans_until[rank] = max(self._spans_until[rank], part.until + shift)
+            found += [dataclasses.replace(s, start=s.start + shift, end=s.end + shift) for s in part.spans]
+        return Spans(found, min(self._spans_until))
+
+    def close(self) -> None:
+        """Stop the workers."""
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
+        self.workers = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def timeout_error(self, method: str, ranks: list[int], timeout: float | None = None) -> WorkerError:
+        """That these workers did not answer in time, with their places."""
+        key = " (actor_rollout_ref.nccl_timeout)" if timeout is None else ""
+        return WorkerError(
+            f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
+            f"{timeout or self.timeout:.0f} s{key}: {self.places(ranks)}"
+        )
+
+    def places(self, ranks: list[int]) -> str:
+        """These workers with GPU and log file."""
+        return "; ".join(f"{self.role} {rank} ({self._where(rank)})" for rank in ranks)
+
+    def _where(self, rank: int) -> str:
+        """GPU and log file of a worker."""
+        place = f"{self.placements[rank].name}, " if self.placements else ""
+        return f"{place}log: {self.log_files[rank]}"
+
+
+def gather(
+    method: str, calls: Mapping[Any, tuple[Pool, int]], timeout: float | None = None,
+    on_answer: Callable[[Any], None] = lambda ref: None,
+) -> dict[Any, Any]:
+    """Results of calls to workers of one or several pools; the first failure is raised without waiting for the others.
+
+    Args:
+        method: what was called, for messages.
+        calls: call -> pool and rank that it went to.
+        timeout: seconds for all of them together; None is the pools' own.
+        on_answer: called with each call that has ended well.
+
+    Raises:
+        WorkerError: a worker died, failed or did not answer in time; what a worker raised of HybridGKDError.
+    """
+    waiting, results = dict(calls), dict[Any, Any]()
+    some_pool = next(iter(calls.values()))[0]
+    deadline = time.monotonic() + (timeout or some_pool.timeout)
+    while waiting:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            pool = next(iter(waiting.values()))[0]
+            raise pool.timeout_error(method, sorted(rank for p, rank in waiting.values() if p is pool), timeout)
+        pool, rank = waiting.pop(ready[0])
+        try:
+            results[ready[0]] = pool.get(method, ready[0], rank)
+        except WorkerError as error:
+            raise _cause(method, error, waiting) from error
+        on_answer(ready[0])
+    return results
+
+
+def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]]) -> WorkerError:
+    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live."""
+    if isinstance(error, WorkerDiedError) or not waiting:
+        return error
+    ready, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=CAUSE_SECONDS)
+    for ref in ready:
+        pool, rank = waiting[ref]
+        try:
+            pool.get(method, ref, rank)
+        except WorkerDiedError as died:
+            return died
+        except HybridGKDError:
+            continue
+    if not silent:
+        return error
+    where = "; ".join(sorted(pool.places([rank]) for pool, rank in map(waiting.__getitem__, silent)))
+    return WorkerError(f"{error}; no answer from {where}")
