@@ -28,7 +28,7 @@ class Span:
     """What one participant did from `start` to `end`."""
 
     row: str
-    """"trainer", "teacher" or "worker <rank>"."""
+    """"trainer", "teacher", or a worker by role and rank, e.g. "rollout worker 0"."""
     name: str
     start: float
     end: float
@@ -175,7 +175,7 @@ def busy(spans: Iterable[Span]) -> list[Interval]:
     """When at least one worker was generating or updating and not waiting within it (spans `wait_*`)."""
     rows: dict[str, tuple[list[Interval], list[Interval]]] = {}
     for span in spans:
-        if span.row.startswith("worker"):
+        if span.row not in ("trainer", "teacher"):
             work, waits = rows.setdefault(span.row, ([], []))
             if span.name in BUSY:
                 work.append((span.start, span.end))

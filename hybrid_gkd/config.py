@@ -99,7 +99,8 @@ class FSDPConfig:
     """How the student is sharded and where it waits while it is not its turn (FSDP2)."""
 
     param_offload: bool = False
-    """Keep parameters on the host while the rollout engine has the GPU (no effect on the CPU)."""
+    """Keep parameters on the host while the rollout engine has the GPU (no effect on the CPU, nor in a pool without
+    the engine)."""
     optimizer_offload: bool = False
     """Keep optimizer state on the host outside of the optimizer step (no effect on the CPU)."""
     reshard_after_forward: bool = True
@@ -262,6 +263,9 @@ class TeacherConfig:
 class ActorRolloutRefConfig:
     """Student, rollout engine and teacher."""
 
+    hybrid_engine: bool = True
+    """Student and rollout engine take turns on the same GPUs; false gives the engine a pool of its own (section
+    rollout), where it generates while the student is updated (trainer.scheduler one_step_off or two_step_off)."""
     nccl_timeout: float = 600.0
     """Seconds that any collective, and any call to a worker, may take before the run ends with an error."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -381,6 +385,16 @@ class TrainerConfig:
 
 
 @dataclass
+class RolloutPoolConfig:
+    """The rollout engine's own pool of workers, with actor_rollout_ref.hybrid_engine=false."""
+
+    nnodes: int = 1
+    """Machines of the pool."""
+    n_gpus_per_node: int | None = None
+    """Workers per machine, one GPU each (on the CPU: worker processes), beside those of trainer.n_gpus_per_node."""
+
+
+@dataclass
 class RayInitConfig:
     """Connection to Ray."""
 
@@ -400,12 +414,23 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
+        """Number of workers that train."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def rollout_world_size(self) -> int:
+        """Number of workers that generate: the same ones with a hybrid engine."""
+        return self.rollout.nnodes * (self.rollout.n_gpus_per_node or 0) or self.world_size
+
+    @property
+    def workers_per_node(self) -> int:
+        """Workers on one machine, all pools together."""
+        return self.trainer.n_gpus_per_node + (self.rollout.n_gpus_per_node or 0)
 
     @property
     def shard_size(self) -> int:
@@ -567,12 +592,7 @@ def check_config(config: Config) -> None:
             f"must be at least data.max_prompt_length + data.max_response_length ({config.max_sequence_length})",
             arr.rollout.max_model_len,
         )
-    if config.world_size % arr.rollout.tensor_model_parallel_size:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            f"must divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
-            arr.rollout.tensor_model_parallel_size,
-        )
+    _check_pools(config)
     fsdp_size = arr.actor.fsdp_config.fsdp_size
     if fsdp_size != -1 and (fsdp_size < 1 or config.world_size % fsdp_size):
         raise ConfigError(
@@ -598,6 +618,22 @@ def check_config(config: Config) -> None:
         _check_distillation(config)
     else:
         _check_ppo(config)
+
+
+def _check_pools(config: Config) -> None:
+    arr, own = config.actor_rollout_ref, config.rollout.n_gpus_per_node
+    if arr.hybrid_engine and own is not None:
+        raise ConfigError("rollout.n_gpus_per_node", "goes together with actor_rollout_ref.hybrid_engine=false", own)
+    if not arr.hybrid_engine and own is None:
+        raise ConfigError("rollout.n_gpus_per_node", "must be given with actor_rollout_ref.hybrid_engine=false", None)
+    if config.rollout_world_size % arr.rollout.tensor_model_parallel_size:
+        section = "trainer" if own is None else "rollout"
+        raise ConfigError(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "must divide the number of workers "
+            f"({section}.nnodes * {section}.n_gpus_per_node = {config.rollout_world_size})",
+            arr.rollout.tensor_model_parallel_size,
+        )
 
 
 def _check_importance(config: Config) -> None:
@@ -706,7 +742,8 @@ actor_rollout_ref.teacher.connect_timeout actor_rollout_ref.teacher.start_timeou
 actor_rollout_ref.teacher.request_timeout actor_rollout_ref.teacher.tensor_model_parallel_size
 actor_rollout_ref.teacher.max_model_len distillation.topk distillation.temperature
 distillation.distillation_loss_coef distillation.loss_max_clamp trainer.total_epochs trainer.total_training_steps
-trainer.nnodes trainer.n_gpus_per_node trainer.max_actor_ckpt_to_keep ray_init.num_cpus
+trainer.nnodes trainer.n_gpus_per_node trainer.max_actor_ckpt_to_keep rollout.nnodes rollout.n_gpus_per_node
+ray_init.num_cpus
 """.split()
 _NOT_NEGATIVE = """
 actor_rollout_ref.actor.optim.weight_decay actor_rollout_ref.actor.optim.lr_warmup_steps

@@ -130,7 +130,7 @@ def place(config: Config, device: str, stack: contextlib.ExitStack) -> WorkerGro
 
 def describe(group: WorkerGroup) -> str:
     """Which worker has which GPU."""
-    return _indented("\n".join(f"worker {rank}: {place}" for rank, place in enumerate(group.placements)))
+    return _indented("\n".join(f"{place.worker}: {place}" for place in group.placements))
 
 
 def all_reduce(group: WorkerGroup | None, timeout: float = ALL_REDUCE_SECONDS) -> str:
@@ -138,7 +138,7 @@ def all_reduce(group: WorkerGroup | None, timeout: float = ALL_REDUCE_SECONDS) -
     if group is None:
         raise WorkerError(NO_WORKERS)
     group.all_reduce(timeout)
-    return f"{group.size} worker(s) of the pool reach each other"
+    return "; ".join(f"{pool.size} {pool.role}(s) reach each other" for pool in group.pools)
 
 
 def free_memory(config: Config, group: WorkerGroup | None) -> str:

@@ -62,10 +62,14 @@ METRICS: dict[str, Metric] = {
     # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
     # They may overlap, so they need not add up to timing/step.
     "timing/step": Metric(
-        "seconds", "Generation, waiting for the teacher, update and publish; without validation and checkpoint"
+        "seconds", "Generation (beside the update: waiting for it), waiting for the teacher, update and publish; "
+        "without validation and checkpoint"
     ),
     "timing/gen": Metric(
         "seconds", "Drawing responses: of this batch, or with trainer.scheduler other than sync of one or two later"
+    ),
+    "timing/wait_prev_gen": Metric(
+        "seconds", "Waiting for responses with nothing else to do (the rollout engine in a pool of its own)"
     ),
     "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
     "timing/get_teacher_knowledge": Metric(

@@ -27,6 +27,9 @@ LARGEST_SHARE = 0.92
 """vLLM's own default for a card of its own."""
 
 
+ENGINE_TENANTS = ("engine_weights", "kv_cache")
+
+
 @dataclass(frozen=True)
 class Size:
     """Parameters of a model."""
@@ -75,6 +78,7 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
         total_bytes: memory of one GPU; None leaves out what is given as a share of it.
     """
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
+    hybrid = arr.hybrid_engine
     master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * size.parameters / config.shard_size
     engine_weights = size.parameters * (2 if device == "cuda" else 4) / arr.rollout.tensor_model_parallel_size
     tenants: dict[str, float] = {
@@ -84,19 +88,21 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
         share = _share_of_engine(config, size, total_bytes)
         tenants["kv_cache"] = max(0.0, share * total_bytes - engine_weights)
     moves = {
-        "actor_params": fsdp.param_offload, "optimizer_state": fsdp.optimizer_offload,
+        "actor_params": fsdp.param_offload and hybrid, "optimizer_state": fsdp.optimizer_offload,
         "engine_weights": arr.rollout.free_cache_engine, "kv_cache": arr.rollout.free_cache_engine,
     }
     phases: dict[str, dict[str, float]] = {}
     for phase, wanted in RESIDENCY.items():
         present = {t: b for t, b in tenants.items() if t in wanted or device == "cpu" or not moves[t]}
+        if not hybrid:  # each phase has its own GPUs
+            present = {t: b for t, b in present.items() if (t in ENGINE_TENANTS) == (phase == "rollout")}
         if phase in ("update", "optimizer_step"):
             present["gradients"] = master
         if phase == "update" and device == "cuda":
             sequences = config.data.train_batch_size * arr.rollout.n / config.world_size
             tokens = min(arr.actor.ppo_max_token_len_per_gpu, sequences * config.max_sequence_length)
             present["activations"] = tokens * size.activation_bytes_per_token
-        if device == "cuda" and "engine_weights" not in present:
+        if hybrid and device == "cuda" and "engine_weights" not in present:
             present["sleeping engine"] = SLEEPING_ENGINE_BYTES
         if total_bytes is not None and teacher_shares_gpu(config):
             present["teacher"] = teacher_share(config, total_bytes=total_bytes) * total_bytes
@@ -107,8 +113,9 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
 def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: int) -> float:
     """`rollout.gpu_memory_utilization` where the configuration leaves it open.
 
-    What is free on the card, less what of the actor stays on it in the rollout phase. An engine that stays itself
-    (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is for activations.
+    What is free on the card, less what of the actor stays on it in the rollout phase: nothing in a pool of its own. An
+    engine that stays beside it (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is
+    for activations.
 
     Args:
         config: the whole configuration.
@@ -122,9 +129,9 @@ def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: i
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
     master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * size.parameters / config.shard_size
     room: float = free_bytes - BESIDE_ENGINE_BYTES
-    if arr.rollout.free_cache_engine:
+    if arr.hybrid_engine and arr.rollout.free_cache_engine:
         room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
-    else:
+    elif arr.hybrid_engine:
         room = (room - 4 * master) / 2  # parameters, gradients, both moments
     share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100)
     _check_engine_fits(config, size, share, total_bytes)
@@ -200,15 +207,16 @@ def check_free_memory(
     """
     computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
     ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if teacher_loaded else set())
-    for rank, place in enumerate(placements):
+    for place in placements:
         if place.gpu is None:
             continue
         for phase, tenants in phase_bytes(config, size, device="cuda", total_bytes=place.total_bytes).items():
             needed = sum(value for name, value in tenants.items() if name not in ignored)
-            if needed > place.free_bytes:
+            of_its_role = place.role == "worker" or (place.role == "rollout worker") == (phase == "rollout")
+            if of_its_role and needed > place.free_bytes:
                 raise ConfigError(
                     "trainer.n_gpus_per_node",
-                    f"worker {rank} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
+                    f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
                     "perhaps a teacher, holds what is not free: stop it, or leave this GPU out of CUDA_VISIBLE_DEVICES",
                     show_value=False,
                 )
@@ -227,7 +235,7 @@ def teacher_shares_gpu(config: Config) -> bool:
 
     teacher = config.actor_rollout_ref.teacher
     local = config.distillation.enabled and teacher.server_ip is None and teacher.device != "cpu"
-    return local and torch.cuda.device_count() < config.trainer.n_gpus_per_node + teacher.tensor_model_parallel_size
+    return local and torch.cuda.device_count() < config.workers_per_node + teacher.tensor_model_parallel_size
 
 
 def plan(config: Config, *, device: str, engine: str) -> str:
@@ -235,8 +243,11 @@ def plan(config: Config, *, device: str, engine: str) -> str:
     import torch
 
     arr = config.actor_rollout_ref
+    pools = f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))"
+    if not arr.hybrid_engine:
+        pools += f" that train, {config.rollout_world_size} ({config.rollout.nnodes} node(s)) that generate"
     lines = [
-        f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))",
+        pools,
         f"rollout engine: {engine}, tensor parallel {arr.rollout.tensor_model_parallel_size}",
         f"batch: {config.data.train_batch_size} prompts x {arr.rollout.n} responses, up to "
         f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens, "

@@ -177,9 +177,11 @@ def resolve_device(config: Config) -> str:
     device = config.trainer.device
     if device == "auto":
         device = "cuda" if available else "cpu"
-    workers = config.trainer.n_gpus_per_node
+    workers = config.workers_per_node
     if device == "cuda" and config.ray_init.address is None and torch.cuda.device_count() < workers:
-        raise ConfigError("trainer.n_gpus_per_node", f"this machine has {torch.cuda.device_count()} GPUs", workers)
+        own_pool = "" if config.actor_rollout_ref.hybrid_engine else ", rollout.n_gpus_per_node"
+        rule = f"this machine has {torch.cuda.device_count()} GPUs"
+        raise ConfigError(f"trainer.n_gpus_per_node{own_pool}", rule, workers)
     return device
 
 
@@ -314,7 +316,7 @@ def _teacher_share(config: Config, device: str) -> float:
 def teacher_gpus(config: Config) -> list[int]:
     """GPUs of a local teacher: those after the workers', or, where there are too few, the workers' own."""
     size = config.actor_rollout_ref.teacher.tensor_model_parallel_size
-    first_free = config.trainer.n_gpus_per_node
+    first_free = config.workers_per_node
     first = first_free if torch.cuda.device_count() >= first_free + size else 0
     return list(range(first, first + size))
 
@@ -352,8 +354,8 @@ def connect(config: Config, inputs: Inputs, endpoints: list[str]) -> TeacherClie
 
 def check_placement(config: Config, placements: list[Placement], *, teacher_loaded: bool) -> None:
     """Say which worker got which GPU. Raises ConfigError if others, or the run's own teacher, hold what it needs."""
-    for rank, place in enumerate(placements):
-        logger.info("worker %d: %s", rank, place)
+    for place in placements:
+        logger.info("%s: %s", place.worker, place)
     refuse_teacher_gpu(config, placements)
     if any(place.gpu for place in placements):
         check_free_memory(config, student_size(config), placements, teacher_loaded=teacher_loaded)
@@ -367,13 +369,13 @@ def refuse_teacher_gpu(config: Config, placements: list[Placement]) -> None:
         return
     host = socket.gethostname()
     ids = {index: f"{host} {torch.cuda.get_device_properties(index).uuid}" for index in teacher_gpus(config)}
-    for rank, place in enumerate(placements):
+    for place in placements:
         for index, gpu in ids.items():
             if place.gpu == gpu:
                 raise ConfigError(
                     "actor_rollout_ref.teacher.server_ip",
-                    f"worker {rank} ({place}) got GPU {index}, on which this run starts its teacher; start the teacher "
-                    "as a service on GPUs that Ray does not manage, and name its address here", None,
+                    f"{place.worker} ({place}) got GPU {index}, on which this run starts its teacher; start the "
+                    "teacher as a service on GPUs that Ray does not manage, and name its address here", None,
                 )
 
 

@@ -27,6 +27,10 @@ MAX_BYTES = 32 * 2**20
 logger = logging.getLogger(__name__)
 
 
+ROLLOUT_ROWS = 10_000
+"""Rows of a pool that only generates come after so many of those that train."""
+
+
 class TraceFile:
     """Writes spans to `path`, from the first one on. Microseconds count from the creation of this object.
 
@@ -100,7 +104,8 @@ class TraceFile:
         """The span as a complete event, the first of a row with the row's name and place."""
         events: list[dict[str, Any]] = []
         fixed = {"trainer": 1, "teacher": 2}
-        pid = fixed[span.row] if span.row in fixed else 3 + int(span.row.removeprefix("worker "))
+        role, _, rank = span.row.rpartition(" ")
+        pid = fixed[span.row] if span.row in fixed else 3 + int(rank) + ROLLOUT_ROWS * (role == "rollout worker")
         if span.row not in self._rows:
             self._rows.add(span.row)
             for name, argument in (("process_name", {"name": span.row}), ("process_sort_index", {"sort_index": pid})):

@@ -9,9 +9,13 @@ Left out: a critic, and a reference model (no KL penalty to the starting point).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +25,7 @@ from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import CheckpointError, TrainingError
+from hybrid_gkd.errors import CheckpointError, HybridGKDError, TrainingError, WorkerError
 from hybrid_gkd.ppo.advantages import group_relative_advantages
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.rewards import Reward
@@ -41,6 +45,12 @@ if TYPE_CHECKING:
 
     from hybrid_gkd.workers.group import WorkerGroup
 
+logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 30.0
+"""The workers' group ends every wait of its own before its deadline; this much later it is taken for stuck."""
+CHECK_SECONDS = 1.0
+"""How often a wait for a rollout looks at its deadline."""
 Plan = list[list[tuple[TrainSequence, ...]]]
 """For each worker its micro-batches."""
 
@@ -94,7 +104,14 @@ class PPOTrainer:
         self.first_metrics: dict[str, float] = {}
         self.last_metrics: dict[str, float] = {}
         self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
-        """Called with the step and sequences to train on in it, as they leave the rollout engine."""
+        """Called with the step and sequences to train on in it, as they leave the rollout engine: from another thread
+        where the engine has a pool of its own."""
+        self._generating: list[Future[Rollout]] = []
+        """What runs beside the update, in the order in which it is generated."""
+        self._last_news = 0.0
+        """When the engine last finished a sequence."""
+        self._weights_are_whole = True
+        """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
         if resume_from is not None:
             self._resume(resume_from)
 
@@ -103,17 +120,21 @@ class PPOTrainer:
         self._publish_weights()
         if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
             self._report(self._validate())
-        for rollout in self._rollouts():
-            metrics = self._update_actor(rollout)
-            self.step = rollout.step
-            self._publish_weights()
-            metrics |= self._rollout_metrics(rollout)
-            if self._due(self.config.trainer.test_freq) and self.val_prompts:
-                metrics |= self._validate()
-            self._report(metrics)
-            # After the report: a run that resumes here finds the rows of all steps before it.
-            if self._due(self.config.trainer.save_freq):
-                self._save()
+        try:
+            for rollout in self._rollouts():
+                metrics = self._update_actor(rollout)
+                self.step, self._weights_are_whole = rollout.step, True
+                self._publish_weights()
+                metrics |= self._rollout_metrics(rollout)
+                if self._due(self.config.trainer.test_freq) and self.val_prompts:
+                    metrics |= self._validate()
+                self._report(metrics)
+                # After the report: a run that resumes here finds the rows of all steps before it.
+                if self._due(self.config.trainer.save_freq):
+                    self._save()
+        except HybridGKDError:
+            self._save_last_state()
+            raise
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
         """Learn from a rollout: rewards, advantages, old log-probabilities, PPO's clipped objective.
@@ -174,11 +195,44 @@ class PPOTrainer:
         Before a step is trained, as many later ones as `trainer.scheduler` says are generated, with the weights that
         there are. A run that resumes generates anew what was ahead: a rollout is a function of its step and weights.
         """
-        ahead: deque[Rollout] = deque()
+        ahead: deque[Rollout | Future[Rollout]] = deque()
         for step in range(self.step + 1, self.total_steps + 1):
             last = min(step + BATCHES_AHEAD[self.config.trainer.scheduler], self.total_steps)
-            ahead += [self._generate(later) for later in range(step + len(ahead), last + 1)]
-            yield ahead.popleft()
+            steps = range(step + len(ahead), last + 1)
+            if self.config.actor_rollout_ref.hybrid_engine:
+                ahead += [self._generate(later) for later in steps]
+            else:
+                ahead += self._generate_beside(steps)
+            rollout = ahead.popleft()
+            yield self._wait_for(rollout) if isinstance(rollout, Future) else rollout
+
+    def _generate_beside(self, steps: range) -> list[Future[Rollout]]:
+        """Generate the rollouts of these steps in a thread, one after the other. The weights must stay meanwhile."""
+        futures: list[Future[Rollout]] = [Future() for _ in steps]
+
+        def work() -> None:
+            for step, future in zip(steps, futures, strict=True):
+                try:
+                    future.set_result(self._generate(step))
+                except BaseException as error:  # for the thread that waits, and the rest cannot be had any more
+                    for failed in futures[steps.index(step) :]:
+                        failed.set_exception(error)
+                    return
+
+        self._generating += futures
+        self._last_news = time.monotonic()
+        # A daemon, as a run that ends must not wait for it: it ends with the workers.
+        threading.Thread(target=work, name="generate", daemon=True).start()
+        return futures
+
+    def _wait_for(self, rollout: Future[Rollout]) -> Rollout:
+        """Raises what the generation raised; WorkerError if it says nothing for longer than it may."""
+        patience = self.config.actor_rollout_ref.nccl_timeout + LATE_SECONDS
+        with self.clock.span("wait_prev_gen"):
+            while not wait([rollout], timeout=CHECK_SECONDS).done:
+                if time.monotonic() > self._last_news + patience:
+                    raise WorkerError(f"generate: no sequence was finished and no error reported in {patience:.0f} s")
+        return rollout.result()
 
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""
@@ -197,6 +251,7 @@ class PPOTrainer:
         sequences: dict[int, Sequence] = {}
         with self.clock.span("gen"):
             for finished in self.group.generate(requests, sampling):
+                self._last_news = time.monotonic()
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished:
                     listener(step, finished)
@@ -216,6 +271,7 @@ class PPOTrainer:
         for mini_batch in mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs:
             for share, part in zip(shares, self._parts(mini_batch, num_tokens), strict=True):
                 share.append(part)
+        self._weights_are_whole = False
         updates = self.group.update(shares)
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         return metrics | {"actor/lr": updates[-1]["actor/lr"]}
@@ -239,6 +295,9 @@ class PPOTrainer:
         return [[tuple(sequences[i] for i in micro_batch) for micro_batch in share] for share in plan]
 
     def _publish_weights(self) -> None:
+        for rollout in self._generating:  # the engine's weights stay until it has finished
+            self._wait_for(rollout)
+        self._generating = []
         with self.clock.span("sync_rollout_weights"):
             seconds = self.group.publish(self.step)
         self.clock.add("offload", seconds["offload"])
@@ -295,7 +354,8 @@ class PPOTrainer:
         responses = np.array([len(s.response_ids) for s in rollout.sequences])
         prompts = np.array([len(p.token_ids) for p in rollout.prompts])
         timing = self.clock.take()
-        parts = ("gen", "wait_prev_teacher", "update_actor", "sync_rollout_weights")
+        gen = "gen" if self.config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
+        parts = (gen, "wait_prev_teacher", "update_actor", "sync_rollout_weights")
         timing["timing/step"] = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
         return timing | {
             "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / timing["timing/step"],
@@ -335,13 +395,28 @@ class PPOTrainer:
         }
 
     def _save(self) -> None:
+        self._write_checkpoint()
+        if self.step < self.total_steps and self.config.actor_rollout_ref.hybrid_engine:
+            self._publish_weights()  # the engine made room for the optimizer state and lost its weights
+
+    def _save_last_state(self) -> None:
+        """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""
+        saved = self.checkpoint is not None and load_state(self.checkpoint).step == self.step
+        if self.step == 0 or saved or not self._weights_are_whole or self.config.trainer.save_freq == 0:
+            return
+        try:
+            if self.group.can_save():
+                self._write_checkpoint()
+                logger.warning("the state after step %d is saved: %s", self.step, self.checkpoint)
+        except Exception as error:  # what ended the run is what has to be reported
+            logger.warning("the state after step %d could not be saved: %s", self.step, error)
+
+    def _write_checkpoint(self) -> None:
         state = TrainerState(step=self.step, data=self._data_state(), first_metrics=self.first_metrics)
         model = self.config.actor_rollout_ref.model
         with self.clock.span("save_checkpoint"), self.store.writing(state) as folder:
             self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
         self.checkpoint = self.store.latest()
-        if self.step < self.total_steps:
-            self._publish_weights()  # the engine made room for the optimizer state and lost its weights
 
     def _resume(self, folder: Path) -> None:
         state = load_state(folder)

@@ -29,6 +29,7 @@ from hybrid_gkd.packed_attention import PACKED_ATTENTION, PackedBatch, pack, pac
 from hybrid_gkd.types import MiniBatch, TrainSequence
 from hybrid_gkd.workers.loading import build_model, load_shards, materialize
 from hybrid_gkd.workers.publish import gather_in_buckets
+from hybrid_gkd.workers.weight_sync import WeightSpec, layout_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -311,6 +312,10 @@ class Actor:
         if self.topk:
             metrics["actor/distillation/overlap_ratio"] = metrics.pop("overlap_ratio") / metrics.pop("overlap_rows")
         return metrics
+
+    def weight_layout(self) -> list[WeightSpec]:
+        """What `full_tensors` hands out, in its order."""
+        return layout_of(self.hf_model.named_parameters(remove_duplicate=False))
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All weights in `dtype` under their Hugging Face names, gathered in buckets.

@@ -87,7 +87,8 @@ class VLLMEngine:
         from vllm import LLM
 
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-        self.can_sleep = device.type == "cuda" and rollout.free_cache_engine
+        takes_turns = config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
+        self.can_sleep = device.type == "cuda" and takes_turns
         self.stop_token_ids = stop_token_ids
         max_model_len = rollout.max_model_len or config.max_sequence_length
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -28,16 +28,22 @@ from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Seque
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Role = Literal["worker", "actor worker", "rollout worker"]
+"""Trains and generates in turns; only trains; only generates."""
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.actor import Actor
     from hybrid_gkd.workers.rollout import RolloutEngine
+    from hybrid_gkd.workers.weight_sync import WeightSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where a worker runs and what it sees there."""
 
+    role: Role = "worker"
+    rank: int = 0
+    """In its pool."""
     host: str
     pid: int
     wall_minus_monotonic: float
@@ -51,6 +57,11 @@ class Placement:
     free_bytes: int = 0
     total_bytes: int = 0
     """Memory of the GPU."""
+
+    @property
+    def worker(self) -> str:
+        """Role and rank."""
+        return f"{self.role} {self.rank}"
 
     @property
     def name(self) -> str:
@@ -71,23 +82,27 @@ class Placement:
 
 
 class Worker:
-    """Rank `rank` of `config.world_size`.
+    """One worker of a pool. What concerns the engine or the actor is for workers whose role has it.
 
     Args:
         config: the whole configuration.
-        rank: 0-based.
+        role: what it does.
+        rank: 0-based, in its pool.
+        size: of the pool.
         device: "cuda" or "cpu".
         log_file: takes everything that this process prints.
     """
 
-    def __init__(self, config: Config, *, rank: int, device: str, log_file: str):
+    def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str):
         redirect_output(Path(log_file))
         self.config = config
-        self.rank = rank
+        self.role = role
+        self.rank, self.size = rank, size
         self.device_type = device
-        self.clock = Clock(f"worker {rank}")
+        self.clock = Clock(f"{role} {rank}")
         self.weight_version = 0
         self.published = False
+        self.engine_pool_bytes = 0
         self.actor_rest_bytes = 0
         """What is left of the actor on the device after a publish, beyond what the engine alone had taken."""
         self.activation_bytes = 0
@@ -97,7 +112,7 @@ class Worker:
 
     def address(self) -> tuple[str, int]:
         """Host and a free port of this worker, for the process group's rendezvous."""
-        host = "127.0.0.1" if self.config.trainer.nnodes == 1 else socket.gethostbyname(socket.gethostname())
+        host = "127.0.0.1" if self._on_one_host() else socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -113,7 +128,8 @@ class Worker:
                 "device": properties.name, "gpu": f"{host} {properties.uuid}", "free_bytes": free, "total_bytes": total,
             }
         return Placement(
-            host=host, pid=os.getpid(), wall_minus_monotonic=time.time() - time.monotonic(),
+            role=self.role, rank=self.rank, host=host, pid=os.getpid(),
+            wall_minus_monotonic=time.time() - time.monotonic(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), **gpu,
         )
 
@@ -137,12 +153,12 @@ class Worker:
         work = dist.all_reduce(number, async_op=True)
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise WorkerError(f"worker {self.rank} waited {timeout:g} s for the others")
+                raise WorkerError(f"{self.role} {self.rank} waited {timeout:g} s for the others")
             time.sleep(0.01)
         work.wait()
-        ranks = self.config.world_size
-        if number.item() != ranks * (ranks + 1) / 2:
-            raise WorkerError(f"worker {self.rank} got {number.item()}, not {ranks * (ranks + 1) / 2}")
+        expected = self.size * (self.size + 1) / 2
+        if number.item() != expected:
+            raise WorkerError(f"{self.role} {self.rank} got {number.item()}, not {expected}")
 
     @spanned("initialize")
     def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
@@ -159,55 +175,68 @@ class Worker:
         from hybrid_gkd.offload.memory import DeviceMemory, free_device_bytes
         from hybrid_gkd.offload.residency import Residency, Tenant
         from hybrid_gkd.workers.actor import Actor
-        from hybrid_gkd.workers.rollout import make_engine
 
         torch.manual_seed(self.config.trainer.seed)
-        device = torch.device(self.device_type, 0) if self.device_type == "cuda" else torch.device("cpu")
+        on_gpu = self.device_type == "cuda"
+        self.device = torch.device(self.device_type, 0) if on_gpu else torch.device("cpu")
         self.memory = DeviceMemory(self.device_type)
-        used_before = self.memory.used()
         # The engine first: it measures how much memory is free.
-        self.engine: RolloutEngine = make_engine(self.config, device=device, stop_token_ids=stop_token_ids)
+        description = describe(self.device)
+        if self.role != "actor worker":
+            description |= self._build_engine(stop_token_ids)
+        tenants: dict[str, Tenant] = {}
+        movable: set[str] = set()
+        self.mirrors: dict[str, HostMirror] = {}
+        if self.role != "rollout worker":
+            self.actor: Actor = Actor(self.config, device=self.device, num_updates=num_updates)
+            description["hidden_size"] = str(self.actor.hidden_size)
+            self.mirrors = {
+                "actor_params": HostMirror(self.actor.parameters),
+                "optimizer_state": HostMirror(self.actor.optimizer_tensors),
+            }
+            tenants |= self.mirrors
+            fsdp = self.config.actor_rollout_ref.actor.fsdp_config
+            movable |= {"actor_params"} if on_gpu and fsdp.param_offload and self.role == "worker" else set()
+            movable |= {"optimizer_state"} if on_gpu and fsdp.optimizer_offload else set()
+        asleep: set[str] = set()
+        if on_gpu and self.role == "worker":
+            tenants["engine_weights"] = EngineWeights(self.engine)
+            tenants["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights)
+            asleep = {"kv_cache", "engine_weights"} if self.engine.can_sleep else set()
+        self.takes_turns = bool(movable | asleep)
+        self.residency = Residency(
+            tenants, movable=movable | asleep, resident=set(tenants) - asleep,
+            free_bytes=free_device_bytes if on_gpu else None,
+        )
+        return description
+
+    def _build_engine(self, stop_token_ids: list[int]) -> dict[str, str]:
+        import torch
+
+        from hybrid_gkd.workers.rollout import make_engine
+
+        used_before = self.memory.used()
+        self.engine: RolloutEngine = make_engine(self.config, device=self.device, stop_token_ids=stop_token_ids)
         self.used_with_engine = self.memory.used()
         # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
         self.engine_pool_bytes = torch.cuda.memory_allocated() if self.engine.can_sleep else 0
-        movable: set[str] = set()
         if self.engine.can_sleep:
             self.engine.sleep()
-            movable |= {"kv_cache", "engine_weights"}
         self.sleeping_engine_bytes = self.memory.used() - used_before
-        self.actor: Actor = Actor(self.config, device=device, num_updates=num_updates)
-        self.mirrors = {
-            "actor_params": HostMirror(self.actor.parameters),
-            "optimizer_state": HostMirror(self.actor.optimizer_tensors),
-        }
-        tenants: dict[str, Tenant] = {**self.mirrors}
-        on_gpu = self.device_type == "cuda"
-        if on_gpu:
-            tenants["engine_weights"] = EngineWeights(self.engine)
-            tenants["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights)
-            fsdp = self.config.actor_rollout_ref.actor.fsdp_config
-            movable |= {"actor_params"} if fsdp.param_offload else set()
-            movable |= {"optimizer_state"} if fsdp.optimizer_offload else set()
-        self.takes_turns = on_gpu and bool(movable)
-        self.residency = Residency(
-            tenants, movable=movable, resident=set(tenants) - (movable & {"kv_cache", "engine_weights"}),
-            free_bytes=free_device_bytes if on_gpu else None,
-        )
-        return describe(device, self.engine) | {"hidden_size": str(self.actor.hidden_size)}
+        return {"engine": engine_name(self.engine), "engine_dtype": str(self.engine.dtype).removeprefix("torch.")}
 
     def _join(self, address: tuple[str, int], timeout: float) -> None:
-        world_size = self.config.world_size
         os.environ.update(
-            RANK=str(self.rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0",
+            RANK=str(self.rank), WORLD_SIZE=str(self.size), LOCAL_RANK="0",
             MASTER_ADDR=address[0], MASTER_PORT=str(address[1]),
         )
         if self.device_type == "cpu":
             # The workers and a local teacher share the cores: threads that spin for each other are slower than few.
-            sharers = self.config.trainer.n_gpus_per_node
+            sharers = self.config.workers_per_node
             if self.config.distillation.enabled and self.config.actor_rollout_ref.teacher.server_ip is None:
                 sharers += 1
             os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
-            if self.config.trainer.nnodes == 1:  # the host's own name may not resolve on a laptop
+            if self._on_one_host():  # the host's own name may not resolve on a laptop
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         import torch
         import torch.distributed as dist
@@ -217,9 +246,31 @@ class Worker:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
             rank=self.rank,
-            world_size=world_size,
+            world_size=self.size,
             timeout=timedelta(seconds=timeout),
         )
+
+    def _on_one_host(self) -> bool:
+        return self.config.ray_init.address is None or (self.config.trainer.nnodes == 1 and self.role == "worker")
+
+    def weight_layout(self) -> list[WeightSpec]:
+        """The student's weights in the order in which they travel."""
+        return self.actor.weight_layout()
+
+    def join_weight_sync(
+        self, address: tuple[str, int], *, rank: int, size: int, layout: list[WeightSpec], dtype: str
+    ) -> None:
+        """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""
+        import torch
+
+        from hybrid_gkd.workers.weight_sync import WeightSync
+
+        arr = self.config.actor_rollout_ref
+        self.weight_sync = WeightSync(
+            address, rank=rank, size=size, layout=layout, dtype=getattr(torch, dtype), device=self.device,
+            bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, timeout=arr.nccl_timeout,
+        )
+        self.weight_dtype = getattr(torch, dtype)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
         """Yield sequences as they finish, with the weights of the last publish.
@@ -279,7 +330,7 @@ class Worker:
         except torch.OutOfMemoryError as error:
             halves, reason = split_micro_batches(whole), str(error).splitlines()[0]
         # Only here, when its exception is gone, are the activations of the failed attempt free.
-        if self.config.world_size > 1 or halves is None:
+        if self.size > 1 or halves is None:
             raise self._out_of_memory(reason)
         logger.warning("once more with micro-batches of half the size: %s", reason)
         self.accumulated = ()
@@ -319,8 +370,8 @@ class Worker:
         tenants = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == "update"}
         sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(tenants.items()))
         return DeviceMemoryError(
-            f"phase update: worker {self.rank} ran out of device memory beside {sizes}; the last checkpoint is intact. "
-            "Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, switch on "
+            f"phase update: {self.role} {self.rank} ran out of device memory beside {sizes}; the last checkpoint is "
+            "intact. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, switch on "
             "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or give vLLM or a teacher on this "
             f"GPU a smaller gpu_memory_utilization. {reason}"
         )
@@ -359,6 +410,46 @@ class Worker:
             moves["trim"] = time.perf_counter() - started
         return {"publish": seconds, "offload": sum(moves.values())} | moves
 
+    @spanned("sync_rollout_weights")
+    def send_weights(self, weight_version: int) -> dict[str, float]:
+        """Send the actor's weights to the rollout engine's pool: gathered on all ranks, sent by the first.
+
+        Returns:
+            Seconds: `offload`, all that the residency has moved since the last time.
+
+        Raises:
+            WorkerError: they were not taken within the timeout.
+        """
+        self.residency.enter("publish")
+        for _ in range(2 if self.config.actor_rollout_ref.rollout.verify_weights else 1):
+            weights = self.actor.full_tensors(self.weight_dtype)
+            if self.rank == 0:
+                self.weight_sync.send(weights)
+            else:
+                for _ in weights:
+                    pass
+        self.weight_version = weight_version
+        return {"offload": sum(self.residency.take_seconds().values())}
+
+    @spanned("sync_rollout_weights")
+    def receive_weights(self, weight_version: int) -> dict[str, float]:
+        """Take the weights that the actor's pool sends into the engine.
+
+        Returns:
+            Seconds: `publish`.
+
+        Raises:
+            WorkerError: they did not come in time; or, with `rollout.verify_weights`, the engine holds others.
+        """
+        started = time.perf_counter()
+        self.engine.load_weights(self.weight_sync.receive())
+        seconds = time.perf_counter() - started
+        if self.config.actor_rollout_ref.rollout.verify_weights:
+            self.engine.verify_weights(self.weight_sync.receive())
+        self.weight_version = weight_version
+        self.published = True
+        return {"publish": seconds}
+
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> None:
         """Write this rank's part of a checkpoint into `folder`."""
         from hybrid_gkd import checkpoint
@@ -381,8 +472,9 @@ class Worker:
         }
         if self.device_type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = (self.memory.take_peak() - self.engine_pool_bytes) / 2**30
-            metrics["memory/update/sleeping_engine_gb"] = self.sleeping_engine_bytes / 2**30
-            metrics["memory/rollout/actor_rest_gb"] = self.actor_rest_bytes / 2**30
+            if self.role == "worker":
+                metrics["memory/update/sleeping_engine_gb"] = self.sleeping_engine_bytes / 2**30
+                metrics["memory/rollout/actor_rest_gb"] = self.actor_rest_bytes / 2**30
             for name, mirror in self.mirrors.items():
                 for direction, rate in mirror.gigabytes_per_second.items():
                     metrics[f"perf/copy/{name}_{direction}"] = rate
@@ -402,16 +494,19 @@ def redirect_output(log_file: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
 
 
-def describe(device: object, engine: RolloutEngine) -> dict[str, str]:
-    """Device, engine and versions of this worker."""
+def describe(device: object) -> dict[str, str]:
+    """Device and versions of this worker."""
     from importlib.metadata import version
 
     import torch
 
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return {"device": name, "torch": version("torch"), "host": socket.gethostname()}
+
+
+def engine_name(engine: RolloutEngine) -> str:
+    """What generates, with its version."""
     from hybrid_gkd import vllm_compat
 
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    engine_name = "hf (transformers generation)"
-    if type(engine).__name__ == "VLLMEngine":
-        engine_name = f"vllm {vllm_compat.vllm_version()}"
-    return {"device": name, "engine": engine_name, "torch": version("torch"), "host": socket.gethostname()}
+    is_vllm = type(engine).__name__ == "VLLMEngine"
+    return f"vllm {vllm_compat.vllm_version()}" if is_vllm else "hf (transformers generation)"
