@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import traceback
@@ -17,6 +16,8 @@ from types import FrameType
 from hybrid_gkd.config import CONFIG_DIR, Config, load_config, to_yaml
 from hybrid_gkd.errors import HybridGKDError
 
+terminated: list[int] = []
+"""Exit code for the signal that has ended the run."""
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 
 
@@ -41,8 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; everything that this run had started is stopped", file=sys.stderr)
         return 128 + signal.SIGINT
-    except SystemExit as ended:  # of `terminate`
-        return int(ended.code or 0)
+    except SystemExit as ended:
+        if terminated:
+            return terminated[0]
+        print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -103,15 +107,9 @@ def build_demo(config: Config) -> bool:
 
 def terminate(signum: int, frame: FrameType | None) -> None:
     """SIGTERM ends the run as Ctrl-C does: through the context managers that stop what was started."""
+    terminated.append(128 + signum)  # Ray makes a SystemExit(1) of one that is raised while it waits
     raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    if exit_code > 128:
-        # A signal has ended the run, and Ray's processes perhaps with it. All that was to be stopped is stopped; what
-        # libraries still do at the interpreter's end, and find gone, must not change the exit code.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
+    sys.exit(main())

@@ -107,14 +107,15 @@ class WorkerGroup:
         self.description[0]["engine"] = described[-1][0]["engine"]
         self.attention_cost = attention_cost(int(described[0][0]["hidden_size"]))
         if len(self.pools) > 1:
-            self._connect(described[-1][0]["engine_dtype"])
+            self._engine_dtype = described[-1][0]["engine_dtype"]
+            self._connect()
 
-    def _connect(self, dtype: str) -> None:
+    def _connect(self) -> None:
         """Build the group through which weights travel from pool to pool."""
         address, size = self.actors.rendezvous(), 1 + self.rollouts.size
         layout = self.actors.call("weight_layout")[0]
         joins = [
-            worker.join_weight_sync.remote(address, rank=rank, size=size, layout=layout, dtype=dtype)
+            worker.join_weight_sync.remote(address, rank=rank, size=size, layout=layout, dtype=self._engine_dtype)
             for rank, worker in enumerate([self.actors.workers[0], *self.rollouts.workers])
         ]
         self.rollouts.wait("join_weight_sync", joins[1:])
@@ -208,7 +209,7 @@ class WorkerGroup:
         """The same from pool to pool. The log lines are what one looks for when a run stands still."""
         logger.info("Starting rollout weight synchronization...")
         started = time.monotonic()
-        sending = self.actors.start("send_weights", weight_version)
+        sending = self.actors.start("send_weights", weight_version, self._engine_dtype)
         receiving = self.rollouts.start("receive_weights", weight_version)
         still_sending = set(sending)
 

@@ -270,7 +270,6 @@ class Worker:
             address, rank=rank, size=size, layout=layout, dtype=getattr(torch, dtype), device=self.device,
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, timeout=arr.nccl_timeout,
         )
-        self.weight_dtype = getattr(torch, dtype)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
         """Yield sequences as they finish, with the weights of the last publish.
@@ -411,7 +410,7 @@ class Worker:
         return {"publish": seconds, "offload": sum(moves.values())} | moves
 
     @spanned("sync_rollout_weights")
-    def send_weights(self, weight_version: int) -> dict[str, float]:
+    def send_weights(self, weight_version: int, dtype: str) -> dict[str, float]:
         """Send the actor's weights to the rollout engine's pool: gathered on all ranks, sent by the first.
 
         Returns:
@@ -420,9 +419,11 @@ class Worker:
         Raises:
             WorkerError: they were not taken within the timeout.
         """
+        import torch
+
         self.residency.enter("publish")
         for _ in range(2 if self.config.actor_rollout_ref.rollout.verify_weights else 1):
-            weights = self.actor.full_tensors(self.weight_dtype)
+            weights = self.actor.full_tensors(getattr(torch, dtype))
             if self.rank == 0:
                 self.weight_sync.send(weights)
             else:

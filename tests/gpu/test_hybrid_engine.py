@@ -148,7 +148,7 @@ def in_use(group):
         arenas = [mirror._arena for mirror in worker.mirrors.values() if mirror._arena is not None]
         return worker.memory.used(), sum(arena.buffer.numel() for arena in arenas)
 
-    return ray.get(group._workers[0].__ray_call__.remote(measure), timeout=60)
+    return ray.get(group.actors.workers[0].__ray_call__.remote(measure), timeout=60)
 
 
 def test_a_hundred_verified_publishes_and_no_growth(model, tmp_path):

@@ -107,18 +107,18 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
         doctor.all_reduce(group, 60)
         pid = group.placements[1].pid
         os.kill(pid, signal.SIGSTOP)
-        calls = [group._workers[0].__ray_call__.remote(closed), group._workers[1].__ray_call__.remote(closed)]
+        calls = [worker.__ray_call__.remote(closed) for worker in group.actors.workers]
         try:
             message = r"worker 0 failed in update: .*closed by peer \(.*worker_0\.log\); no answer from worker 1 \("
             with pytest.raises(WorkerError, match=message):
-                group._wait("update", calls)
+                group.actors.wait("update", calls)
             message = r"no answer to all_reduce from worker 1 within .*: worker 1 \(.* cpu, log: .*worker_1\.log"
             with pytest.raises(WorkerError, match=message):
                 doctor.all_reduce(group, 3)
         finally:
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"worker 1 died in update: .*worker_1\.log"):
-            group._wait("update", [group._workers[0].__ray_call__.remote(closed), calls[1]])
+            group.actors.wait("update", [group.actors.workers[0].__ray_call__.remote(closed), calls[1]])
 
 
 def placed(free, gpu="a 3"):

@@ -120,7 +120,7 @@ def make_config(model, folder, *overrides):
 
 
 def on_every_worker(group, function):
-    return ray.get([worker.__ray_call__.remote(function) for worker in group._workers], timeout=60)
+    return ray.get([worker.__ray_call__.remote(function) for worker in group.actors.workers], timeout=60)
 
 
 def change(worker, name):

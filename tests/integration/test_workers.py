@@ -197,7 +197,7 @@ def plant_out_of_memory(group, direction, times):
         else:
             block.register_full_backward_pre_hook(fail)
 
-    ray.get(group._workers[0].__ray_call__.remote(plant), timeout=60)
+    ray.get(group.actors.workers[0].__ray_call__.remote(plant), timeout=60)
 
 
 @pytest.mark.parametrize(("direction", "streamed"), [("forward", False), ("backward", False), ("backward", True)])
@@ -241,7 +241,7 @@ def test_out_of_memory_within_the_optimizer_step_is_not_tried_again(model, tmp_p
         worker.actor.optimizer.step = fail
 
     with contextlib.closing(make_group(make_config(model, tmp_path))) as group:
-        ray.get(group._workers[0].__ray_call__.remote(plant), timeout=60)
+        ray.get(group.actors.workers[0].__ray_call__.remote(plant), timeout=60)
         with pytest.raises(DeviceMemoryError, match=r"phase optimizer_step: .*last checkpoint.*planted"):
             group.update(shares(random_batch(0), 1, 128))
     assert "once more" not in group.log_files[0].read_text()
@@ -250,7 +250,7 @@ def test_out_of_memory_within_the_optimizer_step_is_not_tried_again(model, tmp_p
 def test_a_killed_worker_ends_the_call_with_its_name_and_log(model, tmp_path):
     config = make_config(model, tmp_path, "trainer.n_gpus_per_node=2")
     with contextlib.closing(make_group(config)) as group:
-        ray.kill(group._workers[1])
+        ray.kill(group.actors.workers[1])
         with pytest.raises(WorkerError, match=r"worker 1 died in update.*worker_1\.log"):
             group.update(shares(random_batch(0), 2, 128))
 
@@ -258,9 +258,9 @@ def test_a_killed_worker_ends_the_call_with_its_name_and_log(model, tmp_path):
 def test_a_hung_worker_ends_the_call_at_the_deadline(model, tmp_path):
     config = make_config(model, tmp_path, "actor_rollout_ref.nccl_timeout=60")
     with contextlib.closing(make_group(config)) as group:
-        pid = ray.get(group._workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
+        pid = ray.get(group.actors.workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
         os.kill(pid, signal.SIGSTOP)
-        group.timeout = 3
+        group.actors.timeout = 3
         try:
             with pytest.raises(WorkerError, match=r"no answer to publish from worker 0 within 3 s"):
                 group.publish(1)
@@ -274,7 +274,7 @@ def test_a_cluster_without_the_resources_is_refused_by_name_at_once(model, tmp_p
 
 
 def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_gkd.workers.group.PLACEMENT_SECONDS", 2)
+    monkeypatch.setattr("hybrid_gkd.workers.pool.PLACEMENT_SECONDS", 2)
     taken = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     assert taken.wait(timeout_seconds=60)
     try:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hybrid_gkd.checkpoint import CheckpointStore
+from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD, load_config
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import BadTeacherReply, ConfigError
+from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, WorkerError
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.trainer import request_seeds
 from hybrid_gkd.teacher_client import TeacherMetrics
@@ -18,6 +18,8 @@ from hybrid_gkd.types import Prompt, Sequence, TeacherTopK
 
 BATCH, NUM_PROMPTS = 3, 9
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
+OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
 
 
 class Group:
@@ -25,17 +27,24 @@ class Group:
 
     size, attention_cost = 2, 1e-3
 
-    def __init__(self):
+    def __init__(self, fails_at=None):
         self.version, self.events, self.trained, self.accumulated = None, [], [], []
+        self.generating, self.fails_at, self.saved = False, fails_at, []
 
     def publish(self, version):
+        assert not self.generating, "the weights change under a generation"
         self.version = version
         self.events.append(("publish", version))
         return {"publish": 0.0, "offload": 0.0}
 
     def generate(self, requests, sampling):
+        assert not self.generating, "two generations at a time"
         self.events.append(("generate", self.version, len(requests)))
+        self.generating = True
+        time.sleep(0.002)
         for request in reversed(requests):
+            if request.seed == self.fails_at:
+                raise WorkerError("rollout worker 0 died")
             response = np.array([request.seed, request.index], np.int32)
             yield [
                 Sequence(
@@ -44,6 +53,7 @@ class Group:
                     logprobs=np.log([0.1, 0.3]).astype(np.float32) if sampling.logprobs else None,
                 )
             ]
+        self.generating = False
 
     def accumulate(self, parts):
         self.accumulated += [item for part in parts for micro in part.micro_batches for item in micro]
@@ -61,10 +71,13 @@ class Group:
         return {item.sequence.index: np.log([0.2, 0.6]).astype(np.float32) for item in items}
 
     def save_checkpoint(self, folder, *, tokenizer_path):
-        pass
+        self.saved.append(len(self.trained))
 
     def load_checkpoint(self, folder):
         pass
+
+    def can_save(self):
+        return True
 
     def memory_metrics(self):
         return {}
@@ -106,7 +119,7 @@ class Tracking:
         pass
 
 
-def fit(scheduler, steps, folder, *overrides, teacher=None, **options):
+def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, **options):
     """A run to its end; the trainer and the workers."""
     config = load_config(
         [
@@ -121,7 +134,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, **options):
     ]
     teacher = teacher or Teacher()
     trainer = GKDTrainer(
-        config, group=Group(), tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=prompts[:1],
+        config, group=group or Group(), tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=prompts[:1],
         reward=lambda response, answer: 1.0, tracking=Tracking(), store=CheckpointStore(folder, keep=None),
         teacher=teacher, **options,
     )
@@ -129,7 +142,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, **options):
     with teacher.executor:
         try:
             trainer.fit()
-        except BadTeacherReply as error:
+        except HybridGKDError as error:
             failure = error
     return trainer, trainer.group, failure
 
@@ -167,27 +180,80 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
 
 
 @DEPTHS
-def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(scheduler, tmp_path):
-    _, group, _ = fit(scheduler, 4, tmp_path, "trainer.test_freq=1")
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights(scheduler, steps, tmp_path):
+    depth = BATCHES_AHEAD[scheduler]
+    trainer, group, failure = fit(scheduler, steps, tmp_path, *OWN_POOL)
+    assert failure is None
+    assert_trained(group, range(1, steps + 1))
+    rows = trainer.tracking.rows
+    assert [rows[step]["training/staleness"] for step in range(1, steps + 1)] == [
+        min(step - 1, depth) for step in range(1, steps + 1)
+    ]
+    assert [event[1] for event in group.events if event[0] == "publish"] == list(range(steps + 1))
+    generated = [event[1] for event in group.events if event[0] == "generate" and event[2] == BATCH]
+    assert generated == [max(0, step - 1 - depth) for step in range(1, steps + 1)]
+    assert "timing/wait_prev_gen" in rows[1]
+
+
+@POOLS
+@DEPTHS
+def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(scheduler, pools, tmp_path):
+    _, group, _ = fit(scheduler, 4, tmp_path, "trainer.test_freq=1", *pools)
     assert [event[1] for event in group.events if event[0] == "generate" and event[2] == 1] == [0, 1, 2, 3, 4]
     assert_trained(group, range(1, 5))
 
 
+@POOLS
 @DEPTHS
-def test_a_resumed_run_trains_what_was_in_flight(scheduler, tmp_path):
-    fit(scheduler, 7, tmp_path, "trainer.save_freq=3")
-    trainer, group, _ = fit(scheduler, 7, tmp_path, resume_from=tmp_path / "global_step_3")
+def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
+    fit(scheduler, 7, tmp_path, "trainer.save_freq=3", *pools)
+    trainer, group, _ = fit(scheduler, 7, tmp_path, *pools, resume_from=tmp_path / "global_step_3")
     assert_trained(group, range(4, 8))
     staleness = [trainer.tracking.rows[step]["training/staleness"] for step in range(4, 8)]
     assert staleness == [min(step - 4, BATCHES_AHEAD[scheduler]) for step in range(4, 8)]
 
 
+@POOLS
 @DEPTHS
-def test_a_batch_without_scores_ends_the_run_after_those_before_it(scheduler, tmp_path):
+def test_a_batch_without_scores_ends_the_run_and_the_state_before_it_is_saved(scheduler, pools, tmp_path):
     failing = request_seeds(0, 3, BATCH)[1]
-    _, group, failure = fit(scheduler, 7, tmp_path, teacher=Teacher(failing))
+    trainer, group, failure = fit(
+        scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", teacher=Teacher(failing)
+    )
     assert "row 1 holds NaN" in str(failure)
     assert_trained(group, [1, 2])
+    assert group.saved == [2]
+    assert load_state(trainer.checkpoint).step == 2
+    _, group, _ = fit(scheduler, 7, tmp_path, *pools, resume_from=tmp_path / "global_step_2")
+    assert_trained(group, range(3, 8))
+
+
+@POOLS
+@DEPTHS
+def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(scheduler, pools, tmp_path):
+    depth, group = BATCHES_AHEAD[scheduler], Group(fails_at=request_seeds(0, 4, BATCH)[0])
+    _, _, failure = fit(scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", group=group)
+    assert "rollout worker 0 died" in str(failure)
+    trained = 3 - depth + (1 if pools and depth else 0)  # beside an update, the failure shows after it
+    assert_trained(group, range(1, trained + 1))
+    assert group.saved == [trained]
+
+
+@POOLS
+def test_weights_that_may_be_between_two_steps_are_not_saved(pools, tmp_path):
+    group = Group()
+    update = group.update
+
+    def fail_at_step_2(shares):
+        if group.trained:
+            raise WorkerError("worker 0 died")
+        return update(shares)
+
+    group.update = fail_at_step_2
+    _, _, failure = fit("sync", 3, tmp_path, *pools, "trainer.save_freq=-1", group=group)
+    assert "worker 0 died" in str(failure)
+    assert group.saved == []
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "k1", "k3"])

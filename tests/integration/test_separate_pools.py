@@ -1,0 +1,136 @@
+"""Student and rollout engine in pools of their own, on real Ray, FSDP2 and gloo: what arrives, and what ends a run."""
+
+import contextlib
+import logging
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import tiny
+from test_workers import make_config, random_batch, shares
+
+from hybrid_gkd import vllm_compat
+from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+REQUESTS = [GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.make_model(tmp_path_factory.mktemp("model"))  # with a tied output embedding
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(model, tmp_path_factory):
+    """One Ray cluster with room for two workers in each pool."""
+    with ray_cluster(separate(model, tmp_path_factory.mktemp("ray"), 2, 2), "cpu"):
+        yield
+
+
+def separate(model, folder, actors, rollouts, *overrides):
+    return make_config(
+        model, folder, f"trainer.n_gpus_per_node={actors}", f"rollout.n_gpus_per_node={rollouts}",
+        "actor_rollout_ref.hybrid_engine=false", *overrides,
+    )
+
+
+def make_group(config):
+    return contextlib.closing(WorkerGroup(config, device="cpu", num_updates=2, stop_token_ids=[256]))
+
+
+def generate(group):
+    sampling = SamplingParams(max_tokens=24, logprobs=True)
+    return sorted((s for part in group.generate(REQUESTS, sampling) for s in part), key=lambda s: s.index)
+
+
+@pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
+@pytest.mark.parametrize(("actors", "rollouts", "tensor_parallel"), [(2, 1, 1), (1, 2, 2)])
+def test_the_engine_generates_with_the_weights_that_were_sent(
+    actors, rollouts, tensor_parallel, model, tmp_path, caplog
+):
+    """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree."""
+    config = separate(
+        model, tmp_path, actors, rollouts, "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
+        "actor_rollout_ref.rollout.verify_weights=true",
+    )
+    caplog.set_level(logging.INFO, "hybrid_gkd")
+    with make_group(config) as group:
+        assert "vllm" in group.description[0]["engine"]
+        drawn = []
+        for version in range(2):
+            group.publish(version)
+            found = generate(group)
+            drawn.append([s.response_ids.tolist() for s in found])
+            assert {s.weight_version for s in found} == {version}
+            batch = [TrainSequence(sequence=s) for s in found]
+            logprobs = group.compute_logprobs([(tuple(batch[rank::actors]),) for rank in range(actors)])
+            for s in found:
+                np.testing.assert_allclose(s.logprobs, logprobs[s.index], atol=2e-5)
+            group.update(shares(random_batch(version), actors, 128))
+        assert drawn[0] != drawn[1]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("Starting rollout weight synchronization...") == 2
+    assert lines.count("Actor weight sync completed") == 2
+    assert lines.count("Waiting for rollout weight sync with timeout=120s...") == 2
+    assert sum(line.startswith("Rollout weight sync completed in ") for line in lines) == 2
+
+
+def pids(pool):
+    return [place.pid for place in pool.placements]
+
+
+def shorten_deadlines(group, seconds=6.0):
+    """Those of a started group: it takes longer to start than a test may wait for a worker that hangs."""
+
+    def shorten(worker):
+        worker.weight_sync.timeout = seconds
+
+    group.timeout = group.actors.timeout = group.rollouts.timeout = seconds
+    members = [group.actors.workers[0], *group.rollouts.workers]
+    ray.get([worker.__ray_call__.remote(shorten) for worker in members], timeout=60)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rollout_worker_lost_in_a_weight_sync_is_named_and_the_student_can_be_saved(
+    fault, model, tmp_path, caplog
+):
+    with make_group(separate(model, tmp_path, 1, 2)) as group:
+        shorten_deadlines(group)
+        group.publish(0)
+        group.update(shares(random_batch(0), 1, 128))
+        processes = pids(group.rollouts)
+        os.kill(processes[1], fault)
+        with pytest.raises(WorkerError, match=r"rollout worker 1 .*rollout_1\.log"):
+            group.publish(1)
+        assert "Rollout weight sync failed after " in caplog.text
+        assert group.can_save()
+        group.save_checkpoint(tmp_path / "saved", tokenizer_path=str(model))
+        assert (tmp_path / "saved" / "huggingface" / "model.safetensors").is_file()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=30)
+    assert not alive
+
+
+def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path):
+    with make_group(separate(model, tmp_path, 2, 1)) as group:
+        shorten_deadlines(group)
+        group.publish(0)
+        os.kill(pids(group.actors)[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"actor worker 1 died .*actor_1\.log"):
+            group.publish(1)
+        assert not group.can_save()
+
+
+def test_a_rollout_worker_lost_in_a_generation_is_named_and_the_student_can_be_saved(model, tmp_path):
+    with make_group(separate(model, tmp_path, 1, 2)) as group:
+        shorten_deadlines(group)
+        group.publish(0)
+        os.kill(pids(group.rollouts)[0], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
+            generate(group)
+        assert group.can_save()
