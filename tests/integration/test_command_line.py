@@ -49,6 +49,9 @@ def arguments(world, out, *overrides):
     ]
 
 
+OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+
+
 def start(args, **options):
     command = [sys.executable, "-m", "hybrid_gkd", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
@@ -177,14 +180,19 @@ def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, w
         assert resumed[4][name] == pytest.approx(whole[4][name], rel=1e-3), name
 
 
-@pytest.mark.parametrize(("scheduler", "depth"), [("one_step_off", 1), ("two_step_off", 2)])
+@pytest.mark.parametrize(
+    ("scheduler", "depth", "pools"), [("one_step_off", 1, ()), ("two_step_off", 2, ()), ("one_step_off", 1, OWN_POOL)]
+)
 def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it_was(
-    finished, world, tmp_path, scheduler, depth
+    finished, world, tmp_path, scheduler, depth, pools
 ):
     """The second with importance weights, which are 1 for the first batch and not for what is stale."""
     weights = ["algorithm.rollout_is_threshold=2"] if depth == 2 else []
-    code, _, errors = run(arguments(world, tmp_path, f"trainer.scheduler={scheduler}", "trainer.save_freq=0", *weights))
+    code, _, errors = run(
+        arguments(world, tmp_path, f"trainer.scheduler={scheduler}", "trainer.save_freq=0", *weights, *pools)
+    )
     assert code == 0, errors
+    assert errors.count("Rollout weight sync completed in ") == (5 if pools else 0)
     whole, rows = rows_of(finished[0]), rows_of(tmp_path)
     assert [rows[step]["training/staleness"] for step in range(1, 5)] == [min(step - 1, depth) for step in range(1, 5)]
     assert [rows[s]["prompt_length/mean"] for s in range(1, 5)] == [whole[s]["prompt_length/mean"] for s in range(1, 5)]
@@ -215,6 +223,31 @@ def test_a_killed_run_leaves_no_process(world, tmp_path):
     process.communicate(timeout=60)
     assert {event["name"] for event in read_trace(tmp_path / "hybrid_gkd" / "gkd" / "trace.json")} >= {"gen", "request"}
     assert_gone(children, seconds=120)  # Ray's agents look for their dead cluster for a minute
+
+
+def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_saved(world, tmp_path):
+    process = start(
+        arguments(
+            world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=-1", "trainer.test_freq=0",
+            "trainer.scheduler=one_step_off", *OWN_POOL,
+        )
+    )
+    wait_for(logged_step(tmp_path, 1), "step 1")
+    log = str(tmp_path / "hybrid_gkd" / "gkd" / "logs" / "rollout_0.log")
+    (victim,) = [
+        child for child in psutil.Process(process.pid).children(recursive=True)
+        if any(file.path == log for file in child.open_files())
+    ]
+    victim.kill()
+    code, _, errors = finish(process)
+    assert code == 1
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("error: rollout worker 0 died in ")
+    assert "rollout_0.log" in errors.splitlines()[-1]
+    (folder,) = (tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*")
+    step = int(folder.name.removeprefix("global_step_"))
+    assert f"the state after step {step} is saved: {folder}" in errors
+    assert step in (max(rows_of(tmp_path)), max(rows_of(tmp_path)) + 1)  # published or not, when the worker died
 
 
 @pytest.mark.parametrize(("victim", "scheduler"), [("Worker", "sync"), ("hybrid_gkd.teacher", "two_step_off")])

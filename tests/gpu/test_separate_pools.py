@@ -1,0 +1,84 @@
+"""Student and rollout engine on GPUs of their own, weights through NCCL.
+
+    bash tests/run.sh -m gpu tests/gpu/test_separate_pools.py
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+import torch
+from test_hybrid_engine import MEAN_LOGPROB_DIFFERENCE, config_for, distil, model  # noqa: F401 (a fixture)
+
+from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+def separate(folder, path, actors, rollouts, *overrides):
+    return config_for(
+        path, folder, f"trainer.n_gpus_per_node={actors}", f"rollout.n_gpus_per_node={rollouts}",
+        "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.update_weights_bucket_megabytes=64",
+        *overrides,
+    )
+
+
+def requests(count=32):
+    rng = np.random.default_rng(0)
+    return [
+        GenerationRequest(index=i, prompt_ids=rng.integers(0, 256, 16 + i % 7).astype(np.int32), seed=i)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("actors", "rollouts", "tensor_parallel"), [(1, 1, 1), (2, 2, 2), (1, 3, 1)])
+def test_weights_arrive_and_the_engine_uses_them(model, tmp_path, actors, rollouts, tensor_parallel):  # noqa: F811
+    if actors + rollouts > torch.cuda.device_count():
+        pytest.skip(f"needs {actors + rollouts} GPUs")
+    config = separate(
+        tmp_path, model, actors, rollouts,
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    )
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256])
+    ) as group:
+        for version in range(3):  # verify_weights compares every weight with what was sent
+            print(group.publish(version))
+            sampling = SamplingParams(max_tokens=64, logprobs=True)
+            found = sorted((s for part in group.generate(requests(), sampling) for s in part), key=lambda s: s.index)
+            assert {s.weight_version for s in found} == {version}
+            batch = [TrainSequence(sequence=s) for s in found]
+            logprobs = group.compute_logprobs([(tuple(batch[rank::actors]),) for rank in range(actors)])
+            difference = np.mean(np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found]))
+            assert difference < MEAN_LOGPROB_DIFFERENCE
+            shares = [distil(found[rank::actors], version) for rank in range(actors)]
+            total = sum(share[0][0].num_tokens for share in shares)
+            group.update([[dataclasses.replace(part, num_tokens=total) for part in share[0]] for share in shares])
+
+
+def test_a_receiver_that_hangs_is_named_and_the_student_can_be_saved(model, tmp_path):  # noqa: F811
+    config = separate(tmp_path, model, 1, 1, "actor_rollout_ref.rollout.verify_weights=false")
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256])
+    ) as group:
+        group.publish(0)
+
+        def shorten(worker):
+            worker.weight_sync.timeout = 15.0
+
+        group.timeout = group.actors.timeout = group.rollouts.timeout = 15.0
+        ray.get([w.__ray_call__.remote(shorten) for w in (*group.actors.workers, *group.rollouts.workers)], timeout=60)
+        os.kill(group.rollouts.placements[0].pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
+            group.publish(1)
+        assert group.can_save()
+        group.actors.timeout = 120.0
+        group.save_checkpoint(tmp_path / "saved", tokenizer_path=str(model))
+        assert (tmp_path / "saved" / "huggingface").is_dir()
