@@ -27,8 +27,8 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, WorkerError
 from hybrid_gkd.plan import GIB, check_free_memory, checkpoint_bytes, plan, student_size, teacher_shares_gpu
 from hybrid_gkd.run import Inputs, connect, refuse_teacher_gpu, resolve_device, teacher_gpus
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.rollout import resolve_engine
-from hybrid_gkd.workers.worker import Placement
 
 NO_WORKERS = "not known, because no worker could be placed"
 Result = TypeVar("Result")

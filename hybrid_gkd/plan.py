@@ -12,7 +12,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.offload.residency import RESIDENCY
 
 if TYPE_CHECKING:
-    from hybrid_gkd.workers.worker import Placement
+    from hybrid_gkd.workers.placement import Placement
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB

@@ -35,8 +35,8 @@ from hybrid_gkd.trace import TraceFile
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.rollout import resolve_engine
-from hybrid_gkd.workers.worker import Placement
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +21,9 @@ from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import CheckpointError, HybridGKDError, TrainingError, WorkerError
+from hybrid_gkd.errors import CheckpointError, HybridGKDError, TrainingError
 from hybrid_gkd.ppo.advantages import group_relative_advantages
+from hybrid_gkd.ppo.ahead import RolloutsAhead
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.tracking import Generation, Tracking
@@ -49,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 30.0
 """The workers' group ends every wait of its own before its deadline; this much later it is taken for stuck."""
-CHECK_SECONDS = 1.0
-"""How often a wait for a rollout looks at its deadline."""
 Plan = list[list[tuple[TrainSequence, ...]]]
 """For each worker its micro-batches."""
 
@@ -106,10 +101,13 @@ class PPOTrainer:
         self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
         """Called with the step and sequences to train on in it, as they leave the rollout engine: from another thread
         where the engine has a pool of its own."""
-        self._generating: list[Future[Rollout]] = []
-        """What runs beside the update, in the order in which it is generated."""
-        self._last_news = 0.0
-        """When the engine last finished a sequence."""
+        self._rollouts = RolloutsAhead(
+            self._generate,
+            depth=BATCHES_AHEAD[config.trainer.scheduler],
+            beside=not config.actor_rollout_ref.hybrid_engine,
+            patience=config.actor_rollout_ref.nccl_timeout + LATE_SECONDS,
+            clock=self.clock,
+        )
         self._weights_are_whole = True
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
         if resume_from is not None:
@@ -121,7 +119,7 @@ class PPOTrainer:
         if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
             self._report(self._validate())
         try:
-            for rollout in self._rollouts():
+            for rollout in self._rollouts(self.step + 1, self.total_steps):
                 metrics = self._update_actor(rollout)
                 self.step, self._weights_are_whole = rollout.step, True
                 self._publish_weights()
@@ -189,51 +187,6 @@ class PPOTrainer:
             "actor/importance/effective_sample_size": effective_sample_size(together),
         }
 
-    def _rollouts(self) -> Iterator[Rollout]:
-        """The rollouts of all remaining steps in order.
-
-        Before a step is trained, as many later ones as `trainer.scheduler` says are generated, with the weights that
-        there are. A run that resumes generates anew what was ahead: a rollout is a function of its step and weights.
-        """
-        ahead: deque[Rollout | Future[Rollout]] = deque()
-        for step in range(self.step + 1, self.total_steps + 1):
-            last = min(step + BATCHES_AHEAD[self.config.trainer.scheduler], self.total_steps)
-            steps = range(step + len(ahead), last + 1)
-            if self.config.actor_rollout_ref.hybrid_engine:
-                ahead += [self._generate(later) for later in steps]
-            else:
-                ahead += self._generate_beside(steps)
-            rollout = ahead.popleft()
-            yield self._wait_for(rollout) if isinstance(rollout, Future) else rollout
-
-    def _generate_beside(self, steps: range) -> list[Future[Rollout]]:
-        """Generate the rollouts of these steps in a thread, one after the other. The weights must stay meanwhile."""
-        futures: list[Future[Rollout]] = [Future() for _ in steps]
-
-        def work() -> None:
-            for step, future in zip(steps, futures, strict=True):
-                try:
-                    future.set_result(self._generate(step))
-                except BaseException as error:  # for the thread that waits, and the rest cannot be had any more
-                    for failed in futures[steps.index(step) :]:
-                        failed.set_exception(error)
-                    return
-
-        self._generating += futures
-        self._last_news = time.monotonic()
-        # A daemon, as a run that ends must not wait for it: it ends with the workers.
-        threading.Thread(target=work, name="generate", daemon=True).start()
-        return futures
-
-    def _wait_for(self, rollout: Future[Rollout]) -> Rollout:
-        """Raises what the generation raised; WorkerError if it says nothing for longer than it may."""
-        patience = self.config.actor_rollout_ref.nccl_timeout + LATE_SECONDS
-        with self.clock.span("wait_prev_gen"):
-            while not wait([rollout], timeout=CHECK_SECONDS).done:
-                if time.monotonic() > self._last_news + patience:
-                    raise WorkerError(f"generate: no sequence was finished and no error reported in {patience:.0f} s")
-        return rollout.result()
-
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""
         rollout = self.config.actor_rollout_ref.rollout
@@ -251,7 +204,7 @@ class PPOTrainer:
         sequences: dict[int, Sequence] = {}
         with self.clock.span("gen"):
             for finished in self.group.generate(requests, sampling):
-                self._last_news = time.monotonic()
+                self._rollouts.news()
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished:
                     listener(step, finished)
@@ -295,9 +248,7 @@ class PPOTrainer:
         return [[tuple(sequences[i] for i in micro_batch) for micro_batch in share] for share in plan]
 
     def _publish_weights(self) -> None:
-        for rollout in self._generating:  # the engine's weights stay until it has finished
-            self._wait_for(rollout)
-        self._generating = []
+        self._rollouts.finish()
         with self.clock.span("sync_rollout_weights"):
             seconds = self.group.publish(self.step)
         self.clock.add("offload", seconds["offload"])

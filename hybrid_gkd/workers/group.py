@@ -24,8 +24,8 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, gather
-from hybrid_gkd.workers.worker import Placement
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybrid_gkd.clock import Span, Spans
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.workers.worker import Placement, Role, Worker
+from hybrid_gkd.workers.placement import Placement, Role
+from hybrid_gkd.workers.worker import Worker
 
 PLACEMENT_SECONDS = 30
 """How long the cluster may take to find room for the workers."""

@@ -14,10 +14,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,60 +24,15 @@ from hybrid_gkd.clock import Clock, Spans, spanned
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.workers.placement import Placement, Role
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Role = Literal["worker", "actor worker", "rollout worker"]
-"""Trains and generates in turns; only trains; only generates."""
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.actor import Actor
     from hybrid_gkd.workers.rollout import RolloutEngine
     from hybrid_gkd.workers.weight_sync import WeightSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where a worker runs and what it sees there."""
-
-    role: Role = "worker"
-    rank: int = 0
-    """In its pool."""
-    host: str
-    pid: int
-    wall_minus_monotonic: float
-    """Seconds between this host's wall clock and the worker's time.monotonic."""
-    visible_devices: str
-    """CUDA_VISIBLE_DEVICES as Ray set it."""
-    device: str = "cpu"
-    """Name of the GPU."""
-    gpu: str | None = None
-    """Host and unique id of the GPU, None on the CPU."""
-    free_bytes: int = 0
-    total_bytes: int = 0
-    """Memory of the GPU."""
-
-    @property
-    def worker(self) -> str:
-        """Role and rank."""
-        return f"{self.role} {self.rank}"
-
-    @property
-    def name(self) -> str:
-        """Host and device."""
-        return f"{self.host} cpu" if self.gpu is None else f"{self.host} GPU {self.visible_devices}"
-
-    def clock_shift(self) -> float:
-        """Seconds from the worker's time.monotonic to this process's; hosts are compared by their wall clocks."""
-        if self.host == socket.gethostname():
-            return 0.0  # one clock for all processes of a host
-        return self.wall_minus_monotonic - (time.time() - time.monotonic())
-
-    def __str__(self) -> str:
-        if self.gpu is None:
-            return f"{self.host}, cpu"
-        memory = f"{self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
-        return f"{self.host}, CUDA_VISIBLE_DEVICES={self.visible_devices}, {self.device}, {memory}"
 
 
 class Worker:

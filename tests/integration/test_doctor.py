@@ -18,7 +18,7 @@ from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.plan import GIB, check_free_memory, student_size
 from hybrid_gkd.run import refuse_teacher_gpu
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
-from hybrid_gkd.workers.worker import Placement
+from hybrid_gkd.workers.placement import Placement
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster, refuse_shared_gpus
-from hybrid_gkd.workers.worker import Placement
+from hybrid_gkd.workers.placement import Placement
 
 NUM_STEPS = 4
 TOPK = 8

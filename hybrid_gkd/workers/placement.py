@@ -1,0 +1,55 @@
+"""What a worker is for, and where it runs."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["worker", "actor worker", "rollout worker"]
+"""Trains and generates in turns; only trains; only generates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a worker runs and what it sees there."""
+
+    role: Role = "worker"
+    rank: int = 0
+    """In its pool."""
+    host: str
+    pid: int
+    wall_minus_monotonic: float
+    """Seconds between this host's wall clock and the worker's time.monotonic."""
+    visible_devices: str
+    """CUDA_VISIBLE_DEVICES as Ray set it."""
+    device: str = "cpu"
+    """Name of the GPU."""
+    gpu: str | None = None
+    """Host and unique id of the GPU, None on the CPU."""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    """Memory of the GPU."""
+
+    @property
+    def worker(self) -> str:
+        """Role and rank."""
+        return f"{self.role} {self.rank}"
+
+    @property
+    def name(self) -> str:
+        """Host and device."""
+        return f"{self.host} cpu" if self.gpu is None else f"{self.host} GPU {self.visible_devices}"
+
+    def clock_shift(self) -> float:
+        """Seconds from the worker's time.monotonic to this process's; hosts are compared by their wall clocks."""
+        if self.host == socket.gethostname():
+            return 0.0  # one clock for all processes of a host
+        return self.wall_minus_monotonic - (time.time() - time.monotonic())
+
+    def __str__(self) -> str:
+        if self.gpu is None:
+            return f"{self.host}, cpu"
+        memory = f"{self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
+        return f"{self.host}, CUDA_VISIBLE_DEVICES={self.visible_devices}, {self.device}, {memory}"
