@@ -101,25 +101,29 @@ class WorkerGroup:
     def _initialize(self, num_updates: int, stop_token_ids: list[int]) -> None:
         """Load all pools side by side."""
         arguments = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
-        started = [(pool, pool.start("initialize", pool.rendezvous(), **arguments)) for pool in self.pools]
-        described = [pool.wait("initialize", refs) for pool, refs in started]
-        self.description: list[dict[str, str]] = described[0]
-        self.description[0]["engine"] = described[-1][0]["engine"]
-        self.attention_cost = attention_cost(int(described[0][0]["hidden_size"]))
+        started = [pool.start("initialize", pool.rendezvous(), **arguments) for pool in self.pools]
+        results = gather("initialize", _calls(self.pools, started))
+        of_actors, of_rollouts = ([results[ref] for ref in refs] for refs in (started[0], started[-1]))
+        self.description: list[dict[str, str]] = [of_rollouts[0] | part for part in of_actors]
+        """Of each worker that trains: its device and versions, and the engine that generates for it."""
+        self.attention_cost = attention_cost(int(of_actors[0]["hidden_size"]))
         if len(self.pools) > 1:
-            self._engine_dtype = described[-1][0]["engine_dtype"]
             self._connect()
+
+    @property
+    def _dtype(self) -> str:
+        """Name of the type in which the engine holds its weights."""
+        return self.description[0]["engine_dtype"]
 
     def _connect(self) -> None:
         """Build the group through which weights travel from pool to pool."""
         address, size = self.actors.rendezvous(), 1 + self.rollouts.size
         layout = self.actors.call("weight_layout")[0]
         joins = [
-            worker.join_weight_sync.remote(address, rank=rank, size=size, layout=layout, dtype=self._engine_dtype)
+            worker.join_weight_sync.remote(address, rank=rank, size=size, layout=layout, dtype=self._dtype)
             for rank, worker in enumerate([self.actors.workers[0], *self.rollouts.workers])
         ]
-        self.rollouts.wait("join_weight_sync", joins[1:])
-        self.actors.wait("join_weight_sync", joins[:1])
+        gather("join_weight_sync", _calls(self.pools, [joins[:1], joins[1:]]))
 
     def all_reduce(self, timeout: float) -> None:
         """Check that the workers of each pool reach each other. Raises WorkerError that names who did not answer."""
@@ -209,7 +213,7 @@ class WorkerGroup:
         """The same from pool to pool. The log lines are what one looks for when a run stands still."""
         logger.info("Starting rollout weight synchronization...")
         started = time.monotonic()
-        sending = self.actors.start("send_weights", weight_version, self._engine_dtype)
+        sending = self.actors.start("send_weights", weight_version, self._dtype)
         receiving = self.rollouts.start("receive_weights", weight_version)
         still_sending = set(sending)
 
@@ -220,10 +224,7 @@ class WorkerGroup:
                     logger.info("Actor weight sync completed")
                     logger.info("Waiting for rollout weight sync with timeout=%.0fs...", self.timeout)
 
-        calls = {
-            ref: (pool, rank)
-            for pool, refs in ((self.actors, sending), (self.rollouts, receiving)) for rank, ref in enumerate(refs)
-        }
+        calls = _calls(self.pools, [sending, receiving])
         try:
             # Those who wait in vain say so at the timeout; who then is silent is what they waited for.
             results = gather("weight sync", calls, self.timeout + CAUSE_SECONDS, on_answer)
@@ -265,6 +266,13 @@ class WorkerGroup:
     def _close(self) -> None:
         for pool in self.pools:
             pool.close()
+
+
+def _calls(pools: list[Pool], started: list[list[Any]]) -> dict[Any, tuple[Pool, int]]:
+    """Call -> the pool and rank that it went to; the calls to each pool by rank."""
+    return {
+        ref: (pool, rank) for pool, refs in zip(pools, started, strict=True) for rank, ref in enumerate(refs)
+    }
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:

@@ -116,6 +116,14 @@ def test_a_rollout_worker_lost_in_a_weight_sync_is_named_and_the_student_can_be_
     assert not alive
 
 
+def test_a_rollout_worker_lost_while_it_loads_is_named(model, tmp_path):
+    def kill(placements):
+        os.kill(next(place.pid for place in placements if place.role == "rollout worker"), signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match=r"rollout worker 0 died in .*rollout_0\.log"):
+        WorkerGroup(separate(model, tmp_path, 1, 1), device="cpu", on_placed=kill)
+
+
 def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path):
     with make_group(separate(model, tmp_path, 2, 1)) as group:
         shorten_deadlines(group)
