@@ -109,7 +109,8 @@ METRICS: dict[str, Metric] = {
     },
     "memory/update/sleeping_engine_gb": Metric("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
     "memory/rollout/actor_rest_gb": Metric(
-        "GiB", "GPU memory after a publish beyond what vLLM alone had taken: what the student could not free"
+        "GiB", "GPU memory after a publish beyond what vLLM alone had taken, its first generation included: what the "
+        "student could not free"
     ),
     # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
     # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).

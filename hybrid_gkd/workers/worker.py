@@ -55,7 +55,7 @@ class Worker:
         self.device_type = device
         self.clock = Clock(f"{role} {rank}")
         self.weight_version = 0
-        self.published = False
+        self.published = self.generated = False
         self.engine_pool_bytes = 0
         self.actor_rest_bytes = 0
         """What is left of the actor on the device after a publish, beyond what the engine alone had taken."""
@@ -234,9 +234,14 @@ class Worker:
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
             self.residency.enter("rollout")
+            before = self.memory.used()
             for finished in self.engine.generate(requests, sampling, self.weight_version):
                 if first_of_replica:
                     yield finished
+            if not self.generated:  # what the first generation takes and keeps is the engine's
+                self.generated = True
+                self.memory.trim()
+                self.used_with_engine += self.memory.used() - before
             self.residency.prepare("update")
 
     @spanned("update_actor")
