@@ -25,7 +25,7 @@ from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement
-from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, gather
+from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_dead, gather
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,11 @@ class WorkerGroup:
             except StopIteration:
                 del streams[stream]
                 continue
+            except WorkerDiedError:
+                raise
+            except WorkerError as error:  # perhaps only because one that shares the engine with it has died
+                peers = {ref: (pool, peer) for peer, ref in enumerate(pool.start("placement")) if peer != rank}
+                raise (find_dead("generate", peers)[0] or error) from error
             missing -= len(finished)
             yield finished
         if missing:

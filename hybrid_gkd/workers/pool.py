@@ -241,16 +241,24 @@ def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, in
     """The first failure seen, or that of a peer which explains it: a collective fails on those who still live."""
     if isinstance(error, WorkerDiedError) or not waiting:
         return error
-    ready, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=CAUSE_SECONDS)
+    died, silent = find_dead(method, waiting)
+    if died is not None or not silent:
+        return died or error
+    where = "; ".join(sorted(pool.places([rank]) for pool, rank in map(waiting.__getitem__, silent)))
+    return WorkerError(f"{error}; no answer from {where}")
+
+
+def find_dead(method: str, calls: Mapping[Any, tuple[Pool, int]]) -> tuple[WorkerDiedError | None, list[Any]]:
+    """Listen to calls for CAUSE_SECONDS: the error of one whose worker has died, and those that have not ended."""
+    if not calls:
+        return None, []
+    ready, silent = ray.wait(list(calls), num_returns=len(calls), timeout=CAUSE_SECONDS)
     for ref in ready:
-        pool, rank = waiting[ref]
+        pool, rank = calls[ref]
         try:
             pool.get(method, ref, rank)
         except WorkerDiedError as died:
-            return died
+            return died, silent
         except HybridGKDError:
             continue
-    if not silent:
-        return error
-    where = "; ".join(sorted(pool.places([rank]) for pool, rank in map(waiting.__getitem__, silent)))
-    return WorkerError(f"{error}; no answer from {where}")
+    return None, silent

@@ -74,6 +74,10 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
                 np.testing.assert_allclose(s.logprobs, logprobs[s.index], atol=2e-5)
             group.update(shares(random_batch(version), actors, 128))
         assert drawn[0] != drawn[1]
+        if tensor_parallel > 1:  # the other rank only sees a broken connection
+            os.kill(pids(group.rollouts)[1], signal.SIGKILL)
+            with pytest.raises(WorkerError, match=r"rollout worker 1 died .*rollout_1\.log"):
+                generate(group)
     lines = [record.getMessage() for record in caplog.records]
     assert lines.count("Starting rollout weight synchronization...") == 2
     assert lines.count("Actor weight sync completed") == 2
