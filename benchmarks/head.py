@@ -66,11 +66,13 @@ def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor
     """The training path of a distillation loss."""
 
     def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = forward_kl(teacher[rows], logprobs, tail="bucket")
-        masses = {"student": support_mass(logprobs.detach()), "teacher": support_mass(teacher[rows])}
+        student, student_tail = logprobs[:, :-1], logprobs[:, -1]
+        loss = forward_kl(teacher[rows], student, tail="bucket", student_tail=student_tail)
+        masses = {"student": support_mass(student.detach()), "teacher": support_mass(teacher[rows])}
         return loss, {"kl": loss.detach(), **masses}
 
-    loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=ids.shape[1])
+    topk = ids.shape[1]
+    loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk, tail_topk=topk)
     loss.backward()
     return loss.detach()
 
