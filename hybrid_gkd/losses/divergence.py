@@ -179,6 +179,7 @@ def _with_tail(logprobs: Tensor, mass: Tensor, floor: float | Tensor) -> Tensor:
     # either sign, and log and 1/x would turn noise into the loss. The floor bounds both. A plain clamp would also
     # cut the gradient, just where the student must learn that mass outside S exists; adding the detached shortfall
     # keeps it: value and slope are those of max(mass, floor), and the slope still reaches Q. The pull on a tail
-    # below the floor is weaker than it should be, in proportion.
+    # below the floor is weaker than it should be, in proportion. The head's own tail has no such noise; its floor
+    # keeps the logarithm of an empty one finite.
     mass = mass + (floor - mass).clamp(min=0).detach()
     return torch.cat([logprobs, mass.log()], -1)

@@ -6,10 +6,9 @@ With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logi
     dL/dz = scatter_add(a) + c * softmax(z),   c = -sum(a)            (each row sums to 0)
 
 so one head serves every divergence and the policy gradient (K = 1). The mass outside of the ids can be one more
-outcome; its gradient adds to c outside of them only. `head_loss` takes a loss that is a sum of
-row-local terms and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become
-dL/dz in place, and three matrix products are nearly all that it costs. What it leaves out: bias, logit
-soft-capping, sharded weights.
+outcome; its gradient makes c another one outside of them. `head_loss` takes a loss that is a sum of row-local terms
+and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become dL/dz in place, and
+three matrix products are nearly all that it costs. What it leaves out: bias, logit soft-capping, sharded weights.
 
 Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
 """
@@ -234,7 +233,7 @@ def _gradient_with_tail_(
     """
     support, others = ids[:, :k], ids[:, k:]
     inside = -grad.sum(1, keepdim=True)
-    # What the backend computes for a mass below e^-80 is 0 either way; without the bound it could be inf * 0.
+    # A mass below e^-80, which float32 hardly knows from 0, is pulled less than t says; unbounded it could be inf * 0.
     outside = inside + grad[:, k : k + 1] * (-logprobs[:, k : k + 1]).clamp(max=80).exp()
     a, b = grad[:, :k], grad[:, k + 1 :]
     first = -outside - b.sum(1, keepdim=True)  # of the first id, written over below: makes the backend's c `outside`

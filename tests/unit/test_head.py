@@ -279,6 +279,7 @@ def test_full_logits_never_exist(backward):
     with LargestTensor() as largest:
         if backward:
             head_loss(hidden, weight, ids, kl(grad), chunk_rows=chunk_rows, with_entropy=True)
+            head_loss(hidden, weight, ids[:, :2], kl(grad), chunk_rows=chunk_rows, with_entropy=True, tail_topk=2)
         else:
             logprobs_of_ids(hidden, weight, ids, chunk_rows=chunk_rows)
     assert largest.numel <= chunk_rows * 64  # rows of the buffer are padded to 64 logits
