@@ -223,8 +223,8 @@ def test_a_loss_must_be_one_per_row():
         head_loss(hidden, weight, ids, lambda logprobs, rows: (logprobs, {}))
 
 
-@pytest.mark.parametrize("chunk_rows", [None, 7])
-def test_overlap_of_the_top_k(chunk_rows, monkeypatch):
+@pytest.mark.parametrize(("chunk_rows", "tail_topk"), [(None, 0), (7, 0), (7, 5)])
+def test_overlap_of_the_top_k(chunk_rows, tail_topk, monkeypatch):
     monkeypatch.setattr(head, "OVERLAP_ROWS", 7)
     hidden, weight, _, _ = inputs(20, 8, 23, 1)
     logits = hidden @ weight.T
@@ -234,9 +234,10 @@ def test_overlap_of_the_top_k(chunk_rows, monkeypatch):
     ids[3, :5] = logits[3].topk(8).indices[-5:]
     want = [len(set(ids[i, :5].tolist()) & set(logits[i].topk(5).indices.tolist())) / 5 for i in range(0, 20, 3)]
     assert want[:2] == [1.0, 0.4]
-    _, parts = head_loss(hidden, weight, ids, kl(torch.zeros(20, 6)), chunk_rows=chunk_rows, overlap_topk=5)
+    zeros = kl(torch.zeros(20, 7 if tail_topk else 6))
+    _, parts = head_loss(hidden, weight, ids, zeros, chunk_rows=chunk_rows, overlap_topk=5, tail_topk=tail_topk)
     assert parts["overlap_rows"] == 7
-    torch.testing.assert_close(parts["overlap_ratio"].double().item(), sum(want))
+    torch.testing.assert_close(parts["overlap_ratio"], torch.tensor(sum(want)))
 
 
 def test_entropy():
