@@ -6,8 +6,9 @@
 Forward and backward from bf16 hidden states and the output embedding to their gradients, for a forward KL to a
 teacher's top k. Ours reports entropy, masses and top-k overlap, as in training; the others compute the loss alone,
 without tail. All contestants take turns within every repetition, each with a few calls in a row, as the card slows
-down under load; medians. Peak memory is beyond inputs and gradients, and beyond the float32 weight gradient for the
-one that has it. The contestants:
+down under load: in an order drawn anew for each repetition, or each would always meet the card as the same other one
+left it. Medians; beside their ratio to the bare products stands the median of the ratios within a repetition. Peak
+memory is beyond inputs and gradients, and beyond the float32 weight gradient for the one that has it. The contestants:
 
     bare       H W^T, dZ W and dZ^T H, nothing else
     head_loss  this package
@@ -21,6 +22,7 @@ one that has it. The contestants:
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable
 
@@ -64,11 +66,13 @@ def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor
     """The training path of a distillation loss."""
 
     def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = forward_kl(teacher[rows], logprobs, tail="bucket")
-        masses = {"student": support_mass(logprobs.detach()), "teacher": support_mass(teacher[rows])}
+        student, student_tail = logprobs[:, :-1], logprobs[:, -1]
+        loss = forward_kl(teacher[rows], student, tail="bucket", student_tail=student_tail)
+        masses = {"student": support_mass(student.detach()), "teacher": support_mass(teacher[rows])}
         return loss, {"kl": loss.detach(), **masses}
 
-    loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=ids.shape[1])
+    topk = ids.shape[1]
+    loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk, tail_topk=topk)
     loss.backward()
     return loss.detach()
 
@@ -121,14 +125,15 @@ CONTESTANTS: dict[str, Callable[..., object]] = {
 
 
 def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds and peak GiB of every contestant."""
+    """Every contestant's milliseconds, their ratio to the bare products' in the same repetition, and peak GiB."""
+    order = random.Random(0)
     inputs = make_inputs(num_rows, hidden_size, args)
     hidden, weight = inputs[:2]
     gradients = sum(t.numel() * t.element_size() for t in (hidden, weight))
     times: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, float] = {}
     for repeat in range(args.warmup + args.repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+        for name in order.sample(names, len(names)):
             hidden.grad = weight.grad = None
             if repeat == args.warmup - 1:
                 torch.cuda.empty_cache()
@@ -146,7 +151,9 @@ def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Na
                 peaks[name] = (torch.cuda.max_memory_allocated() - before - expected) / GIB
             elif repeat >= args.warmup:
                 times[name].append(start.elapsed_time(end) / args.burst)
-    return {name: {"ms": statistics.median(times[name]), "gib": peaks[name]} for name in names}
+    ratios = {name: [a / b for a, b in zip(times[name], times["bare"], strict=True)] for name in names}
+    median = statistics.median
+    return {name: {"ms": median(times[name]), "paired": median(ratios[name]), "gib": peaks[name]} for name in names}
 
 
 def main() -> None:
@@ -159,19 +166,22 @@ def main() -> None:
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[896, 1536, 2048, 4096])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--burst", type=int, default=3)
     args = parser.parse_args()
     lines = [
         f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, V = {args.vocabulary}, K = {args.topk}, bf16; "
-        "milliseconds, (times the bare products), peak GiB beyond inputs and gradients",
+        "milliseconds, (times the bare products: ratio of the medians, median of the ratios), "
+        "peak GiB beyond inputs and gradients",
     ]
     for num_rows, names in ((args.tokens, args.contestants), (args.long, ["bare", "head_loss"])):
         lines += ["", f"| T = {num_rows}, d | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
         for hidden_size in args.hidden_sizes:
             figures = measure(num_rows, hidden_size, names, args)
             bare = figures["bare"]["ms"]
-            cells = [f"{f['ms']:.1f} ({f['ms'] / bare:.2f}) {f['gib']:.2f}" for f in figures.values()]
+            cells = [
+                f"{f['ms']:.1f} ({f['ms'] / bare:.2f}, {f['paired']:.2f}) {f['gib']:.2f}" for f in figures.values()
+            ]
             lines.append(f"| {hidden_size} | " + " | ".join(cells) + " |")
             torch.cuda.empty_cache()
     print("\n".join(lines))

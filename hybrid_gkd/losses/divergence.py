@@ -14,7 +14,11 @@ With K = V the three agree. The functions return one value per row; the caller d
 valid response tokens by the number of those tokens in the global batch.
 
 A tail's mass is taken to be at least TAIL_FLOOR, so "bucket" is exact for tails above it and, below it, off by at
-most about TAIL_FLOOR log(1 / TAIL_FLOOR) in value.
+most about TAIL_FLOOR log(1 / TAIL_FLOOR) in value. A student's tail that the head has summed by itself (`student_tail`)
+is exact down to TAIL_FLOOR squared, where the teacher's is above TAIL_FLOOR. One that is 1 - Q of a float32 head is
+not: the noise of Q moves the pull on it by about TAIL_FLOOR / (1 - Q) of its size, and below TAIL_FLOOR the pull keeps
+its direction but only (1 - Q) / TAIL_FLOOR of its size. The forward divergence's logit gradient is then off by up to
+about 3 (1 - P) per row, in L1 norm.
 
 Shapes: T rows (packed response tokens), K teacher candidates.
 """
@@ -30,7 +34,9 @@ TAIL_FLOOR = 1e-6
 """Smallest mass of a tail that enters a logarithm; about the noise of 1 - Q from a float32 head."""
 
 
-def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str) -> Tensor:
+def forward_kl(
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, student_tail: Tensor | None = None
+) -> Tensor:
     """KL(teacher || student) per row, in nats: sum p log(p / q) over the outcomes that `tail` names.
 
     Args:
@@ -38,6 +44,8 @@ def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str)
             above 1; the teacher's tail is then empty.
         student_logprobs: [T, K] of the same ids; they receive the gradient.
         tail: "bucket", "none" or "renormalise", see above.
+        student_tail: [T], log(1 - Q) as `head_loss` gives it, which receives a gradient as well; None takes it from
+            the student's log-probabilities. Only "bucket" uses it.
 
     Returns:
         [T], not reduced and not divided by anything. At least 0 for "renormalise", and for "bucket" as well
@@ -49,20 +57,24 @@ def forward_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str)
     Source: Hinton et al., arXiv 1503.02531, for the full-vocabulary loss that K = V gives; "bucket" is that loss on
     the partition of the vocabulary into K single tokens and the rest.
     """
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail)
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
     return _kl(teacher, student)
 
 
-def reverse_kl(teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str) -> Tensor:
+def reverse_kl(
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, student_tail: Tensor | None = None
+) -> Tensor:
     """KL(student || teacher) per row, in nats: sum q log(q / p). Arguments, result, errors: as `forward_kl`.
 
     Source: Gu et al., MiniLLM, arXiv 2306.08543, for the full vocabulary.
     """
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail)
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
     return _kl(student, teacher)
 
 
-def jsd(teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail: str) -> Tensor:
+def jsd(
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail: str, student_tail: Tensor | None = None
+) -> Tensor:
     """Generalised Jensen-Shannon divergence per row, in nats. Other arguments, result, errors: as `forward_kl`.
 
         beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q
@@ -78,7 +90,7 @@ def jsd(teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be between 0 and 1; got {beta}")
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail)
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
     if beta == 0:
         return _kl(teacher, student)
     if beta == 1:
@@ -87,9 +99,11 @@ def jsd(teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def kl_both_ways(teacher_logprobs: Tensor, student_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def kl_both_ways(
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, student_tail: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `reverse_kl` with the bucket, [T] each, for little more than the price of one."""
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket")
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket", student_tail)
     log_ratio = teacher - student
     return (teacher.exp() * log_ratio).sum(-1), -(student.exp() * log_ratio).sum(-1)
 
@@ -129,13 +143,19 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _outcomes(teacher: Tensor, student: Tensor, tail: str) -> tuple[Tensor, Tensor]:
+def _outcomes(teacher: Tensor, student: Tensor, tail: str, student_tail: Tensor | None) -> tuple[Tensor, Tensor]:
     """Log-probabilities of what is compared: the K tokens, and with "bucket" the rest; two [T, K or K + 1]."""
     if teacher.ndim != 2:
         raise ValueError(f"log-probabilities must both be [T, K]; got {tuple(teacher.shape)} (teacher)")
     teacher = _aligned(teacher, student)
     if tail == "bucket":
-        return _with_tail(teacher), _with_tail(student)
+        rest = 1 - support_mass(teacher)[:, None]
+        if student_tail is None:
+            student = _with_tail(student, 1 - support_mass(student)[:, None], TAIL_FLOOR)
+        else:  # two tails below the floor are equal, as the teacher's is not known better
+            floor = torch.where(rest > TAIL_FLOOR, TAIL_FLOOR**2, TAIL_FLOOR)
+            student = _with_tail(student, student_tail.exp()[:, None], floor)
+        return _with_tail(teacher, rest, TAIL_FLOOR), student
     if tail == "none":
         return teacher, student
     if tail == "renormalise":
@@ -153,13 +173,13 @@ def _aligned(teacher: Tensor, student: Tensor) -> Tensor:
     return teacher.to(student.dtype)
 
 
-def _with_tail(logprobs: Tensor) -> Tensor:
-    """Append log(1 - mass), [T, K] -> [T, K + 1]."""
-    mass = 1 - support_mass(logprobs)[:, None]
+def _with_tail(logprobs: Tensor, mass: Tensor, floor: float | Tensor) -> Tensor:
+    """Append log(mass), [T, K] and [T, 1] -> [T, K + 1]."""
     # The float32 head knows log q to about 1e-6, so once Q is that close to 1 the difference is noise, even of
     # either sign, and log and 1/x would turn noise into the loss. The floor bounds both. A plain clamp would also
     # cut the gradient, just where the student must learn that mass outside S exists; adding the detached shortfall
     # keeps it: value and slope are those of max(mass, floor), and the slope still reaches Q. The pull on a tail
-    # below the floor is weaker than it should be, in proportion.
-    mass = mass + (TAIL_FLOOR - mass).clamp(min=0).detach()
+    # below the floor is weaker than it should be, in proportion. The head's own tail has no such noise; its floor
+    # keeps the logarithm of an empty one finite.
+    mass = mass + (floor - mass).clamp(min=0).detach()
     return torch.cat([logprobs, mass.log()], -1)

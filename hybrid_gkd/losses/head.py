@@ -5,10 +5,10 @@ With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logi
 
     dL/dz = scatter_add(a) + c * softmax(z),   c = -sum(a)            (each row sums to 0)
 
-so one head serves every divergence and the policy gradient (K = 1). `head_loss` takes a loss that is a sum of
-row-local terms and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become
-dL/dz in place, and three matrix products are nearly all that it costs. What it leaves out: bias, logit
-soft-capping, sharded weights.
+so one head serves every divergence and the policy gradient (K = 1). The mass outside of the ids can be one more
+outcome; its gradient makes c another one outside of them. `head_loss` takes a loss that is a sum of row-local terms
+and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become dL/dz in place, and
+three matrix products are nearly all that it costs. What it leaves out: bias, logit soft-capping, sharded weights.
 
 Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
 """
@@ -27,6 +27,8 @@ CHUNK_BYTES = 3 * 2**29
 """Most memory that the logits of a chunk take: 5,300 rows of a vocabulary of 152k in bfloat16."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
+HIDDEN = -1e30
+"""A logit of no mass; finite, so that sums over nothing but such stay free of NaN."""
 
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], what is to be reported {name: [r]})."""
@@ -42,6 +44,7 @@ def head_loss(
     chunk_rows: int | None = None,
     with_entropy: bool = False,
     overlap_topk: int = 0,
+    tail_topk: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed over rows.
 
@@ -60,6 +63,9 @@ def head_loss(
         overlap_topk: k > 0 says that the first k columns of `ids` are the teacher's top k. Reports
             "overlap_ratio", the share of them that is in the student's own top k, over a sample of
             "overlap_rows" rows.
+        tail_topk: k > 0 says that the first k columns of `ids` differ within a row, and inserts the log of the mass
+            outside of them after column k - 1 of what `loss_fn` gets: [r, K + 1]. It is as exact as the other columns
+            however small the mass is, which 1 - sum(exp(log q)) is not; -1e30 or so where there is nothing outside.
 
     Returns:
         loss, a scalar with gradients for `hidden` and `weight`; what is reported, summed over its rows, without
@@ -86,7 +92,11 @@ def head_loss(
         buffer = _logits_buffer(hidden, weight, chunk_rows)
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
-            logprobs, lse, entropy = backend.row_statistics(logits, ids[rows], temperature, with_entropy)
+            if tail_topk:
+                statistics = _statistics_with_tail(backend, logits, ids[rows], temperature, with_entropy, tail_topk)
+            else:
+                statistics = backend.row_statistics(logits, ids[rows], temperature, with_entropy)
+            logprobs, lse, entropy = statistics
             loss, grad_logprobs, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
             total += loss.sum()
             if entropy is not None:
@@ -97,7 +107,8 @@ def head_loss(
                 sums[name] = sums.get(name, 0) + value.detach().sum()
             if grad_logprobs is None:
                 continue
-            dz = backend.logit_gradient_(logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature)
+            known = logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature
+            dz = _gradient_with_tail_(backend, *known, tail_topk) if tail_topk else backend.logit_gradient_(*known)
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if needs_grad[1]:
@@ -190,6 +201,48 @@ def logit_gradient_(
     """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K]."""
     dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(-grad_logprobs.sum(1, keepdim=True))
     return logits.copy_(dz.scatter_add_(1, ids, grad_logprobs).div_(temperature))
+
+
+def _statistics_with_tail(
+    backend: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, k: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`row_statistics` with the log of the mass outside of the first k ids as column k of [r, K + 1].
+
+    The backend reads the row with those k hidden; they join the sum afterwards, so that nothing is subtracted.
+    """
+    z = logits.gather(1, ids)
+    logits.scatter_(1, ids[:, :k], max(HIDDEN, torch.finfo(logits.dtype).min))
+    _, outside, entropy = backend.row_statistics(logits, ids[:, :1], temperature, with_entropy)
+    logits.scatter_(1, ids[:, :k], z[:, :k])
+    z = z.to(outside.dtype) / temperature
+    lse = torch.logaddexp(z[:, :k].logsumexp(1), outside)
+    logprobs = torch.cat([z[:, :k], outside[:, None], z[:, k:]], 1) - lse[:, None]
+    if entropy is not None:
+        tail = logprobs[:, k]
+        entropy = tail.exp() * (entropy - tail) + torch.special.entr(logprobs[:, :k].exp()).sum(1)
+    return logprobs, lse, entropy
+
+
+def _gradient_with_tail_(
+    backend: Any, logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad: Tensor, temperature: float, k: int
+) -> Tensor:
+    """`logit_gradient_` for the [r, K + 1] of `_statistics_with_tail`.
+
+    With t = dL/dlog(1 - Q) and c = -sum(a) - t, dL/dz is c q + a at the first k ids and (c + t / (1 - Q)) q + a
+    everywhere else. The backend writes the latter into the whole row, then the k are written over.
+    """
+    support, others = ids[:, :k], ids[:, k:]
+    inside = -grad.sum(1, keepdim=True)
+    # A mass below e^-80, which float32 hardly knows from 0, is pulled less than t says; unbounded it could be inf * 0.
+    outside = inside + grad[:, k : k + 1] * (-logprobs[:, k : k + 1]).clamp(max=80).exp()
+    a, b = grad[:, :k], grad[:, k + 1 :]
+    first = -outside - b.sum(1, keepdim=True)  # of the first id, written over below: makes the backend's c `outside`
+    columns = ([support[:, :1], others], [logprobs[:, :1], logprobs[:, k + 1 :]], [first, b])
+    known = [torch.cat(column, 1) for column in columns]
+    backend.logit_gradient_(logits, *known[:2], lse, known[2], temperature)
+    repeats = ((support[:, :, None] == others[:, None]) * b[:, None]).sum(2)
+    at_support = inside * logprobs[:, :k].exp() + a + repeats
+    return logits.scatter_(1, support, (at_support / temperature).to(logits.dtype))
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

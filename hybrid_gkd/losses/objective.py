@@ -59,8 +59,8 @@ class Objective:
     def loss_fn(self, targets: Targets) -> LossFunction:
         """The loss as the head wants it.
 
-        Its log-probabilities are those of the teacher's candidates [r, K], if there is a teacher, and then of the
-        sampled token [r, 1], if `uses_sampled`.
+        Its log-probabilities are those of the teacher's candidates [r, K] and of everything else together [r, 1], if
+        there is a teacher (`tail_topk` = K of the head), and then of the sampled token [r, 1], if `uses_sampled`.
         """
 
         def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,17 +83,17 @@ class Objective:
         none, row = torch.zeros(0), torch.zeros(0, 1)
         teacher = {"teacher_logprobs": row, "teacher_sampled": none} if self.config.enabled else {}
         rewards = {} if self.config.enabled and not self.config.use_task_rewards else {"advantages": none}
-        _, parts = self.loss_fn(Targets(**teacher, **rewards))(torch.zeros(0, 2), slice(None))
+        _, parts = self.loss_fn(Targets(**teacher, **rewards))(torch.zeros(0, 3), slice(None))
         return list(parts)
 
     def _distillation(self, chunk: Targets, logprobs: Tensor, parts: dict[str, Tensor]) -> Tensor:
         teacher = chunk.teacher_logprobs
         assert teacher is not None
         value = self._divergence(self.config.loss_mode, chunk, logprobs)
-        support = logprobs.detach()[:, : teacher.shape[1]]
+        support, tail = logprobs.detach()[:, : teacher.shape[1]], logprobs.detach()[:, teacher.shape[1]]
         parts["actor/kl_loss"] = value
         # In every mode, so that runs with different losses can be compared.
-        forward, reverse = divergence.kl_both_ways(teacher, support)
+        forward, reverse = divergence.kl_both_ways(teacher, support, student_tail=tail)
         parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
         parts["actor/distillation/student_mass"] = divergence.support_mass(support)
         parts["actor/distillation/teacher_mass"] = divergence.support_mass(teacher.to(support.dtype))
@@ -114,8 +114,11 @@ class Objective:
         if mode in SAMPLED_TOKEN_MODES:
             return getattr(divergence, mode)(chunk.teacher_sampled, logprobs[:, -1])
         options = {"beta": self.config.beta} if mode == "jsd" else {}
-        student = logprobs[:, : chunk.teacher_logprobs.shape[1]]
-        return getattr(divergence, mode)(chunk.teacher_logprobs, student, tail=self.config.tail, **options)
+        num_candidates = chunk.teacher_logprobs.shape[1]
+        student, student_tail = logprobs[:, :num_candidates], logprobs[:, num_candidates]
+        return getattr(divergence, mode)(
+            chunk.teacher_logprobs, student, tail=self.config.tail, student_tail=student_tail, **options
+        )
 
     def _policy(self, chunk: Targets, advantages: Tensor, sampled: Tensor, parts: dict[str, Tensor]) -> Tensor:
         old = sampled.detach() if chunk.old_logprobs is None else chunk.old_logprobs

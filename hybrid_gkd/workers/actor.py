@@ -54,12 +54,13 @@ class LogprobModel(nn.Module):
         loss_fn: LossFunction | None = None,
         *,
         temperature: float,
-        overlap_topk: int = 0,
+        topk: int = 0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K]; or a loss of them.
 
         Returns:
-            with `loss_fn`, what `head_loss` returns; else the log-probabilities and nothing.
+            with `loss_fn`, what `head_loss` returns, the first `topk` ids being the teacher's; else the
+            log-probabilities and nothing.
         """
         decoder = getattr(self.model, self.model.base_model_prefix)
         hidden = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
@@ -67,7 +68,7 @@ class LogprobModel(nn.Module):
         if loss_fn is None:
             return logprobs_of_ids(hidden, weight, ids, temperature=temperature), {}
         return head_loss(
-            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=overlap_topk
+            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=topk, tail_topk=topk
         )
 
     def _refuse_inexact_heads(self) -> None:
@@ -244,7 +245,7 @@ class Actor:
         batch, rows, sampled_ids = self._pack(micro_batch)
         ids, targets = self._targets(micro_batch, sampled_ids)
         return self.model(
-            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, overlap_topk=self.topk
+            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=self.topk
         )
 
     def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:

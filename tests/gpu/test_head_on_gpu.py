@@ -3,6 +3,8 @@
     bash tests/run.sh -m gpu tests/gpu/test_head_on_gpu.py
 """
 
+import math
+
 import pytest
 import torch
 
@@ -91,6 +93,38 @@ def test_logit_gradients_sum_to_zero_per_row():
     _, dz, _, _ = run(logits, torch.eye(3000, device="cuda").requires_grad_(), ids, teacher, chunk_rows=16)
     assert dz.abs().max() > 0.01
     torch.testing.assert_close(dz.sum(1), torch.zeros(50, device="cuda"), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE_ERROR)
+@pytest.mark.parametrize("tail_mass", [1e-3, 1e-9])
+def test_the_mass_outside_of_the_ids(dtype, tail_mass):
+    """Value, and logit gradients inside and outside of the ids, of a student with so little outside."""
+    logits, _, ids, teacher = inputs(50, 3000, 3000, 64, torch.float32)
+    inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, value=True)
+    with torch.no_grad():
+        within, rest = ((logits / 0.8).masked_fill(m, -torch.inf).logsumexp(1, keepdim=True) for m in (~inside, inside))
+        logits = logits + inside * 0.8 * (rest - within - math.log(tail_mass))
+    logits = logits.to(dtype).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    logprobs = (exact / 0.8).log_softmax(1)
+    tail = logprobs.masked_fill(inside, -torch.inf).logsumexp(1)
+    want = forward_kl(teacher.double(), logprobs.gather(1, ids), tail="bucket", student_tail=tail).sum()
+
+    def loss_fn(q, rows):
+        return forward_kl(teacher[rows], q[:, :64], tail="bucket", student_tail=q[:, 64]), {}
+
+    identity = torch.eye(3000, device="cuda", dtype=dtype)
+    got, parts = head_loss(
+        logits, identity, ids, loss_fn, temperature=0.8, chunk_rows=16, with_entropy=True, tail_topk=64
+    )
+    bounds = RELATIVE_ERROR[dtype]
+    assert abs(got - want) < bounds[0] * want
+    entropy = -(logprobs.exp() * logprobs).sum().detach()
+    torch.testing.assert_close(parts["entropy"].double(), entropy, rtol=bounds[0], atol=0)
+    (found,), (expected,) = torch.autograd.grad(got, logits), torch.autograd.grad(want, exact)
+    for part in (inside, ~inside):
+        error = (found - expected)[part].norm() / expected[part].norm()
+        assert error < bounds[1], error
 
 
 def test_the_cut_into_chunks_changes_nothing():

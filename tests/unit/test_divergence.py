@@ -259,6 +259,88 @@ def test_the_floor_is_above_the_noise_of_a_float32_head(tail_mass, offset):
     assert ((1 - support_mass(student)).double() - exact).abs().max() < 2 * TAIL_FLOOR
 
 
+def confident(tail_mass, offset, rows=64, vocab=1000, topk=8):
+    """float32 logits [T, V] of a student with that mass outside of `ids` [T, K + 1], whose last column is the first."""
+    gen = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(vocab, generator=gen)[:topk] for _ in range(rows)])
+    inside, rest = (torch.randn(rows, n, generator=gen, dtype=torch.float64) for n in (topk, vocab))
+    rest = rest.scatter(1, ids, -math.inf).log_softmax(-1) + math.log(tail_mass)
+    logits = rest.scatter(1, ids, (2 * inside).log_softmax(-1) + math.log1p(-tail_mass)) + offset
+    return logits.float().requires_grad_(), torch.cat([ids, ids[:, :1]], 1)
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("tail_mass", [1e-3, 1e-5, 1e-7, 1e-9])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_heads_tail_is_exact_in_float32(loss, tail_mass, offset):
+    """Value and logit gradients, those outside of S by themselves, to 2e-5 of float64; the teacher has 1 % outside."""
+    logits, ids = confident(tail_mass, offset)
+    teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).log_softmax(-1) + math.log(0.99)
+    exact = logits.detach().double().requires_grad_()
+    student = exact.log_softmax(-1)
+    inside = torch.zeros_like(student).scatter(1, ids, 1.0).bool()
+    student_tail = student.masked_fill(inside, -math.inf).logsumexp(-1)
+    p = torch.cat([teacher.double().exp(), 1 - support_mass(teacher.double())[:, None]], 1)
+    q = torch.cat([student.gather(1, ids[:, :8]), student_tail[:, None]], 1).exp()
+    beta = float(loss.split()[1]) if " " in loss else {"forward_kl": 1.0, "reverse_kl": 0.0}[loss]
+    m = {"forward_kl": q, "reverse_kl": p}.get(loss, beta * p + (1 - beta) * q)
+    want = beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
+    want = want.sum() - 0.1 * student.gather(1, ids[:, 8:]).sum()  # and the sampled token, which is one of S
+
+    name, _, _ = loss.partition(" ")
+    options = {"tail": "bucket"} | ({"beta": beta} if " " in loss else {})
+
+    def loss_fn(q, rows):
+        value = getattr(divergence, name)(teacher[rows], q[:, :8], student_tail=q[:, 8], **options)
+        return value - 0.1 * q[:, 9], {}
+
+    got, _ = head_loss(logits, torch.eye(1000), ids, loss_fn, chunk_rows=20, tail_topk=8)
+    assert abs(got.item() - want.item()) < 2e-5 * abs(want.item())
+    found, expected = gradient(got, logits).double(), gradient(want, exact)
+    for part in (inside, ~inside):
+        error = (found - expected)[part].norm() / expected[part].norm()
+        assert error < 2e-5, error
+
+
+def test_without_the_heads_tail_the_pull_on_it_fades_below_the_floor():
+    """As documented: right sign, (1 - Q) / TAIL_FLOOR of its size, gradient off by at most 3 (1 - P) per row."""
+    teacher = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).log_softmax(-1) + math.log(0.99)
+
+    def loss_fn(q, rows):
+        student_tail = q[:, 8] if q.shape[1] > 8 else None
+        return forward_kl(teacher[rows], q[:, :8], tail="bucket", student_tail=student_tail), {}
+
+    for tail_mass in (1e-7, 1e-9):
+        logits, ids = confident(tail_mass, 0.0)
+        inside = torch.zeros(64, 1000).scatter(1, ids, 1.0).bool()
+        grads = [
+            gradient(head_loss(logits, torch.eye(1000), ids[:, :8], loss_fn, tail_topk=topk)[0], logits)
+            for topk in (0, 8)
+        ]
+        pulls = [grad.masked_fill(inside, 0.0).sum(1) for grad in grads]
+        assert (pulls[1] < 0).all()
+        torch.testing.assert_close(pulls[0] / pulls[1], torch.full((64,), tail_mass / TAIL_FLOOR), rtol=0.01, atol=0)
+        assert (grads[0] - grads[1]).abs().sum(1).max() < 3 * 0.01
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("tail_mass", [0.0, 1e-45, 1e-38])
+def test_a_student_without_anything_outside(loss, tail_mass):
+    """log(1 - Q) of -1e30, or so small that its exponential is none: finite, and without a pull that explodes."""
+    logits = torch.tensor([[1.0, 2.0, -1e30 if tail_mass == 0 else math.log(tail_mass)]], requires_grad=True)
+    name, _, beta = loss.partition(" ")
+    options = {"tail": "bucket"} | ({"beta": float(beta)} if beta else {})
+    teacher = torch.tensor([[0.5, 0.4]]).log()
+
+    def loss_fn(q, rows):
+        return getattr(divergence, name)(teacher, q[:, :2], student_tail=q[:, 2], **options), {}
+
+    value, _ = head_loss(logits, torch.eye(3), torch.tensor([[0, 1]]), loss_fn, tail_topk=2)
+    assert value.isfinite()
+    grad = gradient(value, logits)
+    assert grad.abs().max() < 3
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("tail", TAILS)
 def test_teacher_mass_of_one_and_slightly_above(loss, tail):

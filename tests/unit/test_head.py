@@ -114,6 +114,58 @@ def test_with_repeated_ids():
     assert_same(hidden, weight, torch.full((3, 5), 7), torch.rand(3, 5, dtype=torch.float64))
 
 
+def distinct_ids(rows, vocab, seed=0):
+    return torch.rand(rows, vocab, generator=torch.Generator().manual_seed(seed)).argsort(1)
+
+
+def naive_with_tail(hidden, weight, ids, k, temperature=1.0):
+    """The log-probabilities and, as column k, log(1 - Q) from a sum over what is outside of the first k ids."""
+    logits = hidden @ weight.T / temperature
+    logprobs = logits.log_softmax(-1)
+    tail = logprobs.scatter(1, ids[:, :k], -math.inf).logsumexp(1, keepdim=True)
+    found = logprobs.gather(1, ids)
+    return torch.cat([found[:, :k], tail, found[:, k:]], 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 9), vocab=st.integers(2, 19), k=st.integers(1, 18), num_others=st.integers(0, 3),
+    chunk_rows=st.integers(1, 11), temperature=st.floats(0.2, 5), seed=st.integers(0, 999),
+)
+def test_the_mass_outside_of_the_ids(rows, vocab, k, num_others, chunk_rows, temperature, seed):
+    """Columns beyond the first k may repeat one of them, or each other, or lie outside."""
+    k = min(k, vocab - 1)
+    hidden, weight, ids, grad = inputs(rows, 5, vocab, k + 1 + num_others, seed=seed)
+    ids[:, :k] = distinct_ids(rows, vocab, seed)[:, :k]
+    ids = ids[:, :-1]
+    got, parts = head_loss(
+        hidden, weight, ids, kl(grad), temperature=temperature, chunk_rows=chunk_rows, with_entropy=True, tail_topk=k
+    )
+    loss, _ = kl(grad)(naive_with_tail(hidden, weight, ids, k, temperature), slice(None))
+    found, want = ((x, *torch.autograd.grad(x, (hidden, weight))) for x in (got, loss.sum()))
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    if rows:
+        entropy = torch.distributions.Categorical(logits=(hidden @ weight.T / temperature).detach()).entropy()
+        torch.testing.assert_close(parts["entropy"], entropy.sum())
+
+
+def test_nothing_outside_of_the_ids():
+    hidden, weight, _, grad = inputs(3, 4, 7, 8)
+    ids = distinct_ids(3, 7)
+
+    def without_tail(logprobs, rows):
+        assert (logprobs[:, 7].exp() == 0).all()
+        return kl(grad[:, :7])(logprobs[:, :7], rows)
+
+    got, parts = head_loss(hidden, weight, ids, without_tail, with_entropy=True, tail_topk=7)
+    want, want_parts = head_loss(hidden, weight, ids, kl(grad[:, :7]), with_entropy=True)
+    torch.testing.assert_close(parts, want_parts)
+    found, expected = ((x, *torch.autograd.grad(x, (hidden, weight))) for x in (got, want))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_without_rows():
     hidden, weight, ids, grad = inputs(0, 8, 23, 4, torch.float32)
     loss, parts = head_loss(hidden, weight, ids, kl(grad), with_entropy=True, overlap_topk=4)
@@ -171,8 +223,8 @@ def test_a_loss_must_be_one_per_row():
         head_loss(hidden, weight, ids, lambda logprobs, rows: (logprobs, {}))
 
 
-@pytest.mark.parametrize("chunk_rows", [None, 7])
-def test_overlap_of_the_top_k(chunk_rows, monkeypatch):
+@pytest.mark.parametrize(("chunk_rows", "tail_topk"), [(None, 0), (7, 0), (7, 5)])
+def test_overlap_of_the_top_k(chunk_rows, tail_topk, monkeypatch):
     monkeypatch.setattr(head, "OVERLAP_ROWS", 7)
     hidden, weight, _, _ = inputs(20, 8, 23, 1)
     logits = hidden @ weight.T
@@ -182,9 +234,10 @@ def test_overlap_of_the_top_k(chunk_rows, monkeypatch):
     ids[3, :5] = logits[3].topk(8).indices[-5:]
     want = [len(set(ids[i, :5].tolist()) & set(logits[i].topk(5).indices.tolist())) / 5 for i in range(0, 20, 3)]
     assert want[:2] == [1.0, 0.4]
-    _, parts = head_loss(hidden, weight, ids, kl(torch.zeros(20, 6)), chunk_rows=chunk_rows, overlap_topk=5)
+    zeros = kl(torch.zeros(20, 7 if tail_topk else 6))
+    _, parts = head_loss(hidden, weight, ids, zeros, chunk_rows=chunk_rows, overlap_topk=5, tail_topk=tail_topk)
     assert parts["overlap_rows"] == 7
-    torch.testing.assert_close(parts["overlap_ratio"].double().item(), sum(want))
+    torch.testing.assert_close(parts["overlap_ratio"], torch.tensor(sum(want)))
 
 
 def test_entropy():
@@ -227,6 +280,7 @@ def test_full_logits_never_exist(backward):
     with LargestTensor() as largest:
         if backward:
             head_loss(hidden, weight, ids, kl(grad), chunk_rows=chunk_rows, with_entropy=True)
+            head_loss(hidden, weight, ids[:, :2], kl(grad), chunk_rows=chunk_rows, with_entropy=True, tail_topk=2)
         else:
             logprobs_of_ids(hidden, weight, ids, chunk_rows=chunk_rows)
     assert largest.numel <= chunk_rows * 64  # rows of the buffer are padded to 64 logits

@@ -14,6 +14,7 @@ CASES = [
     (4, 777, 5, 1.5, "float32"),
     (2, 9001, 256, 0.7, "bfloat16"),
     (1, 8, 8, 1.0, "float32"),
+    (2, 1, 1, 0.7, "bfloat16"),  # nothing outside of the ids
 ]
 
 
@@ -54,10 +55,36 @@ def compare(rows, vocabulary, num_ids, temperature, dtype):
     ]
     rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5  # the interpreter cuts the last bits off
     torch.testing.assert_close(*dz, rtol=rtol, atol=1e-6)
+    compare_with_tail(values.to(dtype), in_buffer, grad_logprobs, temperature, rtol)
     factor = torch.tensor(0.3)
     scaled = [module.scaled(dz[1].contiguous(), factor, dtype) for module in (head_triton, head)]
     torch.testing.assert_close(*scaled, rtol=rtol, atol=0)
     print("same")
+
+
+def compare_with_tail(values, in_buffer, grad_logprobs, temperature, rtol):
+    """The first k ids are distinct, the last one is the first of them, or outside of them."""
+    import torch
+
+    from hybrid_gkd.losses import head, head_triton
+
+    rows, num_ids = grad_logprobs.shape
+    ids = torch.stack([torch.randperm(values.shape[1])[:num_ids] for _ in range(rows)])
+    k = max(1, num_ids - 1)
+    if num_ids > 1:
+        ids[0, -1] = ids[0, 0]
+    grad = torch.cat([grad_logprobs, torch.full((rows, 1), -0.3)], 1)
+    results = []
+    for backend in (head_triton, head):
+        logits = in_buffer()
+        statistics = head._statistics_with_tail(backend, logits, ids, temperature, True, k)
+        assert torch.equal(logits, values)
+        known = ids, *statistics[:2], grad, temperature, k
+        statistics[0].clamp_(min=-100)  # a mass of nothing is some -1e30
+        results.append((*statistics, head._gradient_with_tail_(backend, logits, *known)))
+    for a, b in zip(results[0][:3], results[1][:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][3], results[1][3], rtol=rtol, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ class Problem:
         return head_loss(
             self.hidden[rows], self.weight, torch.cat(ids, 1)[rows],
             objective.loss_fn(self.targets(loss, rows)), temperature=self.temperature, chunk_rows=chunk_rows,
+            tail_topk=self.topk_ids.shape[1] if loss.enabled else 0,
         )
 
     def naive(self, loss):
