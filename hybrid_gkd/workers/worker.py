@@ -231,11 +231,7 @@ class Worker:
             MASTER_ADDR=address[0], MASTER_PORT=str(address[1]),
         )
         if self.device_type == "cpu":
-            # The workers and a local teacher share the cores: threads that spin for each other are slower than few.
-            sharers = self.config.workers_per_node
-            if self.config.distillation.enabled and self.config.actor_rollout_ref.teacher.server_ip is None:
-                sharers += 1
-            os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+            os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
             if self._on_one_host():  # the host's own name may not resolve on a laptop
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         import torch
@@ -483,6 +479,16 @@ class Worker:
 
     def _engine_lost_its_weights(self) -> None:
         self.published = False
+
+
+def threads_per_process(config: Config) -> int:
+    """Of each worker and of a local teacher, which share the cores of a machine without a GPU.
+
+    Threads that spin for each other are slower than few: a process with as many as there are cores nearly stands still
+    while another one computes.
+    """
+    local_teacher = config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None
+    return max(1, len(os.sched_getaffinity(0)) // (config.workers_per_node + local_teacher))
 
 
 def redirect_output(log_file: Path) -> None:
