@@ -14,7 +14,7 @@ which are the metrics of the same name. The ideal is what the schedule could rea
     serial          G + Q + U + W            nothing at the same time
     sync            max(G + U, Q) + W        the teacher beside generation and update
     one_step_off    max(G + U + W, Q)        the teacher beside everything; two_step_off too
-    separate        max(max(G, U) + W, Q)    generation and update beside each other as well
+    separate ...    max(max(G, U) + W, Q)    generation and update beside each other as well
 
 with G generation, U update, W publish, Q the teacher's time for a batch it is given at once. Q is that of the serial
 run; so are G, U and W on the hybrid engine, and those of separate pools, whose GPUs are fewer, are their own.
@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,11 +46,13 @@ SCHEDULES = {
     "sync": ["trainer.scheduler=sync"],
     "one_step_off": ["trainer.scheduler=one_step_off"],
     "two_step_off": ["trainer.scheduler=two_step_off"],
-    "separate": ["trainer.scheduler=one_step_off", "actor_rollout_ref.hybrid_engine=false"],
+    "separate_one_step_off": ["trainer.scheduler=one_step_off", "actor_rollout_ref.hybrid_engine=false"],
+    "separate_two_step_off": ["trainer.scheduler=two_step_off", "actor_rollout_ref.hybrid_engine=false"],
 }
 WARMUP_STEPS = 2
 LAST_STEPS = 2
 """The last steps of a run that is ahead generate nothing any more."""
+STOP_SECONDS = 120.0
 COLUMNS = (
     "gen", "update_actor", "get_teacher_knowledge", "wait_prev_teacher", "wait_prev_gen", "sync_rollout_weights",
 )  # fmt: skip
@@ -79,10 +82,9 @@ def total_steps(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path) -> dict[str, float]:
     """The figures of one schedule. Exits with the end of its log where the run fails or takes too long."""
-    gpus = [f"trainer.n_gpus_per_node={args.gpus}"]
-    if schedule == "separate":
-        gpus = [f"trainer.n_gpus_per_node={max(1, args.gpus // 2)}"]
-        gpus += [f"rollout.n_gpus_per_node={max(1, args.gpus - args.gpus // 2)}"]
+    separate = schedule.startswith("separate")
+    gpus = [f"trainer.n_gpus_per_node={max(1, args.gpus // 2) if separate else args.gpus}"]
+    gpus += [f"rollout.n_gpus_per_node={max(1, args.gpus - args.gpus // 2)}"] if separate else []
     command = [
         sys.executable, "-m", "hybrid_gkd", "--config-name", "gkd", *inputs, *SCHEDULES[schedule], *gpus,
         "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.resume_mode=disable",
@@ -95,11 +97,16 @@ def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
         try:
             process.wait(args.timeout)
-        except BaseException as error:
-            process.terminate()  # the run stops what it has started
-            process.wait(120)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired:
+            log.write(f"no end after {args.timeout:g} s\n")
+        finally:
+            if process.poll() is None:
+                process.terminate()  # the run stops what it has started
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         if process.returncode:
             log.seek(0)
             raise SystemExit("".join(log.readlines()[-20:]) + f"error: {schedule} ended with {process.returncode}")
@@ -127,16 +134,16 @@ def figures(run_folder: Path) -> dict[str, float]:
 
 def ideal(schedule: str, own: dict[str, float], serial: dict[str, float]) -> float:
     """Seconds of a step; see the top of this file."""
-    parts = own if schedule == "separate" else serial
+    parts = own if schedule.startswith("separate") else serial
     gen, update, sync = (parts[name] for name in ("gen", "update_actor", "sync_rollout_weights"))
     teacher = serial["get_teacher_knowledge"]
-    return {
-        "serial": gen + teacher + update + sync,
-        "sync": max(gen + update, teacher) + sync,
-        "one_step_off": max(gen + update + sync, teacher),
-        "two_step_off": max(gen + update + sync, teacher),
-        "separate": max(max(gen, update) + sync, teacher),
-    }[schedule]
+    if schedule == "serial":
+        return gen + teacher + update + sync
+    if schedule == "sync":
+        return max(gen + update, teacher) + sync
+    if schedule.startswith("separate"):
+        return max(max(gen, update) + sync, teacher)
+    return max(gen + update + sync, teacher)
 
 
 def report(args: argparse.Namespace, found: dict[str, dict[str, float]]) -> str:
@@ -167,8 +174,7 @@ def main() -> None:
     parser.add_argument("--teacher-shape", choices=SHAPES, default="7b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs, or processes, of the student (%(default)s)")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES),
-                        help="beside serial, which always runs")  # fmt: skip
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="and serial")
     parser.add_argument("--prompts", type=int, default=128, help="of a step (%(default)s)")
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--response-length", type=int, default=2048, help="at most (%(default)s)")
@@ -179,9 +185,9 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     args.student_shape, args.teacher_shape = args.shape or args.student_shape, args.shape or args.teacher_shape
     wanted = [name for name in SCHEDULES if name == "serial" or name in args.schedules]
-    if args.device == "cuda" and args.gpus < 2 and "separate" in wanted:
-        print("separate is left out: it needs --gpus 2 or more")
-        wanted.remove("separate")
+    if args.device == "cuda" and args.gpus < 2:
+        print("separate pools are left out: they need --gpus 2 or more")
+        wanted = [name for name in wanted if not name.startswith("separate")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs = make_inputs(args, folder)
