@@ -13,6 +13,7 @@ GB/s: bytes of the weights by the time of a pass, which each receiver gets at on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import socket
 import statistics
@@ -96,13 +97,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens at."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+def free_ports() -> dict[str, int]:
+    """A port of this machine at which nobody listens, for each way."""
+    with contextlib.ExitStack() as stack:
+        listeners = {way: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for way in WAYS}
+        return {way: int(listener.getsockname()[1]) for way, listener in listeners.items()}
 
 
 def report(args: argparse.Namespace, rows: list[Row]) -> str:
@@ -140,18 +139,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--gpus", type=int, default=2, help="processes: one sends, the others receive (%(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--bucket-megabytes", type=int, default=512,
-                        help="actor_rollout_ref.rollout.update_weights_bucket_megabytes (%(default)s)")  # fmt: skip
+    parser.add_argument("--bucket-megabytes", type=int, default=512, help="as in the configuration (%(default)s)")
     parser.add_argument("--passes", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2, help="passes before that are not counted (%(default)s)")
     args = parser.parse_args()
     if args.gpus < 2:
         parser.error("--gpus: one sends and at least one receives")
-    context = mp.get_context("spawn")
-    start = context.Barrier(args.gpus)
-    ports = dict(zip(WAYS, free_ports(len(WAYS)), strict=True))
     with tempfile.TemporaryDirectory() as name:
-        mp.spawn(share, (args, ports, start, Path(name)), args.gpus)
+        mp.spawn(share, (args, free_ports(), mp.get_context("spawn").Barrier(args.gpus), Path(name)), args.gpus)
         rows = [Row(*row) for file in Path(name).iterdir() for row in json.loads(file.read_text())]
     print(report(args, rows))
 
