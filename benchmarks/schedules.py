@@ -93,23 +93,24 @@ def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path
         f"data.max_response_length={args.response_length}", "actor_rollout_ref.teacher.server_port=0",
         "actor_rollout_ref.actor.optim.lr=1e-12", f"distillation.topk={args.topk}", *args.overrides,
     ]  # fmt: skip
-    with (folder / f"{schedule}.log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
-        try:
-            process.wait(args.timeout)
-        except subprocess.TimeoutExpired:
-            log.write(f"no end after {args.timeout:g} s\n")
-        finally:
-            if process.poll() is None:
-                process.terminate()  # the run stops what it has started
-                try:
-                    process.wait(STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        if process.returncode:
-            log.seek(0)
-            raise SystemExit("".join(log.readlines()[-20:]) + f"error: {schedule} ended with {process.returncode}")
+    log, ended = folder / f"{schedule}.log", "ended with"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    try:
+        process.wait(args.timeout)
+    except subprocess.TimeoutExpired:
+        ended = f"had not ended after {args.timeout:g} s, then did with"
+    finally:
+        if process.poll() is None:
+            process.terminate()  # the run stops what it has started
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode:
+        last = "\n".join(log.read_text().splitlines()[-20:])
+        raise SystemExit(f"{last}\nerror: {schedule} {ended} {process.returncode}")
     return figures(folder / "runs" / "hybrid_gkd" / schedule)
 
 
