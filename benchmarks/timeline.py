@@ -1,15 +1,24 @@
-"""Draw steps of runs on one time axis, from their trace.json: docs/timeline.svg.
+"""Draw steps of runs on one time axis, from their trace.json: docs/timeline.svg. Print what the runs came to.
 
-    python -m hybrid_gkd --config-name demo trainer.default_local_dir=outputs/timeline ...
-    python benchmarks/timeline.py outputs/timeline/hybrid_gkd/demo --steps 3 --out docs/timeline.svg
+    runs="python -m hybrid_gkd --config-name demo trainer.default_local_dir=outputs/timeline"
+    $runs trainer.experiment_name=sync
+    $runs trainer.experiment_name=one_step_off trainer.scheduler=one_step_off
+    $runs trainer.experiment_name=two_step_off trainer.scheduler=two_step_off
+    $runs trainer.experiment_name=separate_pools trainer.scheduler=one_step_off \\
+        actor_rollout_ref.hybrid_engine=false rollout.n_gpus_per_node=1
+    cd outputs/timeline/hybrid_gkd
+    python ../../../benchmarks/timeline.py sync one_step_off two_step_off separate_pools
 
 Several run folders are drawn below each other, each from the beginning of one of its steps. A step begins when the
-trainer's span `gen` does; the steps drawn are the last but one and those before it, where everything is warm.
+trainer's span `gen` does; the steps drawn are the last but one and those before it, where everything is warm. The
+table has the last held-out accuracy and KL, and medians of the steps, the first ten left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +32,9 @@ COLORS = {  # Okabe and Ito
     "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",
     "sync_rollout_weights": "#009e73", "request": "#cc79a7",
 }
-WIDTH, LEFT, ROW, LANE = 900, 90, 22, 14
+TIMES = ("step", "gen", "update_actor", "wait_prev_gen", "wait_prev_teacher", "sync_rollout_weights")
+WARMUP_STEPS = 10
+WIDTH, LEFT, ROW, LANE = 900, 120, 22, 14
 
 
 def steps_of(events: list[dict[str, Any]], count: int) -> tuple[list[dict[str, Any]], float, float]:
@@ -86,14 +97,33 @@ def draw(folders: list[Path], count: int) -> str:
     )
 
 
+def table(folders: list[Path]) -> str:
+    """Markdown, from metrics.jsonl: a row for each run."""
+    lines = [
+        f"| | steps | staleness | accuracy | `actor/kl_loss` | {' | '.join(f'`{name}`' for name in TIMES)} |",
+        "|---" * (len(TIMES) + 5) + "|",
+    ]
+    for folder in folders:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows, accuracies = [r for r in rows if r["step"]], [r["val/accuracy"] for r in rows if "val/accuracy" in r]
+        accuracy = f"{100 * accuracies[-1]:.1f} %" if accuracies else ""
+        times = [statistics.median(r.get(f"timing/{name}", 0.0) for r in rows[WARMUP_STEPS:]) for name in TIMES]
+        lines.append(
+            f"| {folder.name} | {len(rows)} | {rows[-1]['training/staleness']:.0f} | {accuracy} | "
+            f"{rows[-1]['actor/kl_loss']:.4f} | {' | '.join(f'{1000 * value:.0f} ms' for value in times)} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Draw."""
+    """Draw, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("--steps", type=int, default=3, help="steps to draw (%(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "timeline.svg", help="(%(default)s)")
     args = parser.parse_args()
     args.out.write_text(draw(args.folders, args.steps))
+    print(table(args.folders))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from hybrid_gkd.trace import TraceFile
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
-from hybrid_gkd.workers.placement import Placement
+from hybrid_gkd.workers.placement import Placement, threads_per_process
 from hybrid_gkd.workers.rollout import resolve_engine
 
 logger = logging.getLogger(__name__)
@@ -287,6 +287,8 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
     teacher_device = device if teacher.device == "auto" else teacher.device
     if teacher_device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, teacher_gpus(config)))
+    elif device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(threads_per_process(config))
     options = {
         "--backend": teacher.backend,
         "--device": teacher_device,

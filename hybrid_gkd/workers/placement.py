@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from dataclasses import dataclass
 from typing import Literal
+
+from hybrid_gkd.config import Config
 
 Role = Literal["worker", "actor worker", "rollout worker"]
 """Trains and generates in turns; only trains; only generates."""
@@ -53,3 +56,13 @@ class Placement:
             return f"{self.host}, cpu"
         memory = f"{self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
         return f"{self.host}, CUDA_VISIBLE_DEVICES={self.visible_devices}, {self.device}, {memory}"
+
+
+def threads_per_process(config: Config) -> int:
+    """Of each worker and of a local teacher, which share the cores of a machine without a GPU.
+
+    Threads that spin for each other are slower than few: a process with as many as there are cores nearly stands still
+    while another one computes.
+    """
+    local_teacher = config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None
+    return max(1, len(os.sched_getaffinity(0)) // (config.workers_per_node + local_teacher))

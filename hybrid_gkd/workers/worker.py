@@ -24,7 +24,7 @@ from hybrid_gkd.clock import Clock, Spans, spanned
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
-from hybrid_gkd.workers.placement import Placement, Role
+from hybrid_gkd.workers.placement import Placement, Role, threads_per_process
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -185,11 +185,7 @@ class Worker:
             MASTER_ADDR=address[0], MASTER_PORT=str(address[1]),
         )
         if self.device_type == "cpu":
-            # The workers and a local teacher share the cores: threads that spin for each other are slower than few.
-            sharers = self.config.workers_per_node
-            if self.config.distillation.enabled and self.config.actor_rollout_ref.teacher.server_ip is None:
-                sharers += 1
-            os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+            os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
             if self._on_one_host():  # the host's own name may not resolve on a laptop
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         import torch

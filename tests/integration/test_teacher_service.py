@@ -17,7 +17,9 @@ import torch
 import zmq
 from transformers import AutoModelForCausalLM
 
+from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
+from hybrid_gkd.run import start_local_teacher
 from hybrid_gkd.teacher.connection import query_status
 from hybrid_gkd.teacher.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
@@ -389,3 +391,18 @@ def test_status_command(hf_teacher):
     )
     assert nobody.returncode == 1
     assert nobody.stderr.startswith("error: 127.0.0.1:1: no teacher server answered")
+
+
+def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_own(model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={model_path}", "trainer.n_gpus_per_node=3",
+            f"actor_rollout_ref.teacher.model.path={model_path}", "actor_rollout_ref.teacher.server_port=0",
+            f"trainer.default_local_dir={tmp_path}",
+        ]
+    )
+    with contextlib.ExitStack() as stack:
+        teacher = start_local_teacher(config, "cpu", stack)
+        environment = Path(f"/proc/{teacher.pid}/environ").read_bytes().split(b"\0")
+    assert [line for line in environment if line.startswith(b"OMP_NUM_THREADS=")] == [b"OMP_NUM_THREADS=2"]

@@ -1,0 +1,199 @@
+"""The schedules of a step side by side: the product itself, same prompts, seeds and lengths, one run after another.
+
+    python benchmarks/schedules.py --student-shape 1.5b --teacher-shape 7b --gpus 2 --prompts 256
+    python benchmarks/schedules.py --shape tiny --device cpu --prompts 16 --response-length 64 --mean-length 16
+
+Random weights in the shapes of Qwen2.5. So many random tokens end a response that its length is geometric with the
+given mean, up to --response-length: most are short, few are long. The learning rate is too small to change a weight,
+so all schedules write and score the same answers. `--gpus` are the student's; the teacher takes the one after them,
+or shares the first. Separate pools split the student's in halves, or on the CPU take two processes instead of one.
+
+Step: time from one publish to the next, from trace.json; median of the steps after the warm-up, as the other columns,
+which are the metrics of the same name. The ideal is what the schedule could reach with the same parts:
+
+    serial          G + Q + U + W            nothing at the same time
+    sync            max(G + U, Q) + W        the teacher beside generation and update
+    one_step_off    max(G + U + W, Q)        the teacher beside everything; two_step_off too
+    separate ...    max(max(G, U) + W, Q)    generation and update beside each other as well
+
+with G generation, U update, W publish, Q the teacher's time for a batch it is given at once. Q is that of the serial
+run; so are G, U and W on the hybrid engine, and those of separate pools, whose GPUs are fewer, are their own.
+Efficiency is ideal by measured step. Where the serial run's update trains in parts what is scored already, it beats
+its own formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from models import SHAPES, full_tokenizer, make_model
+
+from hybrid_gkd.trace import read_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEDULES = {
+    "serial": ["trainer.scheduler=sync", "actor_rollout_ref.teacher.overlap_rollout=false"],
+    "sync": ["trainer.scheduler=sync"],
+    "one_step_off": ["trainer.scheduler=one_step_off"],
+    "two_step_off": ["trainer.scheduler=two_step_off"],
+    "separate_one_step_off": ["trainer.scheduler=one_step_off", "actor_rollout_ref.hybrid_engine=false"],
+    "separate_two_step_off": ["trainer.scheduler=two_step_off", "actor_rollout_ref.hybrid_engine=false"],
+}
+WARMUP_STEPS = 2
+LAST_STEPS = 2
+"""The last steps of a run that is ahead generate nothing any more."""
+STOP_SECONDS = 120.0
+COLUMNS = (
+    "gen", "update_actor", "get_teacher_knowledge", "wait_prev_teacher", "wait_prev_gen", "sync_rollout_weights",
+)  # fmt: skip
+
+
+def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Models and prompts; the overrides that name them."""
+    tokenizer = full_tokenizer(args.student_shape)
+    student = make_model(folder / "student", args.student_shape, tokenizer)
+    teacher = make_model(folder / "teacher", args.teacher_shape, tokenizer)
+    rng = np.random.default_rng(0)
+    ends = rng.choice(len(tokenizer), len(tokenizer) // args.mean_length, replace=False)
+    (student / "generation_config.json").write_text(json.dumps({"eos_token_id": ends.tolist()}))
+    letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz "), (args.prompts * total_steps(args), args.prompt_length))
+    rows = "\n".join(json.dumps({"prompt": "".join(line)}) for line in letters)
+    (folder / "prompts.jsonl").write_text(rows)
+    return [
+        f"actor_rollout_ref.model.path={student}", f"actor_rollout_ref.teacher.model.path={teacher}",
+        f"data.train_files={folder / 'prompts.jsonl'}", f"trainer.default_local_dir={folder / 'runs'}",
+    ]  # fmt: skip
+
+
+def total_steps(args: argparse.Namespace) -> int:
+    """Of each run."""
+    return int(WARMUP_STEPS + args.steps + LAST_STEPS)
+
+
+def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path) -> dict[str, float]:
+    """The figures of one schedule. Exits with the end of its log where the run fails or takes too long."""
+    separate = schedule.startswith("separate")
+    gpus = [f"trainer.n_gpus_per_node={max(1, args.gpus // 2) if separate else args.gpus}"]
+    gpus += [f"rollout.n_gpus_per_node={max(1, args.gpus - args.gpus // 2)}"] if separate else []
+    command = [
+        sys.executable, "-m", "hybrid_gkd", "--config-name", "gkd", *inputs, *SCHEDULES[schedule], *gpus,
+        "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.resume_mode=disable",
+        f"trainer.device={args.device}", f"trainer.experiment_name={schedule}",
+        f"data.train_batch_size={args.prompts}", f"data.max_prompt_length={args.prompt_length + 8}",
+        f"data.max_response_length={args.response_length}", "actor_rollout_ref.teacher.server_port=0",
+        "actor_rollout_ref.actor.optim.lr=1e-12", f"distillation.topk={args.topk}", *args.overrides,
+    ]  # fmt: skip
+    log, ended = folder / f"{schedule}.log", "ended with"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    try:
+        process.wait(args.timeout)
+    except subprocess.TimeoutExpired:
+        ended = f"had not ended after {args.timeout:g} s, then did with"
+    finally:
+        if process.poll() is None:
+            process.terminate()  # the run stops what it has started
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode:
+        last = "\n".join(log.read_text().splitlines()[-20:])
+        raise SystemExit(f"{last}\nerror: {schedule} {ended} {process.returncode}")
+    return figures(folder / "runs" / "hybrid_gkd" / schedule)
+
+
+def figures(run_folder: Path) -> dict[str, float]:
+    """Medians over the counted steps: `step`, the timing metrics, `hidden_fraction` and lengths, in seconds, tokens."""
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    counted = [row for row in rows if WARMUP_STEPS < row["step"] <= len(rows) - LAST_STEPS]
+    published = sorted(  # before the first step and after each
+        event["ts"] + event["dur"] for event in read_trace(run_folder / "trace.json")
+        if event["ph"] == "X" and event["pid"] == 1 and event["name"] == "sync_rollout_weights"
+    )
+    assert len(published) == len(rows) + 1, (len(published), len(rows))
+    found = {name: statistics.median(row.get(f"timing/{name}", 0.0) for row in counted) for name in COLUMNS}
+    hidden = [row["teacher/hidden_fraction"] for row in counted if "teacher/hidden_fraction" in row]
+    return found | {
+        "step": statistics.median((published[row["step"]] - published[row["step"] - 1]) / 1e6 for row in counted),
+        "hidden_fraction": statistics.median(hidden) if hidden else float("nan"),
+        "length": statistics.mean(row["response_length/mean"] for row in counted),
+        "longest": max(row["response_length/max"] for row in counted),
+    }
+
+
+def ideal(schedule: str, own: dict[str, float], serial: dict[str, float]) -> float:
+    """Seconds of a step; see the top of this file."""
+    parts = own if schedule.startswith("separate") else serial
+    gen, update, sync = (parts[name] for name in ("gen", "update_actor", "sync_rollout_weights"))
+    teacher = serial["get_teacher_knowledge"]
+    if schedule == "serial":
+        return gen + teacher + update + sync
+    if schedule == "sync":
+        return max(gen + update, teacher) + sync
+    if schedule.startswith("separate"):
+        return max(max(gen, update) + sync, teacher)
+    return max(gen + update + sync, teacher)
+
+
+def report(args: argparse.Namespace, found: dict[str, dict[str, float]]) -> str:
+    """The figures as a Markdown table."""
+    serial = found["serial"]
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU ({os.cpu_count()} cores)"
+    lines = [
+        f"{device}, student {args.student_shape} on {args.gpus}, teacher {args.teacher_shape}, {args.prompts} prompts "
+        f"of {args.prompt_length} tokens, responses of {serial['length']:.0f} in the mean and {serial['longest']:.0f} "
+        f"at most, {args.steps} steps; seconds",
+        "",
+        f"| | step | {' | '.join(COLUMNS)} | hidden_fraction | ideal | efficiency |",
+        "|---" * (len(COLUMNS) + 5) + "|",
+    ]
+    for schedule, own in found.items():
+        best = ideal(schedule, own, serial)
+        cells = [own["step"], *(own[name] for name in COLUMNS), own["hidden_fraction"], best, best / own["step"]]
+        lines.append(f"| {schedule} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="configuration keys, dotted.key=value")
+    parser.add_argument("--shape", choices=SHAPES, help="of both models")
+    parser.add_argument("--student-shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--teacher-shape", choices=SHAPES, default="7b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs, or processes, of the student (%(default)s)")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="and serial")
+    parser.add_argument("--prompts", type=int, default=128, help="of a step (%(default)s)")
+    parser.add_argument("--prompt-length", type=int, default=128)
+    parser.add_argument("--response-length", type=int, default=2048, help="at most (%(default)s)")
+    parser.add_argument("--mean-length", type=int, default=512, help="of the responses, about (%(default)s)")
+    parser.add_argument("--topk", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=6, help="counted steps (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run (%(default)s)")
+    args = parser.parse_intermixed_args()
+    args.student_shape, args.teacher_shape = args.shape or args.student_shape, args.shape or args.teacher_shape
+    wanted = [name for name in SCHEDULES if name == "serial" or name in args.schedules]
+    if args.device == "cuda" and args.gpus < 2:
+        print("separate pools are left out: they need --gpus 2 or more")
+        wanted = [name for name in wanted if not name.startswith("separate")]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        inputs = make_inputs(args, folder)
+        print(report(args, {schedule: run(args, schedule, inputs, folder) for schedule in wanted}))
+
+
+if __name__ == "__main__":
+    main()
