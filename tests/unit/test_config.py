@@ -71,6 +71,9 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("distillation.loss_mode=k1", ["distillation.use_policy_gradient", "k1", "False"]),
         ("distillation.use_policy_gradient=true", ["distillation.use_policy_gradient", "forward_kl", "True"]),
         ("distillation.use_task_rewards=true", ["reward.answer_key"]),
+        ("actor_rollout_ref.hybrid_engine=false", ["rollout.n_gpus_per_node", "hybrid_engine=false", "None"]),
+        ("rollout.n_gpus_per_node=2", ["rollout.n_gpus_per_node", "hybrid_engine=false", "2"]),
+        ("rollout.nnodes=0", ["rollout.nnodes", "above 0", "0"]),
     ],
 )
 def test_bad_values_are_refused_by_name(override, parts):
@@ -78,6 +81,14 @@ def test_bad_values_are_refused_by_name(override, parts):
         load_config([*OWN, override])
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():
+    separate = [*OWN, "actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=3", "rollout.nnodes=2"]
+    config = load_config([*separate, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"])
+    assert (config.world_size, config.rollout_world_size, config.workers_per_node) == (1, 6, 4)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size.*rollout\.nnodes.* = 6\); got 4"):
+        load_config([*separate, "actor_rollout_ref.rollout.tensor_model_parallel_size=4"])
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,18 @@ def test_shards_and_tensor_parallel_engines_split_the_bytes():
     )
 
 
+def test_pools_of_their_own_hold_what_is_theirs():
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
+    separate = config(*pools, COMPUTED, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
+    phases = phase_bytes(separate, SEVEN_B, device="cuda", total_bytes=CARD)
+    assert set(phases["rollout"]) == {"engine_weights", "kv_cache"}
+    assert sum(phases["rollout"].values()) == pytest.approx(0.92 * CARD)  # the card is the engine's alone
+    assert set(phases["update"]) == {"actor_params", "gradients", "activations"}
+    assert set(phases["optimizer_step"]) == {"actor_params", "gradients", "optimizer_state"}
+    assert phases["publish"] == {"actor_params": 2 * SEVEN_B.parameters}  # they stay: nobody else wants the room
+    check_memory(separate, SEVEN_B, total_bytes=CARD)
+
+
 def test_nothing_moves_on_the_cpu():
     tenants = phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]
     assert set(tenants) == {"actor_params", "optimizer_state", "engine_weights"}
