@@ -89,7 +89,7 @@ def pids(pool):
     return [place.pid for place in pool.placements]
 
 
-def shorten_deadlines(group, seconds=6.0):
+def shorten_deadlines(group, seconds=10.0):
     """Those of a started group: it takes longer to start than a test may wait for a worker that hangs."""
 
     def shorten(worker):
