@@ -146,7 +146,8 @@ class Pool:
         Waits until a worker without news would be taken for hung; returns at once where one has died.
         """
         waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
-        deadline = self._last_news + self.timeout + CAUSE_SECONDS
+        # They may also have had nothing to do for long.
+        deadline = max(time.monotonic(), self._last_news + self.timeout) + CAUSE_SECONDS
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:

@@ -254,7 +254,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
 def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler):
     process = start(
         arguments(
-            world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=0", "trainer.test_freq=0",
+            world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=-1", "trainer.test_freq=0",
             f"trainer.scheduler={scheduler}",
         )
     )
@@ -272,6 +272,8 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler):
     assert errors.splitlines()[-1].startswith("error: ")
     assert ("worker 0" if victim == "Worker" else "teacher") in errors.splitlines()[-1]
     assert "Traceback" not in errors
+    # The state of the last step is lost with the student, and otherwise saved.
+    assert len(list((tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*"))) == (0 if victim == "Worker" else 1)
 
 
 def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
