@@ -120,6 +120,25 @@ def test_a_rollout_worker_lost_in_a_weight_sync_is_named_and_the_student_can_be_
     assert not alive
 
 
+@pytest.mark.parametrize(("use", "call"), [("generate", "generate"), ("load_weights", "weight sync")])
+def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(use, call, model, tmp_path):
+    def plant(worker):  # travels to the worker by value
+        def fail(*_):
+            import torch
+
+            raise torch.OutOfMemoryError("CUDA out of memory, planted")
+
+        setattr(worker.engine, use, fail)
+
+    with make_group(separate(model, tmp_path, 1, 2)) as group:
+        shorten_deadlines(group)
+        group.publish(0)
+        ray.get(group.rollouts.workers[1].__ray_call__.remote(plant), timeout=60)
+        with pytest.raises(WorkerError, match=rf"rollout worker 1 failed in {call}: OutOfMemoryError.*rollout_1\.log"):
+            generate(group) if use == "generate" else group.publish(1)
+        assert group.can_save()
+
+
 def test_a_rollout_worker_lost_while_it_loads_is_named(model, tmp_path):
     def kill(placements):
         os.kill(next(place.pid for place in placements if place.role == "rollout worker"), signal.SIGKILL)
