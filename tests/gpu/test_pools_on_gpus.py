@@ -1,6 +1,6 @@
 """Student and rollout engine on GPUs of their own, weights through NCCL.
 
-    bash tests/run.sh -m gpu tests/gpu/test_separate_pools.py
+    bash tests/run.sh -m gpu tests/gpu/test_pools_on_gpus.py
 """
 
 import contextlib
