@@ -32,16 +32,19 @@ def members():
     """Make the members of a group of `size`, each in its thread; members, and an executor for their calls."""
     with ThreadPoolExecutor(4) as executor:
 
-        def make(size, *, bucket_bytes=200, timeout=20.0, dtype=torch.float32):
+        def make(size, *, bucket_bytes=200, timeout=60.0, dtype=torch.float32):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address = probe.getsockname()
             options = {
                 "size": size, "layout": layout_of(make_weights()), "dtype": dtype, "device": torch.device("cpu"),
-                "bucket_bytes": bucket_bytes, "timeout": timeout,
+                "bucket_bytes": bucket_bytes, "timeout": 60.0,
             }
             futures = [executor.submit(WeightSync, address, rank=rank, **options) for rank in range(size)]
-            return [future.result(60) for future in futures], executor
+            formed = [future.result(90) for future in futures]
+            for member in formed:
+                member.timeout = timeout  # of what follows: to form may take longer than a test may wait
+            return formed, executor
 
         yield make
 
