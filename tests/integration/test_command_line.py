@@ -180,13 +180,11 @@ def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, w
         assert resumed[4][name] == pytest.approx(whole[4][name], rel=1e-3), name
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "depth", "pools"), [("one_step_off", 1, ()), ("two_step_off", 2, ()), ("one_step_off", 1, OWN_POOL)]
-)
+@pytest.mark.parametrize(("scheduler", "depth", "pools"), [("one_step_off", 1, OWN_POOL), ("two_step_off", 2, ())])
 def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it_was(
     finished, world, tmp_path, scheduler, depth, pools
 ):
-    """The second with importance weights, which are 1 for the first batch and not for what is stale."""
+    """With separate pools; and with importance weights, which are 1 for the first batch and not for what is stale."""
     weights = ["algorithm.rollout_is_threshold=2"] if depth == 2 else []
     code, _, errors = run(
         arguments(world, tmp_path, f"trainer.scheduler={scheduler}", "trainer.save_freq=0", *weights, *pools)
