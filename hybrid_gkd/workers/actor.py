@@ -244,8 +244,10 @@ class Actor:
         """
         batch, rows, sampled_ids = self._pack(micro_batch)
         ids, targets = self._targets(micro_batch, sampled_ids)
+        teacher = targets.teacher_logprobs
         return self.model(
-            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=self.topk
+            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature,
+            topk=0 if teacher is None else teacher.shape[1],
         )
 
     def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:
