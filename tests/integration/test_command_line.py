@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -362,14 +363,24 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def bad_runs(world, tmp_path_factory):
+    """Case -> its run folder, and the future of how its run ended; two at a time, most of a start is imports."""
+    with ThreadPoolExecutor(2) as executor:
+        runs = {}
+        for case, (overrides, _) in BAD.items():
+            out, keys = tmp_path_factory.mktemp("bad") / "out", {override.partition("=")[0] for override in overrides}
+            base = [argument for argument in arguments(world, out) if argument.partition("=")[0] not in keys]
+            runs[case] = out, executor.submit(run, [*base, *(override.format(world=world) for override in overrides)])
+        yield runs
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_with_one_message(world, tmp_path, case):
-    overrides, parts = BAD[case]
+def test_bad_input_ends_with_one_message(bad_runs, case):
     if case == "no cuda" and os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU")
-    out = tmp_path / "out"
-    base = [a for a in arguments(world, out) if a.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
-    code, text, errors = run([*base, *(override.format(world=world) for override in overrides)])
+    parts, (out, future) = BAD[case][1], bad_runs[case]
+    code, text, errors = future.result(600)
     assert code == 1
     assert "Traceback" not in errors + text
     message = errors.splitlines()[-1]

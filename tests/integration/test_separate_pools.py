@@ -100,16 +100,13 @@ def shorten_deadlines(group, seconds=10.0):
     ray.get([worker.__ray_call__.remote(shorten) for worker in members], timeout=60)
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rollout_worker_lost_in_a_weight_sync_is_named_and_the_student_can_be_saved(
-    fault, model, tmp_path, caplog
-):
+def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_can_be_saved(model, tmp_path, caplog):
     with make_group(separate(model, tmp_path, 1, 2)) as group:
         shorten_deadlines(group)
         group.publish(0)
         group.update(shares(random_batch(0), 1, 128))
         processes = pids(group.rollouts)
-        os.kill(processes[1], fault)
+        os.kill(processes[1], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"rollout worker 1 .*rollout_1\.log"):
             group.publish(1)
         assert "Rollout weight sync failed after " in caplog.text
