@@ -56,7 +56,7 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     assert checks == [
         "versions", "engine", "device", "inputs", "disk", "memory", "placement", "all-reduce", "teacher"
     ]
-    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each other", "optimizer_state", "start on the CPU"):
+    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start on the CPU"):
         assert shown in text
     assert not (tmp_path / "out").exists()
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
