@@ -281,12 +281,15 @@ def _calls(pools: list[Pool], started: list[list[Any]]) -> dict[Any, tuple[Pool,
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:
-    """Raises WorkerError if two workers (by rank) see the same GPU."""
-    gpus = [place.gpu for place in placements]
-    for rank, gpu in enumerate(gpus):
-        if gpu is not None and gpu in gpus[:rank]:
+    """Raises WorkerError if two workers, of one pool or of two, see the same GPU."""
+    holders: dict[str, Placement] = {}
+    for place in placements:
+        if place.gpu is None:
+            continue
+        first = holders.setdefault(place.gpu, place)
+        if first is not place:
             raise WorkerError(
-                f"trainer.n_gpus_per_node: workers {gpus.index(gpu)} and {rank} got the same GPU ({gpu}); "
+                f"trainer.n_gpus_per_node: {first.worker} and {place.worker} got the same GPU ({place.gpu}); "
                 f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')} here"
             )
 

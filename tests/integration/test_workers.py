@@ -287,11 +287,11 @@ def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path, monkeypatch
 def test_two_workers_on_one_gpu_are_refused_by_rank():
     def placed(*gpus):
         return [
-            Placement(host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="0", device="x", gpu=gpu)
-            for gpu in gpus
+            Placement(rank=rank, host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="0", device="x", gpu=gpu)
+            for rank, gpu in enumerate(gpus)
         ]
 
     refuse_shared_gpus(placed(None, None))
     refuse_shared_gpus(placed("a 1", "a 2", "b 1"))
-    with pytest.raises(WorkerError, match=r"workers 1 and 3 got the same GPU \(a 2\)"):
+    with pytest.raises(WorkerError, match=r"worker 1 and worker 3 got the same GPU \(a 2\)"):
         refuse_shared_gpus(placed("a 1", "a 2", "b 1", "a 2"))
