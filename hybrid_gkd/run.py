@@ -29,6 +29,7 @@ from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, total_steps
 from hybrid_gkd.report import RunSummary
 from hybrid_gkd.teacher.local import LocalTeacher
+from hybrid_gkd.teacher.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.trace import TraceFile
@@ -283,12 +284,7 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
     if teacher.server_ip is not None:
         return None
     assert teacher.model.path is not None
-    environment: dict[str, str] = {}
     teacher_device = device if teacher.device == "auto" else teacher.device
-    if teacher_device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, teacher_gpus(config)))
-    elif device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(threads_per_process(config))
     options = {
         "--backend": teacher.backend,
         "--device": teacher_device,
@@ -302,11 +298,20 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
         port=teacher.server_port,
         n_logprobs=config.distillation.topk,
         options=[*(part for option in options.items() for part in option), *flags],
-        environment=environment,
+        environment=teacher_environment(config, device),
         start_timeout=teacher.start_timeout,
         log_path=config.run_dir / "logs" / "teacher.log",
     )
     return stack.enter_context(local)
+
+
+def teacher_environment(config: Config, device: str) -> dict[str, str]:
+    """What a local teacher sees of this machine: GPUs of this process, or its share of the cores."""
+    own = config.actor_rollout_ref.teacher.device
+    if (device if own == "auto" else own) == "cuda":
+        gpus = visible_gpus()
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in teacher_gpus(config))}
+    return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 
 
 def _teacher_share(config: Config, device: str) -> float:
@@ -316,7 +321,7 @@ def _teacher_share(config: Config, device: str) -> float:
 
 
 def teacher_gpus(config: Config) -> list[int]:
-    """GPUs of a local teacher: those after the workers', or, where there are too few, the workers' own."""
+    """GPUs of a local teacher, as this process counts: after the workers', or, if there are too few, theirs."""
     size = config.actor_rollout_ref.teacher.tensor_model_parallel_size
     first_free = config.workers_per_node
     first = first_free if torch.cuda.device_count() >= first_free + size else 0

@@ -104,15 +104,9 @@ def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, st
     """
     if num_workers == 1 or device == "cpu":
         return [{}] * num_workers
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        import torch  # several seconds and only needed here
-
-        gpus = [str(index) for index in range(torch.cuda.device_count())]
-        if not gpus and device == "auto":
-            return [{}] * num_workers
-    else:
-        gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    gpus, visible = visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not gpus and visible is None and device == "auto":
+        return [{}] * num_workers
     if len(gpus) < num_workers * tp_size:
         raise TeacherError(
             f"--workers {num_workers} with --tp-size {tp_size} needs {num_workers * tp_size} GPUs, {len(gpus)} are "
@@ -120,3 +114,13 @@ def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, st
         )
     starts = range(0, num_workers * tp_size, tp_size)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[start : start + tp_size])} for start in starts]
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process in its order, each as CUDA_VISIBLE_DEVICES of a child would name it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    import torch  # several seconds and only needed here
+
+    return [str(index) for index in range(torch.cuda.device_count())]

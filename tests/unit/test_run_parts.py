@@ -1,0 +1,34 @@
+"""What a run decides before it starts anything."""
+
+import pytest
+import torch
+
+from hybrid_gkd import run
+from hybrid_gkd.config import load_config
+
+LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "overrides", "expected"),
+    [
+        (None, 1, [], "0"),  # the worker's own
+        (None, 2, [], "1"),  # the one after the worker's
+        ("1", 1, [], "1"),
+        ("3,5,2", 3, ["trainer.n_gpus_per_node=2"], "2"),
+        ("GPU-a,GPU-b", 2, ["actor_rollout_ref.teacher.tensor_model_parallel_size=2"], "GPU-a,GPU-b"),
+    ],
+)
+def test_a_local_teacher_gets_gpus_of_those_that_the_run_sees(monkeypatch, visible, count, overrides, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = load_config([*LOCAL, *overrides])
+    assert run.teacher_environment(config, "cuda") == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+def test_a_local_teacher_on_the_cpu_shares_the_cores_with_workers_there():
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cpu"])
+    assert run.teacher_environment(config, "cuda") == {}
+    assert set(run.teacher_environment(config, "cpu")) == {"OMP_NUM_THREADS"}
