@@ -29,6 +29,9 @@ OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 HIDDEN = -1e30
 """A logit of no mass; finite, so that sums over nothing but such stay free of NaN."""
+TAIL_LIMIT = 80.0
+"""A tail below exp of minus this, which float32 hardly knows from 0, is pulled less than its gradient says: unbounded,
+the pull could be inf * 0."""
 
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], what is to be reported {name: [r]})."""
@@ -82,7 +85,8 @@ def head_loss(
     _check(hidden, weight, ids, temperature, chunk_rows)
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     total = hidden.new_zeros((), dtype=_compute_dtype(hidden))
-    sums: dict[str, Tensor] = {}
+    names: list[str] = []
+    part_sums: Tensor | None = None
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight = None
     stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
@@ -92,27 +96,27 @@ def head_loss(
         buffer = _logits_buffer(hidden, weight, chunk_rows)
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
-            if tail_topk:
-                statistics = _statistics_with_tail(backend, logits, ids[rows], temperature, with_entropy, tail_topk)
-            else:
-                statistics = backend.row_statistics(logits, ids[rows], temperature, with_entropy)
-            logprobs, lse, entropy = statistics
+            logprobs, lse, entropy = backend.row_statistics(logits, ids[rows], temperature, with_entropy, tail_topk)
             loss, grad_logprobs, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
             total += loss.sum()
             if entropy is not None:
                 parts["entropy"] = entropy
             if overlap_topk:
                 sample.append(logits[-rows.start % stride :: stride].clone())
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0) + value.detach().sum()
+            if parts:
+                names = list(parts)
+                summed = torch.stack([value.detach().to(total.dtype) for value in parts.values()]).sum(1)
+                part_sums = summed if part_sums is None else part_sums + summed
             if grad_logprobs is None:
                 continue
-            known = logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature
-            dz = _gradient_with_tail_(backend, *known, tail_topk) if tail_topk else backend.logit_gradient_(*known)
+            dz = backend.logit_gradient_(
+                logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature, tail_topk
+            )
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if needs_grad[1]:
                 grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
+        sums = {} if part_sums is None else dict(zip(names, part_sums.unbind(), strict=True))
         if sample:
             sums |= _overlap(torch.cat(sample), ids[::stride, :overlap_topk])
         if needs_grad[1] and grad_weight is None:
@@ -185,64 +189,44 @@ def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
 
 
 def row_statistics(
-    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[r, V], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None."""
+    """[r, V], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None.
+
+    With `tail_topk` = k > 0 the log-probabilities are [r, K + 1], column k the log of the mass outside of the first k
+    ids, which is summed by itself: nothing is subtracted.
+    """
     z = logits.to(_compute_dtype(logits)) / temperature
-    lse = z.logsumexp(1)
-    logprobs = z.gather(1, ids) - lse[:, None]
+    chosen = z.gather(1, ids)
+    if tail_topk:
+        outside = z.scatter(1, ids[:, :tail_topk], HIDDEN).logsumexp(1)
+        lse = torch.logaddexp(chosen[:, :tail_topk].logsumexp(1), outside)
+        chosen = torch.cat([chosen[:, :tail_topk], outside[:, None], chosen[:, tail_topk:]], 1)
+    else:
+        lse = z.logsumexp(1)
     entropy = torch.special.entr(z.sub_(lse[:, None]).exp_()).sum(1) if with_entropy else None
-    return logprobs, lse, entropy
+    return chosen - lse[:, None], lse, entropy
 
 
 def logit_gradient_(
-    logits: Tensor, ids: Tensor, _logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float
+    logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
+    tail_topk: int = 0,
 ) -> Tensor:
-    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K]."""
-    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(-grad_logprobs.sum(1, keepdim=True))
-    return logits.copy_(dz.scatter_add_(1, ids, grad_logprobs).div_(temperature))
+    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
 
-
-def _statistics_with_tail(
-    backend: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, k: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`row_statistics` with the log of the mass outside of the first k ids as column k of [r, K + 1].
-
-    The backend reads the row with those k hidden; they join the sum afterwards, so that nothing is subtracted.
+    With a tail, logprobs and gradients being those [r, K + 1] of `row_statistics` and t = dL/dlog(1 - Q), dL/dz is
+    c q + a at the first k ids, c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
     """
-    z = logits.gather(1, ids)
-    logits.scatter_(1, ids[:, :k], max(HIDDEN, torch.finfo(logits.dtype).min))
-    _, outside, entropy = backend.row_statistics(logits, ids[:, :1], temperature, with_entropy)
-    logits.scatter_(1, ids[:, :k], z[:, :k])
-    z = z.to(outside.dtype) / temperature
-    lse = torch.logaddexp(z[:, :k].logsumexp(1), outside)
-    logprobs = torch.cat([z[:, :k], outside[:, None], z[:, k:]], 1) - lse[:, None]
-    if entropy is not None:
-        tail = logprobs[:, k]
-        entropy = tail.exp() * (entropy - tail) + torch.special.entr(logprobs[:, :k].exp()).sum(1)
-    return logprobs, lse, entropy
-
-
-def _gradient_with_tail_(
-    backend: Any, logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad: Tensor, temperature: float, k: int
-) -> Tensor:
-    """`logit_gradient_` for the [r, K + 1] of `_statistics_with_tail`.
-
-    With t = dL/dlog(1 - Q) and c = -sum(a) - t, dL/dz is c q + a at the first k ids and (c + t / (1 - Q)) q + a
-    everywhere else. The backend writes the latter into the whole row, then the k are written over.
-    """
-    support, others = ids[:, :k], ids[:, k:]
-    inside = -grad.sum(1, keepdim=True)
-    # A mass below e^-80, which float32 hardly knows from 0, is pulled less than t says; unbounded it could be inf * 0.
-    outside = inside + grad[:, k : k + 1] * (-logprobs[:, k : k + 1]).clamp(max=80).exp()
-    a, b = grad[:, :k], grad[:, k + 1 :]
-    first = -outside - b.sum(1, keepdim=True)  # of the first id, written over below: makes the backend's c `outside`
-    columns = ([support[:, :1], others], [logprobs[:, :1], logprobs[:, k + 1 :]], [first, b])
-    known = [torch.cat(column, 1) for column in columns]
-    backend.logit_gradient_(logits, *known[:2], lse, known[2], temperature)
-    repeats = ((support[:, :, None] == others[:, None]) * b[:, None]).sum(2)
-    at_support = inside * logprobs[:, :k].exp() + a + repeats
-    return logits.scatter_(1, support, (at_support / temperature).to(logits.dtype))
+    k = tail_topk
+    inside, at_ids = -grad_logprobs.sum(1, keepdim=True), grad_logprobs
+    outside = inside
+    if k:
+        pull, tail = grad_logprobs[:, k : k + 1], logprobs[:, k : k + 1]
+        outside = inside + pull * (-tail).clamp(max=TAIL_LIMIT).exp()
+        at_ids = torch.cat([grad_logprobs[:, :k], grad_logprobs[:, k + 1 :]], 1)
+    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(outside)
+    dz.scatter_(1, ids[:, :k], inside * logprobs[:, :k].exp())
+    return logits.copy_(dz.scatter_add_(1, ids, at_ids).div_(temperature))
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
 """The head's passes over memory as Triton kernels; `hybrid_gkd.losses.head` says what they compute.
 
-Each row of a chunk of logits is read once for its log-sum-exp, the log-probabilities of its ids and its entropy, and
-once more to become dL/dlogits in place. One program takes one row. Everything is computed in float32.
+Each row of a chunk of logits is read once for its log-sum-exp, the log-probabilities of its ids, the mass outside of
+them and its entropy, and once more to become dL/dlogits in place. One program takes one row. Everything is computed
+in float32.
 
 Shapes: r rows of a chunk, V vocabulary, K ids per row. The rows of the logits lie `stride` apart, a multiple of 64,
 so that all loads are wide; what is in a row beyond V may be overwritten.
@@ -17,36 +18,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_gkd.losses import head
+
 # Fastest of those tried on an H200 (2,048 to 16,384 logits, 4 to 16 warps): 4.0 and 3.7 TB/s.
 STATISTICS = {"BLOCK": 4096, "num_warps": 4}
 GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 4096
 LANE = tl.constexpr(8)  # neighbouring logits that one thread loads at once
+HIDDEN = head.HIDDEN
+TAIL_LIMIT = tl.constexpr(head.TAIL_LIMIT)
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(HIDDEN)
 
 
 def row_statistics(
-    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
+    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[r, V] of unit column stride, int64 [r, K] -> log-probabilities [r, K], log-sum-exp [r], entropy [r] or None."""
-    logprobs = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    """See `head.row_statistics`; logits [r, V] of unit column stride, which hold the same values afterwards."""
+    columns = ids.shape[1] + (tail_topk > 0)
+    logprobs = torch.empty(len(ids), columns, dtype=torch.float32, device=logits.device)
     lse = logprobs.new_empty(len(logits))
     entropy = torch.empty_like(lse) if with_entropy else None
     _statistics[(len(logits),)](
         logits, ids.contiguous(), logprobs, lse, entropy, logits.stride(0), logits.shape[1], 1 / temperature,
-        **_num_ids(ids), **STATISTICS,
+        max(HIDDEN, torch.finfo(logits.dtype).min), TAIL=tail_topk, **_num_ids(ids), **STATISTICS,
     )  # fmt: skip
     return logprobs, lse, entropy
 
 
 def logit_gradient_(
-    logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float
+    logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
+    tail_topk: int = 0,
 ) -> Tensor:
-    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K]."""
+    """See `head.logit_gradient_`."""
     _gradient[(len(logits),)](
         logits, ids.contiguous(), logprobs, lse, grad_logprobs.contiguous(), logits.stride(0), 1 / temperature,
-        **_num_ids(ids), **GRADIENT,
+        TAIL=tail_topk, **_num_ids(ids), **GRADIENT,
     )  # fmt: skip
     return logits
 
@@ -80,11 +87,18 @@ def _accumulate(z, peak, mass, weighted, scale, WITH_ENTROPY: tl.constexpr):
 
 @triton.jit
 def _statistics(
-    logits, ids, logprobs, lse_out, entropy_out, stride, vocabulary, scale,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    logits, ids, logprobs, lse_out, entropy_out, stride, vocabulary, scale, hidden,
+    TAIL: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    k = tl.arange(0, K_BLOCK)
+    chosen = tl.load(ids + row * K + k, mask=k < K, other=0)
+    if TAIL:  # the first ids stay out of the sum, and join it at the end
+        at_ids = tl.load(logits + chosen, mask=k < K, other=0.0)
+        tl.debug_barrier()  # an id may occur once more behind the first ones
+        tl.store(logits + chosen, tl.zeros([K_BLOCK], tl.float32) + hidden, mask=k < TAIL)
+        tl.debug_barrier()  # other threads of this program read what was just written
     lanes = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     peak = tl.full([BLOCK // LANE], LOWEST, tl.float32)
     mass = tl.zeros([BLOCK // LANE], tl.float32)
@@ -100,31 +114,65 @@ def _statistics(
     share = tl.exp2((peak - top) * (scale * LOG2_E))
     total = tl.sum(mass * share, 0)
     lse = top * scale + tl.log(total)
+    if entropy_out is not None:
+        entropy = lse - tl.sum(weighted * share, 0) / total * scale
+    column = k
+    if TAIL:
+        tl.store(logits + chosen, at_ids, mask=k < TAIL)
+        z = at_ids.to(tl.float32) * scale
+        outside = lse
+        largest = tl.maximum(tl.max(tl.where(k < TAIL, z, LOWEST), 0), outside)
+        inside = tl.sum(tl.where(k < TAIL, tl.exp(z - largest), 0.0), 0)
+        lse = largest + tl.log(inside + tl.exp(outside - largest))
+        tail = outside - lse
+        tl.store(logprobs + row * (K + 1) + TAIL, tail)
+        if entropy_out is not None:
+            entropy = tl.exp(tail) * (entropy - tail) - tl.sum(tl.where(k < TAIL, tl.exp(z - lse) * (z - lse), 0.0), 0)
+        logprobs += row * (K + 1)
+        column = k + (k >= TAIL).to(tl.int32)
+    else:
+        z = tl.load(logits + chosen, mask=k < K, other=0.0).to(tl.float32) * scale
+        logprobs += row * K
     tl.store(lse_out + row, lse)
     if entropy_out is not None:
-        tl.store(entropy_out + row, lse - tl.sum(weighted * share, 0) / total * scale)
-    k = tl.arange(0, K_BLOCK)
-    chosen = tl.load(ids + row * K + k, mask=k < K, other=0)
-    z = tl.load(logits + chosen, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(logprobs + row * K + k, z * scale - lse, mask=k < K)
+        tl.store(entropy_out + row, entropy)
+    tl.store(logprobs + column, z - lse, mask=k < K)
 
 
 @triton.jit
 def _gradient(
     logits, ids, logprobs, lse, grad_logprobs, stride, scale,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     ids += row * K
-    grad_logprobs += row * K
+    columns = K
     k = tl.arange(0, K_BLOCK)
+    column = k
+    if TAIL:
+        columns = K + 1
+        column = k + (k >= TAIL).to(tl.int32)
+    grad_logprobs += row * columns
+    logprobs += row * columns
     chosen = tl.load(ids + k, mask=k < K, other=-1)
-    factor = -tl.sum(tl.load(grad_logprobs + k, mask=k < K, other=0.0), 0)
+    inside = -tl.sum(tl.load(grad_logprobs + column, mask=k < K, other=0.0), 0)
+    factor = inside
+    if TAIL:
+        pull = tl.load(grad_logprobs + TAIL)
+        inside -= pull
+        factor = inside + pull * tl.exp(tl.minimum(-tl.load(logprobs + TAIL), TAIL_LIMIT))
     # An id that occurs twice: every occurrence writes the same value, made of all their gradients.
-    at_ids = factor * tl.exp(tl.load(logprobs + row * K + k, mask=k < K, other=0.0))
-    for other in range(K):
-        at_ids += tl.where(chosen == tl.load(ids + other), tl.load(grad_logprobs + other), 0.0)
+    gradient = tl.zeros([K_BLOCK], tl.float32)
+    is_inside = k < TAIL
+    for other in range(TAIL):
+        same = chosen == tl.load(ids + other)
+        gradient += tl.where(same, tl.load(grad_logprobs + other), 0.0)
+        is_inside |= same
+    for other in range(TAIL, K):
+        gradient += tl.where(chosen == tl.load(ids + other), tl.load(grad_logprobs + columns - K + other), 0.0)
+    share = tl.exp(tl.load(logprobs + column, mask=k < K, other=0.0))
+    at_ids = tl.where(is_inside, inside, factor) * share + gradient
 
     factor *= scale
     normaliser = tl.load(lse + row) * LOG2_E

@@ -89,13 +89,14 @@ class Objective:
     def _distillation(self, chunk: Targets, logprobs: Tensor, parts: dict[str, Tensor]) -> Tensor:
         teacher = chunk.teacher_logprobs
         assert teacher is not None
-        value = self._divergence(self.config.loss_mode, chunk, logprobs)
-        support, tail = logprobs.detach()[:, : teacher.shape[1]], logprobs.detach()[:, teacher.shape[1]]
-        parts["actor/kl_loss"] = value
+        support, tail = logprobs[:, : teacher.shape[1]], logprobs[:, teacher.shape[1]]
         # In every mode, so that runs with different losses can be compared.
         forward, reverse = divergence.kl_both_ways(teacher, support, student_tail=tail)
+        known = {"forward_kl": forward, "reverse_kl": reverse} if self.config.tail == "bucket" else {}
+        value = self._divergence(self.config.loss_mode, chunk, logprobs, known)
+        parts["actor/kl_loss"] = value
         parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
-        parts["actor/distillation/student_mass"] = divergence.support_mass(support)
+        parts["actor/distillation/student_mass"] = divergence.support_mass(support.detach())
         parts["actor/distillation/teacher_mass"] = divergence.support_mass(teacher.to(support.dtype))
         limit = self.config.loss_max_clamp
         if limit is not None:
@@ -105,10 +106,13 @@ class Objective:
             return self._policy(chunk, -value.detach(), logprobs[:, -1], parts)
         return value
 
-    def _divergence(self, mode: str, chunk: Targets, logprobs: Tensor) -> Tensor:
+    def _divergence(self, mode: str, chunk: Targets, logprobs: Tensor, known: dict[str, Tensor]) -> Tensor:
+        if mode in known:
+            return known[mode]
         if mode == "mixed":
             weights = self.config.mixed_weights.items()
-            return torch.stack([weight * self._divergence(name, chunk, logprobs) for name, weight in weights]).sum(0)
+            terms = [weight * self._divergence(name, chunk, logprobs, known) for name, weight in weights]
+            return torch.stack(terms).sum(0)
         assert chunk.teacher_logprobs is not None
         assert chunk.teacher_sampled is not None
         if mode in SAMPLED_TOKEN_MODES:

@@ -77,11 +77,11 @@ def compare_with_tail(values, in_buffer, grad_logprobs, temperature, rtol):
     results = []
     for backend in (head_triton, head):
         logits = in_buffer()
-        statistics = head._statistics_with_tail(backend, logits, ids, temperature, True, k)
+        statistics = backend.row_statistics(logits, ids, temperature, True, k)
         assert torch.equal(logits, values)
         known = ids, *statistics[:2], grad, temperature, k
         statistics[0].clamp_(min=-100)  # a mass of nothing is some -1e30
-        results.append((*statistics, head._gradient_with_tail_(backend, logits, *known)))
+        results.append((*statistics, backend.logit_gradient_(logits, *known)))
     for a, b in zip(results[0][:3], results[1][:3], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(results[0][3], results[1][3], rtol=rtol, atol=1e-6)
