@@ -229,6 +229,6 @@ def test_several_gpus_train_as_one(workers, tensor_parallel, model, one_card, tm
         pytest.skip(f"needs {workers} GPUs")
     curve = train_on_given_sequences(model, tmp_path, workers, tensor_parallel)
     for one, other in zip(one_card, curve, strict=True):
-        for name in one:
+        for name in one.keys() - {"actor/distillation/overlap_ratio"}:  # of a sample of rows, others on each layout
             # bf16 products are summed in another order on each layout; the reduction over ranks is float32.
             assert other[name] == pytest.approx(one[name], rel=5e-3), name
