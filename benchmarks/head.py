@@ -4,11 +4,12 @@
     python benchmarks/head.py --tokens 2048 --hidden-sizes 2048
 
 Forward and backward from bf16 hidden states and the output embedding to their gradients, for a forward KL to a
-teacher's top k. Ours reports entropy, masses and top-k overlap, as in training; the others compute the loss alone,
-without tail. All contestants take turns within every repetition, each with a few calls in a row, as the card slows
-down under load: in an order drawn anew for each repetition, or each would always meet the card as the same other one
-left it. Medians; beside their ratio to the bare products stands the median of the ratios within a repetition. Peak
-memory is beyond inputs and gradients, and beyond the float32 weight gradient for the one that has it. The contestants:
+teacher's top k. Ours reports entropy, masses, both divergences and top-k overlap, as in training; the others compute
+the loss alone, without tail. All contestants take turns within every repetition, in an order drawn anew for each. A
+turn is as many calls in a row as take about --seconds: the card lowers its clock under load, and a turn of a few calls
+would meet it at the clock that the one before has left. Medians; beside their ratio to the bare products stands the
+median of the ratios within a repetition. Peak memory is beyond inputs and gradients, and beyond the float32 weight
+gradient for the one that has it. The contestants:
 
     bare       H W^T, dZ W and dZ^T H, nothing else
     head_loss  this package
@@ -30,10 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_gkd.losses.divergence import forward_kl, support_mass
+from hybrid_gkd.config import DistillationConfig
 from hybrid_gkd.losses.head import head_loss
+from hybrid_gkd.losses.objective import Objective, Targets
 
 GIB = 2**30
+OBJECTIVE = Objective(DistillationConfig(loss_mode="forward_kl"), clip_ratio=0.2)
 VERL_LOG_PROB_MIN = -10.0
 LIGER_CHUNK_ROWS = 1024
 
@@ -64,14 +67,8 @@ def three_products(hidden: Tensor, weight: Tensor, _ids: Tensor, _teacher: Tenso
 
 def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
     """The training path of a distillation loss."""
-
-    def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        student, student_tail = logprobs[:, :-1], logprobs[:, -1]
-        loss = forward_kl(teacher[rows], student, tail="bucket", student_tail=student_tail)
-        masses = {"student": support_mass(student.detach()), "teacher": support_mass(teacher[rows])}
-        return loss, {"kl": loss.detach(), **masses}
-
     topk = ids.shape[1]
+    loss_fn = OBJECTIVE.loss_fn(Targets(teacher_logprobs=teacher, teacher_sampled=teacher[:, 0]))
     loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk, tail_topk=topk)
     loss.backward()
     return loss.detach()
@@ -132,6 +129,7 @@ def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Na
     gradients = sum(t.numel() * t.element_size() for t in (hidden, weight))
     times: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, float] = {}
+    calls = dict.fromkeys(names, 1)
     for repeat in range(args.warmup + args.repeats):
         for name in order.sample(names, len(names)):
             hidden.grad = weight.grad = None
@@ -141,16 +139,18 @@ def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Na
                 before = torch.cuda.memory_allocated()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(args.burst):
+            for _ in range(calls[name]):
                 hidden.grad = weight.grad = None
                 CONTESTANTS[name](*inputs)
             end.record()
             end.synchronize()
+            took = start.elapsed_time(end) / calls[name]
             if repeat == args.warmup - 1:
+                calls[name] = max(1, round(1000 * args.seconds / took))
                 expected = gradients + (4 * weight.numel() if name == "head_loss" else 0)
                 peaks[name] = (torch.cuda.max_memory_allocated() - before - expected) / GIB
             elif repeat >= args.warmup:
-                times[name].append(start.elapsed_time(end) / args.burst)
+                times[name].append(took)
     ratios = {name: [a / b for a, b in zip(times[name], times["bare"], strict=True)] for name in names}
     median = statistics.median
     return {name: {"ms": median(times[name]), "paired": median(ratios[name]), "gib": peaks[name]} for name in names}
@@ -166,8 +166,8 @@ def main() -> None:
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=[896, 1536, 2048, 4096])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--burst", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn (%(default)s)")
     args = parser.parse_args()
     lines = [
         f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, V = {args.vocabulary}, K = {args.topk}, bf16; "

@@ -1,6 +1,8 @@
 """The schedules of a step side by side: the product itself, same prompts, seeds and lengths, one run after another.
 
     python benchmarks/schedules.py --student-shape 1.5b --teacher-shape 7b --gpus 2 --prompts 256
+    python benchmarks/schedules.py --config-name one_gpu --schedules sync --prompt-length 256 --response-length 512 \\
+        --mean-length 100000
     python benchmarks/schedules.py --shape tiny --device cpu --prompts 16 --response-length 64 --mean-length 16
 
 Random weights in the shapes of Qwen2.5. So many random tokens end a response that its length is geometric with the
@@ -38,6 +40,7 @@ import numpy as np
 import torch
 from models import SHAPES, full_tokenizer, make_model
 
+from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.trace import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,8 +53,6 @@ SCHEDULES = {
     "separate_two_step_off": ["trainer.scheduler=two_step_off", "actor_rollout_ref.hybrid_engine=false"],
 }
 WARMUP_STEPS = 2
-LAST_STEPS = 2
-"""The last steps of a run that is ahead generate nothing any more."""
 STOP_SECONDS = 120.0
 COLUMNS = (
     "gen", "update_actor", "get_teacher_knowledge", "wait_prev_teacher", "wait_prev_gen", "sync_rollout_weights",
@@ -66,7 +67,8 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
     rng = np.random.default_rng(0)
     ends = rng.choice(len(tokenizer), len(tokenizer) // args.mean_length, replace=False)
     (student / "generation_config.json").write_text(json.dumps({"eos_token_id": ends.tolist()}))
-    letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz "), (args.prompts * total_steps(args), args.prompt_length))
+    most = max(total_steps(args, schedule) for schedule in args.schedules)
+    letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz "), (most * args.prompts, args.prompt_length))
     rows = "\n".join(json.dumps({"prompt": "".join(line)}) for line in letters)
     (folder / "prompts.jsonl").write_text(rows)
     return [
@@ -75,9 +77,14 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def total_steps(args: argparse.Namespace) -> int:
-    """Of each run."""
-    return int(WARMUP_STEPS + args.steps + LAST_STEPS)
+def steps_left_out(schedule: str) -> tuple[int, int]:
+    """The first steps of a run, and those of its last that generate nothing any more."""
+    return WARMUP_STEPS, BATCHES_AHEAD[SCHEDULES[schedule][0].partition("=")[2]]
+
+
+def total_steps(args: argparse.Namespace, schedule: str) -> int:
+    """Of a run."""
+    return int(args.steps + sum(steps_left_out(schedule)))
 
 
 def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path) -> dict[str, float]:
@@ -86,8 +93,9 @@ def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path
     gpus = [f"trainer.n_gpus_per_node={max(1, args.gpus // 2) if separate else args.gpus}"]
     gpus += [f"rollout.n_gpus_per_node={max(1, args.gpus - args.gpus // 2)}"] if separate else []
     command = [
-        sys.executable, "-m", "hybrid_gkd", "--config-name", "gkd", *inputs, *SCHEDULES[schedule], *gpus,
+        sys.executable, "-m", "hybrid_gkd", "--config-name", args.config_name, *inputs, *SCHEDULES[schedule], *gpus,
         "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.resume_mode=disable",
+        f"trainer.total_training_steps={total_steps(args, schedule)}",
         f"trainer.device={args.device}", f"trainer.experiment_name={schedule}",
         f"data.train_batch_size={args.prompts}", f"data.max_prompt_length={args.prompt_length + 8}",
         f"data.max_response_length={args.response_length}", "actor_rollout_ref.teacher.server_port=0",
@@ -111,13 +119,13 @@ def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path
     if process.returncode:
         last = "\n".join(log.read_text().splitlines()[-20:])
         raise SystemExit(f"{last}\nerror: {schedule} {ended} {process.returncode}")
-    return figures(folder / "runs" / "hybrid_gkd" / schedule)
+    return figures(folder / "runs" / "hybrid_gkd" / schedule, *steps_left_out(schedule))
 
 
-def figures(run_folder: Path) -> dict[str, float]:
+def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
     """Medians over the counted steps: `step`, the timing metrics, `hidden_fraction` and lengths, in seconds, tokens."""
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    counted = [row for row in rows if WARMUP_STEPS < row["step"] <= len(rows) - LAST_STEPS]
+    counted = [row for row in rows if first < row["step"] <= len(rows) - last]
     published = sorted(  # before the first step and after each
         event["ts"] + event["dur"] for event in read_trace(run_folder / "trace.json")
         if event["ph"] == "X" and event["pid"] == 1 and event["name"] == "sync_rollout_weights"
@@ -133,8 +141,10 @@ def figures(run_folder: Path) -> dict[str, float]:
     }
 
 
-def ideal(schedule: str, own: dict[str, float], serial: dict[str, float]) -> float:
-    """Seconds of a step; see the top of this file."""
+def ideal(schedule: str, own: dict[str, float], serial: dict[str, float] | None) -> float:
+    """Seconds of a step, not a number without a serial run; see the top of this file."""
+    if serial is None:
+        return float("nan")
     parts = own if schedule.startswith("separate") else serial
     gen, update, sync = (parts[name] for name in ("gen", "update_actor", "sync_rollout_weights"))
     teacher = serial["get_teacher_knowledge"]
@@ -149,11 +159,11 @@ def ideal(schedule: str, own: dict[str, float], serial: dict[str, float]) -> flo
 
 def report(args: argparse.Namespace, found: dict[str, dict[str, float]]) -> str:
     """The figures as a Markdown table."""
-    serial = found["serial"]
+    serial, some = found.get("serial"), next(iter(found.values()))
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU ({os.cpu_count()} cores)"
     lines = [
         f"{device}, student {args.student_shape} on {args.gpus}, teacher {args.teacher_shape}, {args.prompts} prompts "
-        f"of {args.prompt_length} tokens, responses of {serial['length']:.0f} in the mean and {serial['longest']:.0f} "
+        f"of {args.prompt_length} tokens, responses of {some['length']:.0f} in the mean and {some['longest']:.0f} "
         f"at most, {args.steps} steps; seconds",
         "",
         f"| | step | {' | '.join(COLUMNS)} | hidden_fraction | ideal | efficiency |",
@@ -173,9 +183,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="of both models")
     parser.add_argument("--student-shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--teacher-shape", choices=SHAPES, default="7b")
+    parser.add_argument("--config-name", choices=["gkd", "one_gpu"], default="gkd", help="in config/ (%(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs, or processes, of the student (%(default)s)")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="and serial")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="the ideal needs serial"
+    )
     parser.add_argument("--prompts", type=int, default=128, help="of a step (%(default)s)")
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--response-length", type=int, default=2048, help="at most (%(default)s)")
@@ -185,7 +198,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run (%(default)s)")
     args = parser.parse_intermixed_args()
     args.student_shape, args.teacher_shape = args.shape or args.student_shape, args.shape or args.teacher_shape
-    wanted = [name for name in SCHEDULES if name == "serial" or name in args.schedules]
+    wanted = [name for name in SCHEDULES if name in args.schedules]
     if args.device == "cuda" and args.gpus < 2:
         print("separate pools are left out: they need --gpus 2 or more")
         wanted = [name for name in wanted if not name.startswith("separate")]

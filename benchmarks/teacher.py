@@ -178,30 +178,46 @@ def measure_service(
 def accuracy(
     folder: Path, few: list[tuple[np.ndarray, ...]], scores: dict[int, list[TeacherTopK]]
 ) -> dict[int, str]:
-    """By K, the difference of log-probabilities from a transformers forward in float32, and of the chosen sets."""
+    """By K, the difference of log-probabilities from a transformers forward in float32, and of the chosen sets.
+
+    Beside it what a plain transformers forward in bfloat16 differs by on the same ids.
+    """
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model, rounded = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     num_ids = len(load_tokenizer(str(folder)))
-    differences: dict[int, list[torch.Tensor]] = {k: [] for k in scores}
+    differences, plain = ({k: list[torch.Tensor]() for k in scores} for _ in range(2))
     agreement: dict[int, list[float]] = {k: [] for k in scores}
     shortfall = dict.fromkeys(scores, 0.0)
     for index, pair in enumerate(few):
         ids = torch.from_numpy(np.concatenate(pair).astype(np.int64)).to(device)[None]
-        expected = model(input_ids=ids, logits_to_keep=len(pair[1]) + 1).logits[0, :-1].log_softmax(-1)
+        expected, in_bf16 = (
+            each(input_ids=ids, logits_to_keep=len(pair[1]) + 1).logits[0, :-1].float().log_softmax(-1)
+            for each in (model, rounded)
+        )
         for k in scores:
             found = torch.from_numpy(scores[k][index].ids.astype(np.int64)).to(device)
             logprobs = torch.from_numpy(scores[k][index].logprobs).to(device)
             differences[k].append((expected.gather(1, found) - logprobs).abs().flatten())
+            plain[k].append((expected.gather(1, found) - in_bf16.gather(1, found)).abs().flatten())
             top, best = expected[:, :num_ids].topk(k)
             agreement[k].append((found[:, :, None] == best[:, None]).any(2).float().mean().item())
             shortfall[k] = max(shortfall[k], (top[:, -1:] - expected.gather(1, found)).max().item())
     return {
-        k: f"mean {each.mean():.4f}, 99.9 % below {each.quantile(0.999):.4f}, max {each.max():.4f}; ids in common "
-        f"{np.mean(agreement[k]):.4f}, others at most {shortfall[k]:.4f} below the K-th"
-        for k, parts in differences.items() for each in [torch.cat(parts).cpu()[:10_000_000]]
-    }  # fmt: skip
+        k: f"{spread(differences[k])}; ids in common {np.mean(agreement[k]):.4f}, others at most {shortfall[k]:.4f} "
+        f"below the K-th; a plain forward in bfloat16: {spread(plain[k])}"
+        for k in scores
+    }
+
+
+def spread(parts: list[torch.Tensor]) -> str:
+    """Mean, quantile and largest of absolute differences."""
+    each = torch.cat(parts).cpu()[:10_000_000]
+    return f"mean {each.mean():.4f}, 99.9 % below {each.quantile(0.999):.4f}, max {each.max():.4f}"
 
 
 def report(
