@@ -1,4 +1,4 @@
-"""The schedules of a step side by side: the product itself, same prompts, seeds and lengths, one run after another.
+"""The schedules of a step side by side: same prompts, seeds and lengths, one run after another on the same pools.
 
     python benchmarks/schedules.py --student-shape 1.5b --teacher-shape 7b --gpus 2 --prompts 256
     python benchmarks/schedules.py --config-name one_gpu --schedules sync --prompt-length 256 --response-length 512 \\
@@ -27,12 +27,10 @@ its own formula.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -40,10 +38,17 @@ import numpy as np
 import torch
 from models import SHAPES, full_tokenizer, make_model
 
-from hybrid_gkd.config import BATCHES_AHEAD
-from hybrid_gkd.trace import read_trace
+from hybrid_gkd.checkpoint import CheckpointStore
+from hybrid_gkd.clock import Clock
+from hybrid_gkd.config import BATCHES_AHEAD, Config, load_config
+from hybrid_gkd.plan import teacher_shares_gpu
+from hybrid_gkd.ppo.trainer import total_steps as total_steps_of
+from hybrid_gkd.run import Inputs, connect, locked_run_folder, start_local_teacher, start_tracking
+from hybrid_gkd.teacher.local import LocalTeacher
+from hybrid_gkd.trace import TraceFile, read_trace
+from hybrid_gkd.trainer import GKDTrainer
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES = {
     "serial": ["trainer.scheduler=sync", "actor_rollout_ref.teacher.overlap_rollout=false"],
     "sync": ["trainer.scheduler=sync"],
@@ -52,8 +57,6 @@ SCHEDULES = {
     "separate_one_step_off": ["trainer.scheduler=one_step_off", "actor_rollout_ref.hybrid_engine=false"],
     "separate_two_step_off": ["trainer.scheduler=two_step_off", "actor_rollout_ref.hybrid_engine=false"],
 }
-WARMUP_STEPS = 2
-STOP_SECONDS = 120.0
 COLUMNS = (
     "gen", "update_actor", "get_teacher_knowledge", "wait_prev_teacher", "wait_prev_gen", "sync_rollout_weights",
 )  # fmt: skip
@@ -77,49 +80,72 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def steps_left_out(schedule: str) -> tuple[int, int]:
+def steps_left_out(args: argparse.Namespace, schedule: str) -> tuple[int, int]:
     """The first steps of a run, and those of its last that generate nothing any more."""
-    return WARMUP_STEPS, BATCHES_AHEAD[SCHEDULES[schedule][0].partition("=")[2]]
+    return args.warmup, BATCHES_AHEAD[SCHEDULES[schedule][0].partition("=")[2]]
 
 
 def total_steps(args: argparse.Namespace, schedule: str) -> int:
     """Of a run."""
-    return int(args.steps + sum(steps_left_out(schedule)))
+    return int(args.steps + sum(steps_left_out(args, schedule)))
 
 
-def run(args: argparse.Namespace, schedule: str, inputs: list[str], folder: Path) -> dict[str, float]:
-    """The figures of one schedule. Exits with the end of its log where the run fails or takes too long."""
+def configure(args: argparse.Namespace, schedule: str, inputs: list[str]) -> Config:
+    """Of one run."""
     separate = schedule.startswith("separate")
     gpus = [f"trainer.n_gpus_per_node={max(1, args.gpus // 2) if separate else args.gpus}"]
     gpus += [f"rollout.n_gpus_per_node={max(1, args.gpus - args.gpus // 2)}"] if separate else []
-    command = [
-        sys.executable, "-m", "hybrid_gkd", "--config-name", args.config_name, *inputs, *SCHEDULES[schedule], *gpus,
-        "trainer.logger=[jsonl]", "trainer.save_freq=0", "trainer.test_freq=0", "trainer.resume_mode=disable",
-        f"trainer.total_training_steps={total_steps(args, schedule)}",
-        f"trainer.device={args.device}", f"trainer.experiment_name={schedule}",
-        f"data.train_batch_size={args.prompts}", f"data.max_prompt_length={args.prompt_length + 8}",
-        f"data.max_response_length={args.response_length}", "actor_rollout_ref.teacher.server_port=0",
-        "actor_rollout_ref.actor.optim.lr=1e-12", f"distillation.topk={args.topk}", *args.overrides,
-    ]  # fmt: skip
-    log, ended = folder / f"{schedule}.log", "ended with"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
-    try:
-        process.wait(args.timeout)
-    except subprocess.TimeoutExpired:
-        ended = f"had not ended after {args.timeout:g} s, then did with"
-    finally:
-        if process.poll() is None:
-            process.terminate()  # the run stops what it has started
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if process.returncode:
-        last = "\n".join(log.read_text().splitlines()[-20:])
-        raise SystemExit(f"{last}\nerror: {schedule} {ended} {process.returncode}")
-    return figures(folder / "runs" / "hybrid_gkd" / schedule, *steps_left_out(schedule))
+    return load_config(
+        [
+            *inputs, *SCHEDULES[schedule], *gpus, "trainer.logger=[jsonl]", "trainer.save_freq=0",
+            f"trainer.total_training_steps={total_steps(args, schedule)}", f"trainer.device={args.device}",
+            f"trainer.experiment_name={schedule}", f"data.train_batch_size={args.prompts}",
+            f"data.max_prompt_length={args.prompt_length + 8}", f"data.max_response_length={args.response_length}",
+            "actor_rollout_ref.teacher.server_port=0", "actor_rollout_ref.actor.optim.lr=1e-12",
+            f"distillation.topk={args.topk}", *args.overrides,
+        ],
+        config_name=args.config_name,
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> dict[str, dict[str, float]]:
+    """The figures of schedules on the same pools, which start once."""
+    configs = {schedule: configure(args, schedule, inputs) for schedule in schedules}
+    first, found = next(iter(configs.values())), {}
+    loaded = Inputs(first)
+    with contextlib.ExitStack() as stack:
+        teacher = start_local_teacher(first, args.device, stack)
+        assert teacher is not None
+        stack.enter_context(ray_cluster(first, args.device))
+        if args.device == "cuda" and teacher_shares_gpu(first):
+            teacher.wait_ready()  # the rollout engine sizes its cache by what is free
+        group = stack.enter_context(contextlib.closing(
+            WorkerGroup(first, device=args.device, num_updates=1, stop_token_ids=loaded.stop_token_ids)
+        ))  # fmt: skip
+        teacher.wait_ready()
+        for schedule, config in configs.items():
+            train(config, loaded, group, teacher)
+            found[schedule] = figures(config.run_dir, *steps_left_out(args, schedule))
+            print(schedule, {name: round(value, 3) for name, value in found[schedule].items()}, flush=True)
+    return found
+
+
+def train(config: Config, inputs: Inputs, group: WorkerGroup, teacher: LocalTeacher) -> None:
+    """One run."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked_run_folder(config))
+        clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
+        clock.sources.append(group.take_spans)
+        client = stack.enter_context(connect(config, inputs, [teacher.address]))
+        steps = total_steps_of(config, len(inputs.train_prompts))
+        log = stack.enter_context(start_tracking(config, steps, None))
+        GKDTrainer(
+            config, teacher=client, check_teacher=teacher.check, group=group, tokenizer=inputs.tokenizer,
+            train_prompts=inputs.train_prompts, val_prompts=[], reward=None, tracking=log,
+            store=CheckpointStore(config.run_dir, keep=1), clock=clock,
+        ).fit()  # fmt: skip
+        group.ask_for_spans()
+        clock.collect(group.take_spans())
 
 
 def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
@@ -195,7 +221,7 @@ def main() -> None:
     parser.add_argument("--mean-length", type=int, default=512, help="of the responses, about (%(default)s)")
     parser.add_argument("--topk", type=int, default=64)
     parser.add_argument("--steps", type=int, default=6, help="counted steps (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each run that are not counted (%(default)s)")
     args = parser.parse_intermixed_args()
     args.student_shape, args.teacher_shape = args.shape or args.student_shape, args.shape or args.teacher_shape
     wanted = [name for name in SCHEDULES if name in args.schedules]
@@ -203,9 +229,12 @@ def main() -> None:
         print("separate pools are left out: they need --gpus 2 or more")
         wanted = [name for name in wanted if not name.startswith("separate")]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        inputs = make_inputs(args, folder)
-        print(report(args, {schedule: run(args, schedule, inputs, folder) for schedule in wanted}))
+        inputs = make_inputs(args, Path(name))
+        found = {}
+        for separate in (False, True):
+            if together := [name for name in wanted if name.startswith("separate") == separate]:
+                found |= run(args, together, inputs)
+        print(report(args, found))
 
 
 if __name__ == "__main__":

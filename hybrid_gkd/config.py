@@ -183,7 +183,8 @@ class RolloutConfig:
     """Workers that share one copy of the engine's weights."""
     gpu_memory_utilization: float | None = None
     """Share of the GPU's memory for the engine's weights and KV cache; null takes what is free when the engine is
-    built, less what stays on the GPU beside it (printed by --dry-run)."""
+    built, less what stays on the GPU beside it, and no more than max_num_seqs full sequences need (printed by
+    --dry-run)."""
     free_cache_engine: bool = True
     """Release the engine's weights and KV cache during the update (vLLM sleep mode, GPUs only)."""
     enforce_eager: bool = False

@@ -19,6 +19,10 @@ SLEEPING_ENGINE_BYTES = 2 * GIB
 """What vLLM keeps while it sleeps: CUDA context, graphs, NCCL buffers (measured: 0.8 to 1.6 GiB)."""
 BESIDE_ENGINE_BYTES = 6 * GIB
 """Left free beside the rollout engine: CUDA context, NCCL buffers, kernels, buckets of weights on their way."""
+ENGINE_WORKSPACE_BYTES = 8 * GIB
+"""Of the rollout engine beside weights and KV cache: activations of its largest step, logits, CUDA graphs."""
+KV_BLOCK_TOKENS = 128
+"""At most; the KV cache of a sequence is a whole number of blocks."""
 TEACHER_TOKENS = 32768
 """KV cache of a teacher that shares a GPU: four engine steps, so that one is filled while another is scored."""
 TEACHER_WORKSPACE_BYTES = 6 * GIB
@@ -115,7 +119,8 @@ def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: i
 
     What is free on the card, less what of the actor stays on it in the rollout phase: nothing in a pool of its own. An
     engine that stays beside it (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is
-    for activations.
+    for activations. No more than `max_num_seqs` sequences of full length can use: vLLM maps its KV cache anew in every
+    step, which takes 3 ms per GiB.
 
     Args:
         config: the whole configuration.
@@ -133,9 +138,17 @@ def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: i
         room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
     elif arr.hybrid_engine:
         room = (room - 4 * master) / 2  # parameters, gradients, both moments
-    share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100)
+    tokens = arr.rollout.max_num_seqs * (_engine_length(config) + KV_BLOCK_TOKENS)
+    per_gpu = (2 * size.parameters + tokens * size.kv_bytes_per_token) / arr.rollout.tensor_model_parallel_size
+    useful = math.ceil(100 * (per_gpu + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
+    share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100, useful)
     _check_engine_fits(config, size, share, total_bytes)
     return share
+
+
+def _engine_length(config: Config) -> int:
+    """Tokens of the longest sequence that the rollout engine takes."""
+    return config.actor_rollout_ref.rollout.max_model_len or config.max_sequence_length
 
 
 def _check_engine_fits(config: Config, size: Size, share: float, total_bytes: int) -> None:

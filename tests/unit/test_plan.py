@@ -14,6 +14,7 @@ FSDP = "actor_rollout_ref.actor.fsdp_config"
 
 OFFLOAD = (f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
 COMPUTED = "actor_rollout_ref.rollout.gpu_memory_utilization=null"
+MANY = "actor_rollout_ref.rollout.max_num_seqs=4096"
 
 
 def config(*overrides):
@@ -63,7 +64,7 @@ def test_shards_and_tensor_parallel_engines_split_the_bytes():
 
 def test_pools_of_their_own_hold_what_is_theirs():
     pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
-    separate = config(*pools, COMPUTED, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
+    separate = config(*pools, COMPUTED, MANY, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
     phases = phase_bytes(separate, SEVEN_B, device="cuda", total_bytes=CARD)
     assert set(phases["rollout"]) == {"engine_weights", "kv_cache"}
     assert sum(phases["rollout"].values()) == pytest.approx(0.92 * CARD)  # the card is the engine's alone
@@ -80,13 +81,24 @@ def test_nothing_moves_on_the_cpu():
 
 def test_the_engine_takes_what_is_free_beside_what_stays():
     free = CARD - GIB
-    assert rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=free) == 0.92
-    assert rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=CARD // 2) == 0.45
-    kept = config(OFFLOAD[0], COMPUTED)  # the optimizer state stays: 56.7 GiB
+    assert rollout_share(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, total_bytes=CARD, free_bytes=free) == 0.92
+    assert rollout_share(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, total_bytes=CARD, free_bytes=CARD // 2) == 0.45
+    kept = config(OFFLOAD[0], COMPUTED, MANY)  # the optimizer state stays: 56.7 GiB
     assert rollout_share(kept, SEVEN_B, total_bytes=CARD, free_bytes=free) == pytest.approx(0.54)
-    resident = config("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED)
+    resident = config("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
     small = Size(parameters=494_000_000, kv_bytes_per_token=12_288)  # 7.4 GiB with gradients and moments
     assert rollout_share(resident, small, total_bytes=CARD, free_bytes=free) == pytest.approx(0.44)
+
+
+def test_the_engine_takes_no_more_than_its_sequences_can_use():
+    # Weights 14.2, 256 sequences of 1024 + 1024 tokens and a block 29.8, workspace 8 GiB.
+    assert rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.38
+    two = config(
+        *OFFLOAD, COMPUTED, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    )
+    assert rollout_share(two, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.22
+    longer = config(*OFFLOAD, COMPUTED, "actor_rollout_ref.rollout.max_model_len=4096")
+    assert rollout_share(longer, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.58
 
 
 def test_a_share_that_cannot_hold_the_engine_is_refused_with_the_numbers():
@@ -105,7 +117,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     one_gpu = load_config(
         [
             "data.train_files=unused", "actor_rollout_ref.model.path=unused",
-            f"actor_rollout_ref.teacher.model.path={teacher}", *OFFLOAD,
+            f"actor_rollout_ref.teacher.model.path={teacher}", *OFFLOAD, MANY,
         ]
     )
     assert teacher_share(one_gpu, total_bytes=CARD) == 0.05  # 6 GiB of workspace
