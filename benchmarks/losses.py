@@ -55,7 +55,7 @@ def train(name: str, folder: Path) -> None:
     command = [
         sys.executable, "-m", "hybrid_gkd", "--config-name", "demo", *RUNS[name].split(), "trainer.test_freq=10",
         "trainer.save_freq=0", f"trainer.experiment_name={name}", f"trainer.default_local_dir={folder}",
-        "trainer.logger=[jsonl]", "actor_rollout_ref.teacher.server_port=0",
+        "trainer.logger=[jsonl]",
     ]
     subprocess.run(command, cwd=ROOT, check=True)
 

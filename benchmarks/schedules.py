@@ -18,10 +18,10 @@ which are the metrics of the same name. The ideal is what the schedule could rea
     one_step_off    max(G + U + W, Q)        the teacher beside everything; two_step_off too
     separate ...    max(max(G, U) + W, Q)    generation and update beside each other as well
 
-with G generation, U update, W publish, Q the teacher's time for a batch it is given at once. Q is that of the serial
-run; so are G, U and W on the hybrid engine, and those of separate pools, whose GPUs are fewer, are their own.
-Efficiency is ideal by measured step. Where the serial run's update trains in parts what is scored already, it beats
-its own formula.
+with the schedule's own G generation, U update and W publish, and Q, the teacher's time for a batch that it is given at
+once, of the serial run. Efficiency is ideal by measured step. Where the serial run's update trains in parts what is
+scored already, it beats its own formula. A teacher on a GPU of the student's slows generation and update down, which
+the ideal then does not show.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ def configure(args: argparse.Namespace, schedule: str, inputs: list[str]) -> Con
             f"trainer.total_training_steps={total_steps(args, schedule)}", f"trainer.device={args.device}",
             f"trainer.experiment_name={schedule}", f"data.train_batch_size={args.prompts}",
             f"data.max_prompt_length={args.prompt_length + 8}", f"data.max_response_length={args.response_length}",
-            "actor_rollout_ref.teacher.server_port=0", "actor_rollout_ref.actor.optim.lr=1e-12",
-            f"distillation.topk={args.topk}", *args.overrides,
+            "actor_rollout_ref.actor.optim.lr=1e-12", f"distillation.topk={args.topk}", *args.overrides,
         ],
         config_name=args.config_name,
     )  # fmt: skip
@@ -171,8 +170,7 @@ def ideal(schedule: str, own: dict[str, float], serial: dict[str, float] | None)
     """Seconds of a step, not a number without a serial run; see the top of this file."""
     if serial is None:
         return float("nan")
-    parts = own if schedule.startswith("separate") else serial
-    gen, update, sync = (parts[name] for name in ("gen", "update_actor", "sync_rollout_weights"))
+    gen, update, sync = (own[name] for name in ("gen", "update_actor", "sync_rollout_weights"))
     teacher = serial["get_teacher_knowledge"]
     if schedule == "serial":
         return gen + teacher + update + sync

@@ -29,6 +29,9 @@ SAMPLED_TOKEN_MODES = ("k1", "k2", "k3")
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 """trainer.scheduler -> how many batches generation is ahead of the update, and so the largest staleness."""
 
+TEACHER_PORT = 15555
+"""Of a teacher service, unless another one is given."""
+
 
 @dataclass
 class DataConfig:
@@ -222,8 +225,8 @@ class TeacherConfig:
     server_ip: str | None = None
     """Address of a running service; null starts one on this machine for the length of the run. Several services of
     one model, separated by commas, share the work; the others take over from one that fails. Each may be host:port."""
-    server_port: int = 15555
-    """Their port where server_ip names none; 0 lets a local service choose a free one."""
+    server_port: int | None = None
+    """Their port where server_ip names none, null for 15555; or that of a local service, null for any that is free."""
     keys: str | None = None
     """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that were started with keys."""
     n_server_workers: int = 8
@@ -257,7 +260,8 @@ class TeacherConfig:
     def endpoints(self) -> list[str]:
         """host:port of every given service; "" where server_ip has an empty entry."""
         hosts = [host.strip() for host in (self.server_ip or "").split(",")]
-        return [host if ":" in host or not host else f"{host}:{self.server_port}" for host in hosts]
+        port = TEACHER_PORT if self.server_port is None else self.server_port
+        return [host if ":" in host or not host else f"{host}:{port}" for host in hosts]
 
 
 @dataclass

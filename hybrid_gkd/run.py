@@ -295,7 +295,7 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
     flags = ["--trust-remote-code"] if config.actor_rollout_ref.model.trust_remote_code else []
     local = LocalTeacher(
         teacher.model.path,
-        port=teacher.server_port,
+        port=teacher.server_port or 0,
         n_logprobs=config.distillation.topk,
         options=[*(part for option in options.items() for part in option), *flags],
         environment=teacher_environment(config, device),

@@ -171,6 +171,7 @@ class Worker:
 
         used_before = self.memory.used()
         self.engine: RolloutEngine = make_engine(self.config, device=self.device, stop_token_ids=stop_token_ids)
+        self.memory.trim()
         self.used_with_engine = self.memory.used()
         # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
         self.engine_pool_bytes = torch.cuda.memory_allocated() if self.engine.can_sleep else 0

@@ -31,7 +31,7 @@ def inputs(rows, dim, vocab, num_ids, dtype, seed=0):
 
 def run(hidden, weight, ids, teacher, **options):
     def loss_fn(logprobs, rows):
-        return forward_kl(teacher[rows], logprobs, tail="bucket"), {"logprobs": logprobs.detach()}
+        return forward_kl(teacher[rows], logprobs, tail="bucket"), {"mass": logprobs.detach().exp().sum(1)}
 
     loss, parts = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, **options)
     return loss, *torch.autograd.grad(loss, (hidden, weight)), parts

@@ -95,8 +95,12 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
             if step == 1:
                 group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
                 group.load_checkpoint(tmp_path / "checkpoint")
-        print("losses", losses, "peak GiB", group.memory_metrics())
+        memory = group.memory_metrics()
+        print("losses", losses, "peak GiB", memory)
     assert losses[-1] < losses[0]
+    if offload:
+        assert memory["memory/rollout/actor_rest_gb"] < 0.5
+        assert memory["memory/update/sleeping_engine_gb"] < 2
     assert drawn[0] != drawn[-1]
 
 

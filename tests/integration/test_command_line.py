@@ -43,7 +43,7 @@ def arguments(world, out, *overrides):
         f"data.train_files={world}/train.jsonl", f"data.val_files={world}/val.jsonl", "data.prompt_key=question",
         "reward.answer_key=answer", "data.train_batch_size=8", "data.max_prompt_length=32",
         "data.max_response_length=16", "actor_rollout_ref.actor.optim.lr=1e-2", "distillation.topk=32",
-        "actor_rollout_ref.teacher.server_port=0", f"actor_rollout_ref.rollout.name={ENGINE}",
+        f"actor_rollout_ref.rollout.name={ENGINE}",
         f"actor_rollout_ref.teacher.backend={ENGINE}", "trainer.total_training_steps=4", "trainer.save_freq=2",
         "trainer.test_freq=2", f"trainer.default_local_dir={out}", "trainer.device=cpu",
         "actor_rollout_ref.rollout.max_num_seqs=16", *overrides,

@@ -19,7 +19,6 @@ def environment(tmp_path_factory):
 
 def run(environment, out, *args):
     command = [sys.executable, "-m", "hybrid_gkd", *args, f"trainer.default_local_dir={out}", "trainer.device=cpu"]
-    command.append("actor_rollout_ref.teacher.server_port=0")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -398,8 +398,7 @@ def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_o
     config = load_config(
         [
             "data.train_files=unused", f"actor_rollout_ref.model.path={model_path}", "trainer.n_gpus_per_node=3",
-            f"actor_rollout_ref.teacher.model.path={model_path}", "actor_rollout_ref.teacher.server_port=0",
-            f"trainer.default_local_dir={tmp_path}",
+            f"actor_rollout_ref.teacher.model.path={model_path}", f"trainer.default_local_dir={tmp_path}",
         ]
     )
     with contextlib.ExitStack() as stack:
