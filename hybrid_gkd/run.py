@@ -279,11 +279,12 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> Path | None:
 
 
 def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack) -> LocalTeacher | None:
-    """Start a teacher on this machine unless one is given. It loads in the background."""
+    """Start a teacher on this machine unless one is given. It loads in the background. Raises ConfigError."""
     teacher = config.actor_rollout_ref.teacher
     if teacher.server_ip is not None:
         return None
     assert teacher.model.path is not None
+    environment = teacher_environment(config, device)
     teacher_device = device if teacher.device == "auto" else teacher.device
     options = {
         "--backend": teacher.backend,
@@ -298,7 +299,7 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
         port=teacher.server_port or 0,
         n_logprobs=config.distillation.topk,
         options=[*(part for option in options.items() for part in option), *flags],
-        environment=teacher_environment(config, device),
+        environment=environment,
         start_timeout=teacher.start_timeout,
         log_path=config.run_dir / "logs" / "teacher.log",
     )
@@ -306,11 +307,22 @@ def start_local_teacher(config: Config, device: str, stack: contextlib.ExitStack
 
 
 def teacher_environment(config: Config, device: str) -> dict[str, str]:
-    """What a local teacher sees of this machine: GPUs of this process, or its share of the cores."""
+    """What a local teacher sees of this machine: GPUs of this process, or its share of the cores.
+
+    Raises:
+        ConfigError: it is to have more GPUs than there are.
+    """
     own = config.actor_rollout_ref.teacher.device
     if (device if own == "auto" else own) == "cuda":
-        gpus = visible_gpus()
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in teacher_gpus(config))}
+        gpus, wanted = visible_gpus(), teacher_gpus(config)
+        if not gpus:
+            raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", own)
+        if len(gpus) < len(wanted):
+            raise ConfigError(
+                "actor_rollout_ref.teacher.tensor_model_parallel_size", f"this machine shows {len(gpus)} GPUs",
+                len(wanted),
+            )
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in wanted)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 
 

@@ -5,6 +5,7 @@ import torch
 
 from hybrid_gkd import run
 from hybrid_gkd.config import load_config
+from hybrid_gkd.errors import ConfigError
 
 LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
 
@@ -26,6 +27,18 @@ def test_a_local_teacher_gets_gpus_of_those_that_the_run_sees(monkeypatch, visib
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = load_config([*LOCAL, *overrides])
     assert run.teacher_environment(config, "cuda") == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.tensor_model_parallel_size=2"])
+    with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
+        run.teacher_environment(config, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
+    with pytest.raises(ConfigError, match=r"teacher.device.* no CUDA device is visible; got 'cuda'"):
+        run.teacher_environment(config, "cpu")
 
 
 def test_a_local_teacher_on_the_cpu_shares_the_cores_with_workers_there():
