@@ -169,8 +169,9 @@ def _differentiate(
     """-> loss [r], its gradient for the log-probabilities [r, K] or None, what `loss_fn` reports."""
     with torch.set_grad_enabled(needs_grad):
         loss, parts = loss_fn(logprobs.requires_grad_(needs_grad), rows)
-        if loss.shape != logprobs.shape[:1]:
-            raise ValueError(f"loss_fn must return one loss per row, [{len(logprobs)}]; got {list(loss.shape)}")
+        for what, value in {"the loss": loss, **parts}.items():
+            if value.shape != logprobs.shape[:1]:
+                raise ValueError(f"{what} must be one value per row, [{len(logprobs)}]; got {list(value.shape)}")
         gradient = torch.autograd.grad(loss.sum(), logprobs)[0] if needs_grad else None
     return loss.detach(), gradient, dict(parts)
 

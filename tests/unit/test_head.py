@@ -219,8 +219,10 @@ def test_a_loss_that_is_not_a_number_surfaces():
 
 def test_a_loss_must_be_one_per_row():
     hidden, weight, ids, _ = inputs(5, 4, 9, 2)
-    with pytest.raises(ValueError, match=r"one loss per row, \[5\]; got \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"the loss must be one value per row, \[5\]; got \[5, 2\]"):
         head_loss(hidden, weight, ids, lambda logprobs, rows: (logprobs, {}))
+    with pytest.raises(ValueError, match=r"mass must be one value per row, \[5\]; got \[5, 2\]"):
+        head_loss(hidden, weight, ids, lambda logprobs, rows: (logprobs[:, 0], {"mass": logprobs}))
 
 
 @pytest.mark.parametrize(("chunk_rows", "tail_topk"), [(None, 0), (7, 0), (7, 5)])
