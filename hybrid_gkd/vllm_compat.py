@@ -130,6 +130,12 @@ def unlink_shared_memory() -> None:
         Path("/dev/shm", f"{name.lstrip('/')}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
+def full_sequences(engine: Any) -> float:
+    """How many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
+    capacity = getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None)
+    return float("nan") if capacity is None else float(capacity)
+
+
 def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine that only ever reads prompts.
 

@@ -86,10 +86,12 @@ class Monitor:
                     if self._keys is None
                     else f"keys were given ({self._keys.folder}), but the server was started without"
                 )
-            else:  # libzmq does not say why
+            else:  # libzmq does not say why; a server that closes first hides what the other events would tell
                 self._num_cut_off += 1
                 if self._num_cut_off >= DISRUPTIONS:
-                    own = self._keys and f"its key is not the one in {self._keys.folder / 'server.key'}"
+                    own = self._keys and (
+                        f"its key is not the one in {self._keys.folder / 'server.key'}, it was started without keys"
+                    )
                     self.problem = (
                         f"the server has ended {self._num_cut_off} connections during the handshake: "
                         f"{own or EXPECTS_KEYS}, or it is no teacher service"

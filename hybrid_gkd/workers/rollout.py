@@ -123,6 +123,8 @@ class VLLMEngine:
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
         self.engine = self.llm.llm_engine
+        capacity = vllm_compat.full_sequences(self.engine)
+        logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
         # are; the other way takes any model apart and puts it together again.
