@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -456,17 +455,3 @@ def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tm
         code, _, errors = finish(first)
     assert code == 128 + signal.SIGTERM, errors
     assert_gone(children)
-
-
-def test_a_fresh_start_moves_the_earlier_run_aside(world, tmp_path):
-    out = tmp_path
-    (out / "hybrid_gkd" / "gkd").mkdir(parents=True)
-    (out / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 7}\n')
-    args = arguments(
-        world, out, "trainer.resume_mode=disable", "trainer.total_training_steps=1", "data.val_files=null",
-        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.backend=hf", "trainer.save_freq=0",
-    )
-    code, _, errors = run(args)
-    assert code == 0, errors
-    assert Path(out / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text() == '{"step": 7}\n'
-    assert sorted(rows_of(out)) == [1]

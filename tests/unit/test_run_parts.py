@@ -45,3 +45,15 @@ def test_a_local_teacher_on_the_cpu_shares_the_cores_with_workers_there():
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cpu"])
     assert run.teacher_environment(config, "cuda") == {}
     assert set(run.teacher_environment(config, "cpu")) == {"OMP_NUM_THREADS"}
+
+
+def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
+    earlier = [tmp_path / "hybrid_gkd" / name for name in ("gkd", "gkd.1")]
+    for number, folder in enumerate(earlier):
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(str(number))
+    config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=disable"])
+    with run.locked_run_folder(config):
+        assert [path.name for path in config.run_dir.iterdir()] == ["config.yaml"]
+    kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in config.run_dir.parent.glob("gkd.*")}
+    assert kept == {"gkd.1": "1", "gkd.2": "0"}
