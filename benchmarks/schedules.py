@@ -223,9 +223,11 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     args.student_shape, args.teacher_shape = args.shape or args.student_shape, args.shape or args.teacher_shape
     wanted = [name for name in SCHEDULES if name in args.schedules]
-    if args.device == "cuda" and args.gpus < 2:
+    if args.device == "cuda" and args.gpus < 2 and any(name.startswith("separate") for name in wanted):
         print("separate pools are left out: they need --gpus 2 or more")
         wanted = [name for name in wanted if not name.startswith("separate")]
+    if not wanted:
+        parser.error("--schedules: nothing is left to run")
     with tempfile.TemporaryDirectory() as name:
         inputs = make_inputs(args, Path(name))
         found = {}

@@ -138,7 +138,7 @@ def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: i
         room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
     elif arr.hybrid_engine:
         room = (room - 4 * master) / 2  # parameters, gradients, both moments
-    tokens = arr.rollout.max_num_seqs * (_engine_length(config) + KV_BLOCK_TOKENS)
+    tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
     per_gpu = (2 * size.parameters + tokens * size.kv_bytes_per_token) / arr.rollout.tensor_model_parallel_size
     useful = math.ceil(100 * (per_gpu + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
     share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100, useful)
@@ -146,7 +146,7 @@ def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: i
     return share
 
 
-def _engine_length(config: Config) -> int:
+def engine_length(config: Config) -> int:
     """Tokens of the longest sequence that the rollout engine takes."""
     return config.actor_rollout_ref.rollout.max_model_len or config.max_sequence_length
 

@@ -80,7 +80,8 @@ def head_loss(
         `ids` exceed 1.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or `temperature` or `chunk_rows` is not positive.
+        ValueError: shapes or dtypes do not fit, those of what `loss_fn` returns included, or `temperature` or
+            `chunk_rows` is not positive.
     """
     if chunk_rows is None:
         chunk_rows = _even_chunk_rows(hidden, weight)
@@ -88,7 +89,7 @@ def head_loss(
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     total = hidden.new_zeros((), dtype=_compute_dtype(hidden))
     names: list[str] = []
-    part_sums: Tensor | None = None
+    reports: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight = None
     stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
@@ -107,8 +108,7 @@ def head_loss(
                 sample.append(logits[-rows.start % stride :: stride].clone())
             if parts:
                 names = list(parts)
-                summed = torch.stack([value.detach().to(total.dtype) for value in parts.values()]).sum(1)
-                part_sums = summed if part_sums is None else part_sums + summed
+                reports.append(torch.stack([value.detach().to(total.dtype) for value in parts.values()]))
             if grad_logprobs is None:
                 continue
             dz = backend.logit_gradient_(
@@ -118,7 +118,7 @@ def head_loss(
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if needs_grad[1]:
                 grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
-        sums = {} if part_sums is None else dict(zip(names, part_sums.unbind(), strict=True))
+        sums = dict(zip(names, torch.cat(reports, 1).sum(1), strict=True)) if reports else {}
         if sample:
             sums |= _overlap(torch.cat(sample), ids[::stride, :overlap_topk])
         if needs_grad[1] and grad_weight is None:

@@ -25,10 +25,9 @@ STATISTICS = {"BLOCK": 4096, "num_warps": 4}
 GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 4096
 LANE = tl.constexpr(8)  # neighbouring logits that one thread loads at once
-HIDDEN = head.HIDDEN
 TAIL_LIMIT = tl.constexpr(head.TAIL_LIMIT)
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(HIDDEN)
+LOWEST = tl.constexpr(head.HIDDEN)
 
 
 def row_statistics(
@@ -41,7 +40,7 @@ def row_statistics(
     entropy = torch.empty_like(lse) if with_entropy else None
     _statistics[(len(logits),)](
         logits, ids.contiguous(), logprobs, lse, entropy, logits.stride(0), logits.shape[1], 1 / temperature,
-        max(HIDDEN, torch.finfo(logits.dtype).min), TAIL=tail_topk, **_num_ids(ids), **STATISTICS,
+        max(head.HIDDEN, torch.finfo(logits.dtype).min), TAIL=tail_topk, **_num_ids(ids), **STATISTICS,
     )  # fmt: skip
     return logprobs, lse, entropy
 

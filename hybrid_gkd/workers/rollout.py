@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
-from hybrid_gkd.plan import rollout_share, student_size
+from hybrid_gkd.plan import engine_length, rollout_share, student_size
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 from hybrid_gkd.workers.publish import tensor_parallel_share, verify
 
@@ -90,7 +90,7 @@ class VLLMEngine:
         takes_turns = config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
         self.can_sleep = device.type == "cuda" and takes_turns
         self.stop_token_ids = stop_token_ids
-        max_model_len = rollout.max_model_len or config.max_sequence_length
+        max_model_len = engine_length(config)
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         arguments: dict[str, Any] = {
             "model": model.path,

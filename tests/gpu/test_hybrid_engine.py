@@ -104,12 +104,13 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
     assert drawn[0] != drawn[-1]
 
 
-def test_restored_weights_give_the_same_tokens(model, tmp_path):
-    """Weights, CUDA graphs and caches hold nothing of what was published in between."""
+@pytest.mark.parametrize("eager", [True, False])
+def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
+    """Weights, graphs and caches hold nothing of what was published in between."""
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     config = config_for(
         model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
-        "actor_rollout_ref.rollout.enforce_eager=false", "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"actor_rollout_ref.rollout.enforce_eager={eager}", "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes=64",
     )
     rng = np.random.default_rng(0)

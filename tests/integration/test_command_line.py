@@ -400,16 +400,20 @@ def test_bad_input_ends_with_one_message(bad_runs, case):
     assert not out.exists() or not list(out.glob("*/*/global_step_*"))
 
 
-def test_long_prompts_can_be_cut(world, tmp_path):
+def test_a_fresh_start_moves_the_earlier_run_aside_and_long_prompts_can_be_cut(world, tmp_path):
+    (tmp_path / "hybrid_gkd" / "gkd").mkdir(parents=True)
+    (tmp_path / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 7}\n')
     code, _, errors = run(
         arguments(
             world, tmp_path, "data.max_prompt_length=8", "data.truncation=middle", "data.val_files=null",
-            "data.filter_overlong_prompts=false",
+            "data.filter_overlong_prompts=false", "trainer.resume_mode=disable",
             "trainer.total_training_steps=1", "trainer.save_freq=0", "actor_rollout_ref.rollout.name=hf",
             "actor_rollout_ref.teacher.backend=hf",
         )
     )
     assert code == 0, errors
+    assert (tmp_path / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text() == '{"step": 7}\n'
+    assert sorted(rows_of(tmp_path)) == [1]
     assert rows_of(tmp_path)[1]["prompt_length/max"] == 8
 
 
