@@ -123,13 +123,13 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
         ))  # fmt: skip
         teacher.wait_ready()
         for schedule, config in configs.items():
-            train(config, loaded, group, teacher)
+            train(args, config, loaded, group, teacher)
             found[schedule] = figures(config.run_dir, *steps_left_out(args, schedule))
             print(schedule, {name: round(value, 3) for name, value in found[schedule].items()}, flush=True)
     return found
 
 
-def train(config: Config, inputs: Inputs, group: WorkerGroup, teacher: LocalTeacher) -> None:
+def train(args: argparse.Namespace, config: Config, inputs: Inputs, group: WorkerGroup, teacher: LocalTeacher) -> None:
     """One run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
@@ -139,7 +139,8 @@ def train(config: Config, inputs: Inputs, group: WorkerGroup, teacher: LocalTeac
         steps = total_steps_of(config, len(inputs.train_prompts))
         log = stack.enter_context(start_tracking(config, steps, None))
         GKDTrainer(
-            config, teacher=client, check_teacher=teacher.check, group=group, tokenizer=inputs.tokenizer,
+            config, teacher=client, check_teacher=teacher.check,
+            shares_gpu=args.device == "cuda" and teacher_shares_gpu(config), group=group, tokenizer=inputs.tokenizer,
             train_prompts=inputs.train_prompts, val_prompts=[], reward=None, tracking=log,
             store=CheckpointStore(config.run_dir, keep=1), clock=clock,
         ).fit()  # fmt: skip

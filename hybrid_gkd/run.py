@@ -64,7 +64,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
         store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         resume_from = find_checkpoint(config, store)
-        teacher, local, teacher_loaded = None, None, False
+        teacher, local, shares_gpu = None, None, False
         if config.distillation.enabled:
             local = start_local_teacher(config, device, stack)
             if local is None:
@@ -72,8 +72,8 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         stack.enter_context(ray_cluster(config, device))
         if local is not None:
             local.check()  # a port in use shows now, before the workers load
-            if device == "cuda" and teacher_shares_gpu(config):
-                teacher_loaded = True
+            shares_gpu = device == "cuda" and teacher_shares_gpu(config)
+            if shares_gpu:
                 local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
         steps = total_steps(config, len(inputs.train_prompts))
         group = stack.enter_context(
@@ -81,7 +81,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
                 WorkerGroup(
                     config, device=device, num_updates=num_updates(config, steps),
                     stop_token_ids=inputs.stop_token_ids,
-                    on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),
+                    on_placed=lambda placements: check_placement(config, placements, teacher_loaded=shares_gpu),
                 )
             )
         )
@@ -97,7 +97,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             "resume_from": resume_from, "clock": clock,
         }
         if local is not None:
-            arguments["check_teacher"] = local.check
+            arguments |= {"check_teacher": local.check, "shares_gpu": shares_gpu}
         trainer = GKDTrainer(config, teacher=teacher, **arguments) if teacher else PPOTrainer(config, **arguments)
         trainer.fit()
         group.ask_for_spans()

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
 from hybrid_gkd.teacher_client import TeacherClient
@@ -42,18 +43,31 @@ class GKDTrainer(PPOTrainer):
     Args:
         teacher: a client that has shaken hands; the caller closes it.
         check_teacher: raises if the teacher is known to have ended; called while waiting for it.
+        shares_gpu: the teacher computes on a GPU of the student's. There, what is ahead of its update is sent to the
+            teacher when the next generation begins, which leaves part of the GPU idle, and an update does not.
         others: see `PPOTrainer`.
     """
 
     def __init__(
-        self, *args: Any, teacher: TeacherClient, check_teacher: Callable[[], None] = lambda: None, **kwargs: Any
+        self,
+        *args: Any,
+        teacher: TeacherClient,
+        check_teacher: Callable[[], None] = lambda: None,
+        shares_gpu: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.teacher = teacher
         self.check_teacher = check_teacher
         self._pending: defaultdict[int, Scoring] = defaultdict(dict)
         """By the step of the rollout: several may be on their way at a time."""
-        if self.config.actor_rollout_ref.teacher.overlap_rollout:
+        self._kept: list[tuple[int, list[Sequence]]] = []
+        """Finished sequences that wait for the next generation, and the steps of their rollouts."""
+        takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
+        if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
+            self.on_finished.append(lambda step, sequences: self._kept.append((step, sequences)))
+            self.on_generate.append(self._submit_kept)
+        elif self.config.actor_rollout_ref.teacher.overlap_rollout:
             self.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
@@ -63,6 +77,8 @@ class GKDTrainer(PPOTrainer):
             TeacherError: a sequence could not be scored; no weight has changed.
         """
         scoring = self._pending[rollout.step]
+        if any(step == rollout.step for step, _ in self._kept):  # the last rollouts: nothing is generated after them
+            self._submit_kept()
         self._submit(rollout.step, [s for s in rollout.sequences if s.index not in scoring])
         strangers = len(scoring) - len(rollout.sequences)
         if strangers:
@@ -113,6 +129,12 @@ class GKDTrainer(PPOTrainer):
         scoring = self._pending[step]
         for sequence, future in zip(sequences, self.teacher.submit(sequences), strict=True):
             scoring[sequence.index] = future
+
+    def _submit_kept(self) -> None:
+        """Send the teacher all that was kept from it."""
+        kept, self._kept = self._kept, []
+        for step, sequences in kept:
+            self._submit(step, sequences)
 
     def _take_scores(self, scoring: Scoring, enough: int) -> dict[int, TeacherTopK]:
         """All scores that are there, by the index of the sequence, as soon as there are `enough`.

@@ -98,9 +98,11 @@ class PPOTrainer:
         """The newest checkpoint that this run wrote or continued from."""
         self.first_metrics: dict[str, float] = {}
         self.last_metrics: dict[str, float] = {}
+        self.on_generate: list[Callable[[], None]] = []
+        """Called when the generation of a rollout to train on begins."""
         self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
-        """Called with the step and sequences to train on in it, as they leave the rollout engine: from another thread
-        where the engine has a pool of its own."""
+        """Called with the step and sequences to train on in it, as they leave the rollout engine. Both are called from
+        another thread where the engine has a pool of its own."""
         self._rollouts = RolloutsAhead(
             self._generate,
             depth=BATCHES_AHEAD[config.trainer.scheduler],
@@ -202,6 +204,8 @@ class PPOTrainer:
             for index, seed in enumerate(request_seeds(rollout.seed, step, len(prompts) * rollout.n))
         ]
         sequences: dict[int, Sequence] = {}
+        for begins in self.on_generate:
+            begins()
         with self.clock.span("gen"):
             for finished in self.group.generate(requests, sampling):
                 self._rollouts.news()

@@ -196,6 +196,35 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
     assert "timing/wait_prev_gen" in rows[1]
 
 
+@DEPTHS
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(scheduler, steps, tmp_path):
+    depth, group = BATCHES_AHEAD[scheduler], Group()
+    step_of = {seed: step for step in range(1, steps + 1) for seed in request_seeds(0, step, BATCH)}
+
+    class Recorder(Teacher):
+        def submit(self, sequences):
+            group.events += [("ask", step_of[s.response_ids[0]]) for s in sequences if s.index == 0]
+            return super().submit(sequences)
+
+    trainer, _, failure = fit(scheduler, steps, tmp_path, teacher=Recorder(), group=group, shares_gpu=True)
+    assert failure is None
+    assert_trained(group, range(1, steps + 1))
+    assert trainer._pending == {}
+    assert trainer._kept == []
+    expected, generated = [], 0
+    for step in range(1, steps + 1):
+        while generated < min(step + depth, steps):
+            expected += [("ask", generated)] if depth and generated else []
+            expected.append(("generate",))
+            generated += 1
+        expected += [("ask", step)] if step == steps or not depth else []
+        expected.append(("update",))
+    validation = {("generate", 0, 1), ("generate", steps, 1)}
+    events = [event for event in group.events if event[0] != "publish" and event not in validation]
+    assert [event[:1] if event[0] == "generate" else event for event in events] == expected
+
+
 @POOLS
 @DEPTHS
 def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(scheduler, pools, tmp_path):
