@@ -14,7 +14,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hybrid_gkd.checkpoint import load_actor, save_actor
 from hybrid_gkd.config import load_config
@@ -288,6 +288,26 @@ def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="quantised"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fused"), [("qwen2", 5), ("llama", 5), ("qwen3", 9), ("gemma", 0)], ids=lambda value: str(value)
+)
+def test_norms_that_torch_has_a_kernel_for_are_that_and_compute_the_same(model_type, fused):
+    config = AutoConfig.for_model(
+        model_type, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    names, ids = list(model.state_dict()), torch.arange(20)[None]
+    expected = model(ids).logits
+    loading.fuse_norms(model)
+    assert sum(type(module) is torch.nn.RMSNorm for module in model.modules()) == fused  # gemma adds 1 to its weights
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(ids).logits, expected)
 
 
 def train_save_load(config, folder, other):
