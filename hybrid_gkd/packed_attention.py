@@ -77,11 +77,18 @@ def pack(sequences: Sequence[np.ndarray], device: torch.device | str) -> PackedB
         raise ValueError(f"needs sequences of at least one token; got shapes {[array.shape for array in arrays]}")
     lengths = [len(array) for array in arrays]
     return PackedBatch(
-        input_ids=torch.from_numpy(np.concatenate(arrays).astype(np.int64))[None].to(device),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None].to(device),
-        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
+        input_ids=to_device(np.concatenate(arrays).astype(np.int64), device)[None],
+        position_ids=to_device(np.concatenate([np.arange(n) for n in lengths]), device)[None],
+        cu_seqlens=to_device(np.cumsum([0, *lengths], dtype=np.int32), device),
         max_length=max(lengths),
     )
+
+
+def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """A copy that a GPU makes when it has done what it was given before, and that the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    on_gpu = torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
 
 
 def packed_attention(

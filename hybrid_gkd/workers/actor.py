@@ -25,7 +25,7 @@ from hybrid_gkd.config import ActorConfig, Config, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError, TrainingError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
 from hybrid_gkd.losses.objective import Objective, Targets
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, PackedBatch, pack, packed_attention
+from hybrid_gkd.packed_attention import PACKED_ATTENTION, PackedBatch, pack, packed_attention, to_device
 from hybrid_gkd.types import MiniBatch, TrainSequence
 from hybrid_gkd.workers.loading import build_model, load_shards, materialize
 from hybrid_gkd.workers.publish import gather_in_buckets
@@ -119,7 +119,7 @@ class Actor:
         self.hf_model.train()
         if self.config.use_torch_compile:
             compile_blocks(self.hf_model)
-        self.model = LogprobModel(self.hf_model)
+        self.model: Any = LogprobModel(self.hf_model)
         self.hidden_size = self.hf_model.get_output_embeddings().in_features
         self._shard(config.shard_size)
         materialize(self.model, device)
@@ -178,10 +178,12 @@ class Actor:
             DeviceMemoryError: the same within the optimizer step; some weights may have changed.
         """
         self.accumulate(batch, before_last=before_last)
-        sums, self._sums = self._sums, {}
-        metrics = self._all_reduce(sums, batch.num_tokens)
         grad_norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), self.config.grad_clip)
-        metrics["actor/grad_norm"] = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        sums, self._sums = self._sums, {}
+        metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, which has been given all work by now
+        metrics["actor/grad_norm"] = float(grad_norm)
         if not math.isfinite(metrics["actor/grad_norm"]) or not math.isfinite(metrics["actor/loss"]):
             raise TrainingError(
                 f"optimizer step {self.updates_done + 1}: loss {metrics['actor/loss']}, "
@@ -220,8 +222,11 @@ class Actor:
         if not sums:
             self.optimizer.zero_grad(set_to_none=True)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            if number == len(batch.micro_batches):
+            last = number == len(batch.micro_batches)
+            if last:
                 before_last()
+            if not self.config.fsdp_config.reshard_after_forward:  # what was gathered serves all micro-batches
+                self.model.set_reshard_after_backward(last)
             loss_sum, parts = self._loss(micro_batch)
             # FSDP2 averages gradients over ranks; the loss is a sum over them.
             (loss_sum * (self.world_size / batch.num_tokens)).backward()
@@ -302,7 +307,7 @@ class Actor:
         return batch, self._concat(rows, torch.int64), self._concat([s.response_ids for s in sequences], torch.int64)
 
     def _concat(self, arrays: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(self.device, dtype)
+        return to_device(np.concatenate(arrays), self.device).to(dtype)
 
     def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
         """Sums over micro-batches of this rank -> means over the response tokens of all ranks."""

@@ -28,7 +28,10 @@ LOSSES = {
         "distillation.use_task_rewards=true", "distillation.distillation_loss_coef=0.5",
     ],
     "k1 policy": ["distillation.loss_mode=k1", "distillation.use_policy_gradient=true"],
-    "reverse_kl, colder": ["distillation.loss_mode=reverse_kl", "distillation.temperature=0.7"],
+    "reverse_kl, colder": [
+        "distillation.loss_mode=reverse_kl", "distillation.temperature=0.7",
+        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
+    ],
     "ppo, colder": ["distillation.enabled=false", "actor_rollout_ref.rollout.temperature=0.7"],
 }
 # Lengths of prompt and response: odd ones, and responses of one token. The second batch moves the border between

@@ -1,0 +1,52 @@
+"""The student's update on one GPU in bf16: the host does not wait for the device between micro-batches.
+
+    bash tests/run.sh -m gpu tests/gpu/test_actor_on_gpu.py
+"""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+
+from hybrid_gkd.config import load_config
+from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.workers.actor import Actor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def random_batch(seed):
+    rng = np.random.default_rng(seed)
+    micro_batches = []
+    for index in range(3):
+        prompt, response = (rng.integers(0, 256, n).astype(np.int32) for n in (20, 50 + index))
+        sequence = Sequence(
+            index=index, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="stop"
+        )
+        ids = np.stack([rng.permutation(256)[:8] for _ in response]).astype(np.int32)
+        logprobs = np.log(rng.dirichlet(np.ones(9), len(response))[:, :8]).astype(np.float32)
+        teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        micro_batches.append((TrainSequence(sequence=sequence, teacher=teacher),))
+    return MiniBatch(micro_batches=tuple(micro_batches), num_tokens=153)
+
+
+def test_nothing_waits_for_the_device_before_the_last_micro_batch_is_under_way(tmp_path):
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={tiny.make_model(tmp_path / 'model')}",
+            "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",
+        ]
+    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        actor = Actor(config, device=torch.device("cuda"), num_updates=3)
+        for step in range(2):  # kernels and workspaces
+            actor.update(random_batch(step))
+        torch.cuda.set_sync_debug_mode("error")
+        actor.accumulate(random_batch(2))
+        torch.cuda.set_sync_debug_mode("default")
+        actor.update(random_batch(3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
