@@ -239,9 +239,9 @@ class Actor:
         It has no public way for that; what it queues to run after a backward pass does exactly this.
         """
         self._sums = {}
+        self.model.set_reshard_after_backward(True)
         self.model.zero_grad(set_to_none=True)  # of parameters that are gathered right now
-        state: Any = self.model._get_fsdp_state
-        state()._root_post_backward_final_callback()
+        self.model._get_fsdp_state()._root_post_backward_final_callback()
         self.model.zero_grad(set_to_none=True)
 
     def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:

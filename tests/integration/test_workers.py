@@ -200,14 +200,18 @@ def plant_out_of_memory(group, direction, times):
     ray.get(group.actors.workers[0].__ray_call__.remote(plant), timeout=60)
 
 
-@pytest.mark.parametrize(("direction", "streamed"), [("forward", False), ("backward", False), ("backward", True)])
+@pytest.mark.parametrize(
+    ("direction", "streamed", "reshard"),
+    [("forward", False, True), ("backward", False, False), ("backward", True, True)],
+)
 def test_out_of_memory_halves_the_micro_batches_and_changes_nothing_else(
-    direction, streamed, model, one_worker, tmp_path
+    direction, streamed, reshard, model, one_worker, tmp_path
 ):
-    """Also when it ends a part of the mini-batch after another one."""
+    """Also when it ends a part of the mini-batch after another one, and while all weights are gathered."""
     batch = shares(random_batch(0), 1, 128)
     assert len(batch[0][0].micro_batches) >= 3
-    config = make_config(model, tmp_path)
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = make_config(model, tmp_path, f"{fsdp}.reshard_after_forward={str(reshard).lower()}")
     with contextlib.closing(make_group(config, num_updates=NUM_STEPS)) as group:
         plant_out_of_memory(group, direction, 1)
         first = (update_in_parts(group, random_batch(0)) if streamed else group.update(batch))[0]
