@@ -186,9 +186,14 @@ def _backend(tensor: Tensor) -> Any:
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing."""
+    """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing.
+
+    What is between the rows must be finite: the CPU's bfloat16 products read it and multiply it by 0.
+    """
     vocabulary = weight.shape[0]
-    return hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)[:, :vocabulary]
+    buffer = hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)
+    buffer[:, vocabulary:] = 0
+    return buffer[:, :vocabulary]
 
 
 def row_statistics(

@@ -166,6 +166,24 @@ def test_nothing_outside_of_the_ids():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 100])
+def test_memory_that_nothing_has_been_written_to_is_not_used(chunk_rows):
+    """A vocabulary that is no multiple of anything, in bfloat16, where torch.empty gives not-a-numbers."""
+    hidden, weight, ids, grad = inputs(300, 64, 5000, 16, torch.bfloat16)
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        tensors = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight / 8)]
+        torch.use_deterministic_algorithms(True)
+        try:
+            loss, _ = head_loss(*tensors, ids, kl(grad), chunk_rows=chunk_rows)
+            (0.3 * loss).backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append([x.grad.double() for x in tensors])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 0.01 * want.norm()
+
+
 def test_without_rows():
     hidden, weight, ids, grad = inputs(0, 8, 23, 4, torch.float32)
     loss, parts = head_loss(hidden, weight, ids, kl(grad), with_entropy=True, overlap_topk=4)
