@@ -8,8 +8,9 @@ teacher's top k. Ours reports entropy, masses, both divergences and top-k overla
 the loss alone, without tail. All contestants take turns within every repetition, in an order drawn anew for each. A
 turn is as many calls in a row as take about --seconds: the card lowers its clock under load, and a turn of a few calls
 would meet it at the clock that the one before has left. Medians; beside their ratio to the bare products stands the
-median of the ratios within a repetition. Peak memory is beyond inputs and gradients, and beyond the float32 weight
-gradient for the one that has it. The contestants:
+median of the ratios within a repetition. Peak memory is beyond inputs and gradients, and for head_loss beyond a float32
+weight gradient, which it has where the rows are more than one chunk, and whose place a single chunk may take. The
+contestants:
 
     bare       H W^T, dZ W and dZ^T H, nothing else
     head_loss  this package

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 CHUNK_BYTES = 2**31
 """Most memory that the logits of a chunk take beyond that of the weight's gradient, which is made when they are gone:
 8,600 rows of a vocabulary of 152k in bfloat16 at a hidden size of 1,536. Every further chunk reads and writes the
-float32 sum of that gradient once more."""
+float32 sum of that gradient once more. A single chunk needs no such sum, and may take its place: 10,100 rows."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 HIDDEN = -1e30
@@ -53,7 +53,8 @@ def head_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed over rows.
 
-    Gradients are computed here, chunk by chunk; the backward only multiplies them by the upstream gradient.
+    Gradients are computed here, chunk by chunk; the backward only multiplies them by the upstream gradient. Where all
+    rows are one chunk, the weight's is left to the backward: it has the factor then, and needs no float32 copy.
 
     Args:
         hidden: [T, D], last hidden states; T = 0 works (zero loss and gradients, still part of the graph).
@@ -83,15 +84,15 @@ def head_loss(
         ValueError: shapes or dtypes do not fit, those of what `loss_fn` returns included, or `temperature` or
             `chunk_rows` is not positive.
     """
-    if chunk_rows is None:
-        chunk_rows = _even_chunk_rows(hidden, weight)
-    _check(hidden, weight, ids, temperature, chunk_rows)
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    if chunk_rows is None:
+        chunk_rows = _even_chunk_rows(hidden, weight, needs_grad[1])
+    _check(hidden, weight, ids, temperature, chunk_rows)
     total = hidden.new_zeros((), dtype=_compute_dtype(hidden))
     names: list[str] = []
     reports: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
-    grad_weight = None
+    grad_weight = whole = None
     stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
     sample: list[Tensor] = []
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -116,14 +117,16 @@ def head_loss(
             )
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
-            if needs_grad[1]:
+            if needs_grad[1] and len(dz) < len(hidden):
                 grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
+            elif needs_grad[1]:
+                whole = dz
         sums = dict(zip(names, torch.cat(reports, 1).sum(1), strict=True)) if reports else {}
         if sample:
             sums |= _overlap(torch.cat(sample), ids[::stride, :overlap_topk])
-        if needs_grad[1] and grad_weight is None:
+        if needs_grad[1] and grad_weight is None and whole is None:
             grad_weight = torch.zeros_like(weight)
-    return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight), sums
+    return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight, whole), sums
 
 
 def logprobs_of_ids(
@@ -142,25 +145,29 @@ def logprobs_of_ids(
 
 
 class _AttachGradients(torch.autograd.Function):
-    """Makes gradients that are known already those of a scalar."""
+    """Makes gradients that are known already, or dL/dlogits of all rows, those of a scalar."""
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, _hidden: Tensor, weight: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None
+        ctx: Any, loss: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None,
+        dz: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight, dz, None if dz is None else hidden)
         ctx.weight_dtype = weight.dtype
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, dz, hidden = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * upstream
         if grad_weight is not None:
             grad_weight = _backend(grad_weight).scaled(grad_weight, upstream, ctx.weight_dtype)
-        return None, grad_hidden, grad_weight, None, None
+        if dz is not None:  # the factor on the smaller matrix: the product comes out as it is to be
+            with torch.autocast(dz.device.type, enabled=False):
+                grad_weight = dz.T @ (hidden * upstream)
+        return None, grad_hidden, grad_weight, None, None, None
 
 
 def _differentiate(
@@ -263,10 +270,12 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return product if total is None else total.add_(product)
 
 
-def _even_chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+def _even_chunk_rows(hidden: Tensor, weight: Tensor, sums_weight_gradient: bool) -> int:
     """Rows per chunk, so that all chunks are about equal and none takes more than it may."""
-    room = CHUNK_BYTES + weight.numel() * weight.element_size()
-    most = max(1, room // (weight.shape[0] * weight.element_size()))
+    row_bytes = weight.shape[0] * weight.element_size()
+    if sums_weight_gradient and 0 < len(hidden) <= (CHUNK_BYTES + 4 * weight.numel()) // row_bytes:
+        return len(hidden)
+    most = max(1, (CHUNK_BYTES + weight.numel() * weight.element_size()) // row_bytes)
     num_chunks = max(1, -(-hidden.shape[0] // most))
     rows = -(-hidden.shape[0] // num_chunks)
     return max(1, min(most, -(-rows // 128) * 128))
