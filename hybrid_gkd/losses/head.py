@@ -92,7 +92,7 @@ def head_loss(
     names: list[str] = []
     reports: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
-    grad_weight = whole = None
+    grad_weight = whole_dz = None
     stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
     sample: list[Tensor] = []
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -120,13 +120,13 @@ def head_loss(
             if needs_grad[1] and len(dz) < len(hidden):
                 grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
             elif needs_grad[1]:
-                whole = dz
+                whole_dz = dz
         sums = dict(zip(names, torch.cat(reports, 1).sum(1), strict=True)) if reports else {}
         if sample:
             sums |= _overlap(torch.cat(sample), ids[::stride, :overlap_topk])
-        if needs_grad[1] and grad_weight is None and whole is None:
+        if needs_grad[1] and grad_weight is None and whole_dz is None:
             grad_weight = torch.zeros_like(weight)
-    return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight, whole), sums
+    return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight, whole_dz), sums
 
 
 def logprobs_of_ids(
@@ -270,10 +270,10 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return product if total is None else total.add_(product)
 
 
-def _even_chunk_rows(hidden: Tensor, weight: Tensor, sums_weight_gradient: bool) -> int:
+def _even_chunk_rows(hidden: Tensor, weight: Tensor, needs_weight_gradient: bool) -> int:
     """Rows per chunk, so that all chunks are about equal and none takes more than it may."""
     row_bytes = weight.shape[0] * weight.element_size()
-    if sums_weight_gradient and 0 < len(hidden) <= (CHUNK_BYTES + 4 * weight.numel()) // row_bytes:
+    if needs_weight_gradient and 0 < len(hidden) <= (CHUNK_BYTES + 4 * weight.numel()) // row_bytes:
         return len(hidden)
     most = max(1, (CHUNK_BYTES + weight.numel() * weight.element_size()) // row_bytes)
     num_chunks = max(1, -(-hidden.shape[0] // most))
