@@ -403,5 +403,7 @@ def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_o
     )
     with contextlib.ExitStack() as stack:
         teacher = start_local_teacher(config, "cpu", stack)
-        environment = Path(f"/proc/{teacher.pid}/environ").read_bytes().split(b"\0")
-    assert [line for line in environment if line.startswith(b"OMP_NUM_THREADS=")] == [b"OMP_NUM_THREADS=2"]
+        environment = Path(f"/proc/{teacher.pid}/environ")
+        wait_until(environment.read_bytes, "the environment: while a program is being loaded it reads as empty")
+        lines = environment.read_bytes().split(b"\0")
+    assert [line for line in lines if line.startswith(b"OMP_NUM_THREADS=")] == [b"OMP_NUM_THREADS=2"]
