@@ -107,8 +107,8 @@ class FSDPConfig:
     optimizer_offload: bool = False
     """Keep optimizer state on the host outside of the optimizer step (no effect on the CPU)."""
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward pass; false trades memory for one gather per update instead
-    of two per micro-batch."""
+    """Free a block's gathered parameters after its forward pass; false trades memory for a single gather for all
+    micro-batches that are trained together, instead of two for each."""
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the master weights and of the Adam state; the compute type is bf16 on GPUs, fp32 on the CPU."""
     fsdp_size: int = -1

@@ -166,6 +166,26 @@ def test_nothing_outside_of_the_ids():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight_learns", "chunks"), [(200, True, 1), (201, True, 2), (100, False, 1), (400, False, 2)]
+)
+def test_chunks_take_what_they_may_and_a_single_one_the_place_of_the_sum(rows, weight_learns, chunks, monkeypatch):
+    """100 vocabulary entries of float32, so 400 bytes a row; the weight has 800 numbers, its gradient 3,200 bytes."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", 200 * 400 - 3200)
+    hidden, weight, ids, grad = inputs(rows, 8, 100, 3, torch.float32)
+    weight.requires_grad_(weight_learns)
+    seen = []
+
+    def loss_fn(logprobs, part):
+        seen.append(len(logprobs))
+        return kl(grad)(logprobs, part)
+
+    head_loss(hidden, weight, ids, loss_fn)
+    assert sum(seen) == rows
+    assert len(seen) == chunks
+    assert max(seen) <= 200
+
+
 @pytest.mark.parametrize("chunk_rows", [None, 100])
 def test_memory_that_nothing_has_been_written_to_is_not_used(chunk_rows):
     """A vocabulary that is no multiple of anything, in bfloat16, where torch.empty gives not-a-numbers."""
