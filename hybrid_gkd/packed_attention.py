@@ -33,6 +33,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hybrid_gkd.errors import ModelError
 
 PACKED_ATTENTION = "hybrid_gkd_packed"
+_PLAIN = "hybrid_gkd_packed_plain"
+"""The same for a model whose masks turned out to be causal and no more: it is not asked for them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +236,9 @@ def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool =
     It is registered all the same, because this is where a model says what its attention looks like: some
     sliding-window models (phimoe) tell the window only here, and what is not plain causal attention is
     refused. The window travels on as a 0-dimensional tensor on the host, in the place of the mask.
+
+    Before each call transformers waits for the GPU, to look at the position ids. So a model without windows, for which
+    the answer is always None, is asked in its first forward only.
     """
     architecture = type(config).__name__
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -245,8 +250,16 @@ def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool =
         raise ModelError(f"{architecture} with packed sequences does not support attention that is not plain causal")
     if kwargs.get("attention_mask") is not None:
         raise ModelError(f"{architecture} with packed sequences does not support an attention mask")
+    if local_size is None and getattr(config, "sliding_window", None) is None:
+        config._attn_implementation = _PLAIN
     return None if local_size is None else torch.tensor(local_size)
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+def register_packed_attention(function: Callable[..., tuple[Tensor, None]] = packed_attention) -> None:
+    """Make `function`, which is `packed_attention` or wraps it, what models with PACKED_ATTENTION call."""
+    for name in (PACKED_ATTENTION, _PLAIN):
+        AttentionInterface.register(name, function)
+
+
+register_packed_attention()
 AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface
 
 from hybrid_gkd.config import ActorConfig, Config, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError, TrainingError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
 from hybrid_gkd.losses.objective import Objective, Targets
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, PackedBatch, pack, packed_attention, to_device
+from hybrid_gkd.packed_attention import PackedBatch, pack, packed_attention, register_packed_attention, to_device
 from hybrid_gkd.types import MiniBatch, TrainSequence
 from hybrid_gkd.workers.loading import build_model, load_shards, materialize
 from hybrid_gkd.workers.publish import gather_in_buckets
@@ -374,7 +373,7 @@ def compile_blocks(model: Any) -> None:
     FSDP2's hooks and gradient checkpointing stay outside. The graphs take any number of tokens and serve all blocks,
     so that only the first forward and backward pass compile.
     """
-    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    register_packed_attention(torch.compiler.disable(packed_attention))
     for block in decoder_blocks(model):
         block.forward = torch.compile(block.forward, dynamic=True)
 

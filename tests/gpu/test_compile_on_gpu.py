@@ -8,9 +8,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack, packed_attention
+from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
 from hybrid_gkd.workers.actor import compile_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -46,6 +46,6 @@ def test_compiled_blocks_equal_eager_ones_and_compile_once(checkpointing):
             num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
         torch._dynamo.reset()
-        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        register_packed_attention()
     assert num_graphs[0] > 0
     assert num_graphs == [num_graphs[0]] * 4

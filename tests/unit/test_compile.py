@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack, packed_attention
+from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
 from hybrid_gkd.workers.actor import compile_blocks
 
 
@@ -25,7 +25,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
     yield compiled
     torch._dynamo.reset()
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    register_packed_attention()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

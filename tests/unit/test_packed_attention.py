@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, _padded, pack, packed_attention
+from hybrid_gkd.packed_attention import PACKED_ATTENTION, _packed_mask, _padded, pack, packed_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -245,6 +246,25 @@ def test_refuses_an_attention_mask(name, shape):
     kwargs = pack(sequences(), "cpu").model_kwargs() | {"attention_mask": torch.ones(shape, dtype=torch.int64)}
     with pytest.raises(ModelError, match="attention mask"):
         model(**kwargs)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("llama", 1), ("mistral-sliding", 3)])
+def test_a_model_without_windows_is_asked_for_its_mask_once(name, asked):
+    """To ask, transformers looks at the position ids, and on a GPU waits for them."""
+    requests = []
+
+    def mask(**kwargs):
+        requests.append(kwargs)
+        return _packed_mask(**kwargs)
+
+    model = build(CONFIGS[name], torch.float32, PACKED_ATTENTION)
+    AttentionMaskInterface.register(PACKED_ATTENTION, mask)
+    try:
+        outputs = [run_packed(model, pack(sequences(), "cpu")) for _ in range(3)]
+    finally:
+        AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)
+    assert len(requests) == asked
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_refuses_several_rows_and_other_attention():
