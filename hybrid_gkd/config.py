@@ -110,7 +110,9 @@ class FSDPConfig:
     """Free a block's gathered parameters after its forward pass; false trades memory for a single gather for all
     micro-batches that are trained together, instead of two for each."""
     model_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the master weights and of the Adam state; the compute type is bf16 on GPUs, fp32 on the CPU."""
+    """Type of the master weights, of the Adam state and of the gradients' sum over micro-batches; the compute type is
+    bf16 on GPUs, fp32 on the CPU. With bf16 that sum is rounded after every micro-batch, so that the result depends
+    slightly on the cut."""
     fsdp_size: int = -1
     """Workers that share one copy of the weights; -1 = all. Smaller: hybrid sharding, the weights are sharded
     within groups of this size and replicated across them (less traffic between nodes, more memory)."""
@@ -294,7 +296,8 @@ class DistillationConfig:
     mixed_weights: dict[str, float] = field(default_factory=dict)
     """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; of any mode but k1."""
     use_policy_gradient: bool = False
-    """Take k1, k2 or k3 as the negative advantage of the sampled token in PPO's clipped loss, not as the loss."""
+    """Minimise the mean of k1, k2 or k3 over what the student samples, by PPO's clipped loss: the negative advantage of
+    the sampled token is the value plus its slope in the student's log-probability. false: the value is the loss."""
     topk: int = 64
     """Teacher candidates per position."""
     tail: Literal["bucket", "none", "renormalise"] = "bucket"
@@ -306,8 +309,8 @@ class DistillationConfig:
     use_task_rewards: bool = False
     """Add PPO's policy loss on the rule reward."""
     loss_max_clamp: float | None = None
-    """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more (with
-    use_policy_gradient: this advantage); actor/distillation/clamp_share says how many do."""
+    """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more. With
+    use_policy_gradient it is the advantage that is limited. actor/distillation/clamp_share says how many tokens are."""
 
 
 @dataclass
@@ -714,6 +717,12 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             "distillation.tail", f"has no effect with distillation.loss_mode={loss.loss_mode}; leave it at bucket",
             loss.tail,
+        )
+    if loss.topk == 1 and loss.tail == "renormalise" and not set(weights) & set(SAMPLED_TOKEN_MODES):
+        raise ConfigError(
+            "distillation.topk",
+            "must be at least 2 with distillation.tail=renormalise, which makes a single candidate certain for teacher "
+            "and student alike", loss.topk,
         )
     sampling_temperature = config.actor_rollout_ref.rollout.temperature
     if (loss.use_policy_gradient or loss.use_task_rewards) and loss.temperature != sampling_temperature:

@@ -11,7 +11,9 @@ names of transformers' FlashAttentionKwargs. On a GPU in bfloat16 or float16 the
 torch.nn.attention.varlen, elsewhere by scaled_dot_product_attention on a right-padded copy, which is
 exact as well: a causal mask never looks right. What neither can do exactly is refused with a ModelError.
 
-What it leaves out: key-value caches, cross-attention, models that mix tokens outside of attention.
+What it leaves out: key-value caches, cross-attention. A model that mixes tokens without calling the attention function
+(state spaces, convolutions, attention of its own) would mix those of neighbouring sequences, and cannot be noticed
+here: `LogprobModel` refuses it.
 
 Shapes: B sequences, T packed tokens, L longest sequence, H heads (Hkv of keys and values), Dh head size.
 """

@@ -111,8 +111,7 @@ def kl_both_ways(
 def k1(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """log q - log p of the sampled tokens, [T] and [T] -> [T]: unbiased for KL(q || p) if they are drawn from q.
 
-    As a loss it teaches nothing (its expected gradient is 0); as the negative advantage of a policy gradient it
-    gives the gradient of KL(q || p).
+    As a loss it teaches nothing (its expected gradient is 0); for its policy gradient see `score_weight`.
 
     Source of k1, k2 and k3: Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
     """
@@ -131,6 +130,17 @@ def k3(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """
     log_ratio = -k1(teacher_logprobs, student_logprobs)
     return log_ratio.expm1() - log_ratio
+
+
+def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """The w of grad E_q[v] = E_q[w grad log q], where v is "k1", "k2" or "k3"; [T] and [T] -> [T], without gradient.
+
+    The student decides what is sampled, which makes w the value v, and v itself changes with it, which adds the slope
+    dv / dlog q. With l = log q - log p that is l for k3, so KL(q || p) is what it minimises, and l^2 / 2 + l for k2,
+    which minimises E_q[l^2 / 2]. The slope of k1 is 1 and left out, as E_q[grad log q] = 0.
+    """
+    log_ratio = k1(teacher_logprobs, student_logprobs).detach()
+    return log_ratio.square() / 2 + log_ratio if estimator == "k2" else log_ratio
 
 
 def support_mass(logprobs: Tensor) -> Tensor:

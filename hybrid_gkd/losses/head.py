@@ -1,4 +1,7 @@
-"""The fused language-model head: log-probabilities of a few given ids, without ever holding [T, V].
+"""The fused language-model head: log-probabilities of a few given ids, with the logits of a chunk of rows at a time.
+
+It never holds more logits than CHUNK_BYTES beyond the memory of the weight's gradient; that is [T, V] only where T is
+small, as a few thousand rows are one chunk.
 
 Every loss of this package depends on the logits z only through log q_j = z_j - lse(z) of a few ids.
 With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logit space:
@@ -250,7 +253,10 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _overlap(logits: Tensor, teacher_ids: Tensor) -> dict[str, Tensor]:
-    """The share of `teacher_ids` [n, k] that is in the top k of `logits` [n, V], summed over rows; n."""
+    """The share of `teacher_ids` [n, k] that is in the top k of `logits` [n, V], summed over rows; n.
+
+    An id whose logit equals the k-th largest counts as inside, however many there are.
+    """
     smallest = logits.topk(teacher_ids.shape[1], sorted=False).values.amin(1, keepdim=True)
     inside = logits.gather(1, teacher_ids) >= smallest
     num_rows = torch.full((), len(logits), dtype=torch.float32, device=logits.device)

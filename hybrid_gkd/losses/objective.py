@@ -98,12 +98,16 @@ class Objective:
         parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
         parts["actor/distillation/student_mass"] = divergence.support_mass(support.detach())
         parts["actor/distillation/teacher_mass"] = divergence.support_mass(teacher.to(support.dtype))
-        limit = self.config.loss_max_clamp
-        if limit is not None:
-            parts["actor/distillation/clamp_share"] = value.abs() > limit
-            value = value.clamp(-limit, limit)
+        limit, weight = self.config.loss_max_clamp, value
         if self.config.use_policy_gradient:
-            return self._policy(chunk, -value.detach(), logprobs[:, -1], parts)
+            assert chunk.teacher_sampled is not None
+            weight = divergence.score_weight(self.config.loss_mode, chunk.teacher_sampled, logprobs[:, -1])
+        if limit is not None:
+            parts["actor/distillation/clamp_share"] = weight.abs() > limit
+            value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)
+        if self.config.use_policy_gradient:
+            # What is added has no gradient: it makes the loss of the first pass the estimator's mean.
+            return self._policy(chunk, -weight, logprobs[:, -1], parts) + (value - weight).detach()
         return value
 
     def _divergence(self, mode: str, chunk: Targets, logprobs: Tensor, known: dict[str, Tensor]) -> Tensor:

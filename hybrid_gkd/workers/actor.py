@@ -38,12 +38,17 @@ class LogprobModel(nn.Module):
 
     The head runs inside this module's forward, so FSDP2, which shards the embedding, the last norm and the
     head as this module's own parameters, has gathered the output embedding when it is used.
+
+    Raises:
+        ModelError: the architecture mixes packed sequences, changes the logits behind the head, or has dropout.
     """
 
     def __init__(self, model: Any):
         super().__init__()
         self.model: Any = model
+        self._refuse_leaks()
         self._refuse_inexact_heads()
+        self._refuse_dropout()
 
     def forward(
         self,
@@ -70,13 +75,36 @@ class LogprobModel(nn.Module):
             hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=topk, tail_topk=topk
         )
 
+    def _refuse_leaks(self) -> None:
+        """What does not call the attention function, or not only, is never told where a sequence ends."""
+        if not self.model._supports_attention_backend or self.model._is_stateful:
+            raise ModelError(
+                f"{self.model.config.model_type}: packed sequences would leak into each other; the architecture must "
+                "mix tokens in transformers' attention interface only (_supports_attention_backend, not _is_stateful)"
+            )
+
     def _refuse_inexact_heads(self) -> None:
         head, config = self.model.get_output_embeddings(), self.model.config
         if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
             raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
-        for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        for name in (*caps, "logits_scaling", "logit_scale"):
             if getattr(config, name, None) not in (None, 1.0):
                 raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
+
+    def _refuse_dropout(self) -> None:
+        """With it the student is not the policy that sampled, and a step depends on the cut into micro-batches."""
+        config = self.model.config
+        for module in self.model.modules():
+            rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch's function
+            if isinstance(module, nn.Dropout):
+                rates = [module.p]
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                fields = [name for name, value in config.to_dict().items() if "drop" in name and value]
+                raise ModelError(
+                    f"{config.model_type}: {type(module).__name__} has dropout, which is not supported; fields to set "
+                    f"to 0.0 through actor_rollout_ref.model.override_config: {', '.join(fields) or 'none known'}"
+                )
 
 
 class Actor:
@@ -177,10 +205,10 @@ class Actor:
             DeviceMemoryError: the same within the optimizer step; some weights may have changed.
         """
         self.accumulate(batch, before_last=before_last)
+        sums, self._sums = self._sums, {}  # now: whoever tries again after a failure must begin anew
         grad_norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), self.config.grad_clip)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-        sums, self._sums = self._sums, {}
         metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, which has been given all work by now
         metrics["actor/grad_norm"] = float(grad_norm)
         if not math.isfinite(metrics["actor/grad_norm"]) or not math.isfinite(metrics["actor/loss"]):

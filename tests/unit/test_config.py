@@ -99,6 +99,12 @@ def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():
         (["loss_mode=mixed", "mixed_weights={jsd: 0}"], ["distillation.mixed_weights", "above 0", "jsd: 0.0"]),
         (["loss_mode=mixed", "mixed_weights={jsd: 1}", "use_policy_gradient=true"], ["use_policy_gradient", "mixed"]),
         (["loss_mode=k2", "tail=none"], ["distillation.tail", "k2", "none"]),
+        (["topk=1", "tail=renormalise"], ["distillation.topk", "at least 2", "tail=renormalise", "got 1"]),
+        (["topk=1", "tail=renormalise", "loss_mode=jsd"], ["distillation.topk", "at least 2", "got 1"]),
+        (
+            ["topk=1", "tail=renormalise", "loss_mode=mixed", "mixed_weights={forward_kl: 1, jsd: 1}"],
+            ["distillation.topk", "at least 2", "got 1"],
+        ),
         (["loss_mode=k1", "use_policy_gradient=true", "temperature=0.7"], ["temperature", "(1.0)", "0.7"]),
     ],
 )
@@ -115,6 +121,12 @@ def test_every_loss_mode_loads():
         ["forward_kl"], ["reverse_kl"], ["jsd"], ["k2"], ["k3"], ["k1", "distillation.use_policy_gradient=true"],
         ["mixed", "distillation.mixed_weights={forward_kl: 0.5, reverse_kl: 0.5}"],
         ["mixed", "distillation.mixed_weights.forward_kl=0.5", "distillation.mixed_weights.k3=0.5"],
+        ["k2", "distillation.use_policy_gradient=true", "distillation.topk=1"],
+        ["reverse_kl", "distillation.tail=renormalise", "distillation.topk=2"], ["jsd", "distillation.topk=1"],
+        [
+            "mixed", "distillation.mixed_weights={jsd: 0.5, k2: 0.5}", "distillation.topk=1",
+            "distillation.tail=renormalise",
+        ],
     ):
         config = load_config([*OWN, f"distillation.loss_mode={mode}", *more, *rewards])
         assert (config.distillation.loss_mode, config.distillation.loss_max_clamp) == (mode, None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_gkd.losses import divergence
-from hybrid_gkd.losses.divergence import TAIL_FLOOR, forward_kl, jsd, k1, k2, k3, reverse_kl, support_mass
+from hybrid_gkd.losses.divergence import TAIL_FLOOR, forward_kl, jsd, k1, k2, k3, reverse_kl, score_weight, support_mass
 from hybrid_gkd.losses.head import head_loss, logprobs_of_ids
 
 TAILS = ["bucket", "none", "renormalise"]
@@ -414,9 +414,22 @@ def test_estimators_in_expectation_over_the_students_samples():
             torch.testing.assert_close(losses, reverse)
         want_grad = torch.zeros_like(logits) if want is None else gradient(want, logits)
         torch.testing.assert_close(gradient(losses, logits), want_grad, rtol=1e-9, atol=1e-12)
-    # As the negative advantage of a policy gradient, k1 has the gradient of KL(q || p).
-    policy = (q * k1(teacher, student).detach() * student).sum(-1)
-    torch.testing.assert_close(gradient(policy, logits), gradient(reverse, logits), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_score_weight_gives_the_gradient_of_the_estimators_expectation(name):
+    teacher, logits, _ = problem(rows=4, vocab=11)
+    student = logits.log_softmax(-1)
+    log_ratio = student - teacher
+    value = {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[name]
+    weight = score_weight(name, teacher, student)
+    assert not weight.requires_grad
+    descent = (student.exp().detach() * weight * student).sum(-1)  # a step on what was drawn from q
+    want = gradient((student.exp() * value).sum(-1), logits)  # q moves as well
+    torch.testing.assert_close(gradient(descent, logits), want, rtol=1e-9, atol=1e-12)
+    if name != "k2":
+        reverse = gradient((student.exp() * log_ratio).sum(-1), logits)
+        torch.testing.assert_close(want, reverse, rtol=1e-9, atol=1e-12)
 
 
 def test_support_mass():

@@ -21,6 +21,7 @@ MODES = {
     "k1": {"use_policy_gradient": True},
     "k2": {},
     "k3": {},
+    "k2 policy": {"loss_mode": "k2", "use_policy_gradient": True},
     "k3 policy": {"loss_mode": "k3", "use_policy_gradient": True},
     "forward_kl and rewards": {"loss_mode": "forward_kl", "use_task_rewards": True, "distillation_loss_coef": 0.4},
     "k1 and rewards": {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": True},
@@ -106,7 +107,9 @@ class Problem:
         total = torch.zeros(len(student), dtype=torch.float64)
         if loss.enabled:
             value = values[loss.loss_mode]
-            value = policy(-value.detach()) if loss.use_policy_gradient else value
+            if loss.use_policy_gradient:  # the value and, but for the constant slope of k1, its slope in log q
+                slope = {"k1": torch.zeros_like(log_ratio), "k2": -log_ratio, "k3": 1 - log_ratio.exp()}[loss.loss_mode]
+                value = policy(-(value + slope).detach()) - slope.detach()
             total = total + loss.distillation_loss_coef * value
         if not loss.enabled or loss.use_task_rewards:
             total = total + policy(self.advantages)
@@ -248,3 +251,94 @@ def test_a_clamped_advantage_still_teaches():
 def test_no_clamp_by_default():
     assert DistillationConfig().loss_max_clamp is None
     assert "actor/distillation/clamp_share" not in Objective(DistillationConfig(), clip_ratio=0.2).reported
+
+
+class Exact:
+    """A student of free logits [1, V], and every token as a row that counts as often as the student samples it."""
+
+    def __init__(self, mode, seed=0, spread=1.0):
+        gen = torch.Generator().manual_seed(seed)
+        self.teacher, self.logits = torch.randn(2, 1, 7, generator=gen, dtype=torch.float64)
+        self.teacher = self.teacher.log_softmax(-1)
+        self.logits = (self.teacher + spread * (2 * torch.rand(1, 7, generator=gen, dtype=torch.float64) - 1))
+        self.logits.requires_grad_()
+        self.mode = mode
+        loss = DistillationConfig(loss_mode=mode, use_policy_gradient=True)
+        self.objective = Objective(loss, clip_ratio=0.2)
+
+    def product(self, old=None):
+        """The expected loss; `old` [1, V] is the policy that the tokens were sampled from, by default the student."""
+        logprobs = self.logits.log_softmax(-1)
+        sampled_from = logprobs.detach() if old is None else old
+        ids = torch.arange(7)[:, None]
+        targets = Targets(
+            teacher_logprobs=self.teacher.amax(-1, keepdim=True).expand(7, 1), teacher_sampled=self.teacher[0],
+            old_logprobs=None if old is None else old[0], importance_weights=sampled_from[0].exp(),
+        )
+        first = self.teacher.argmax(-1, keepdim=True).expand(7, 1)
+        eye = torch.eye(7, dtype=torch.float64)
+        return head_loss(
+            self.logits.expand(7, 7), eye, torch.cat([first, ids], 1), self.objective.loss_fn(targets), tail_topk=1
+        )
+
+    def closed_form(self):
+        """KL(q || p), or of k2 E_q[(log q - log p)^2 / 2], by sums over the vocabulary."""
+        logprobs = self.logits.log_softmax(-1)
+        log_ratio = logprobs - self.teacher
+        return (logprobs.exp() * (log_ratio.square() / 2 if self.mode == "k2" else log_ratio)).sum()
+
+    def gradient(self, value):
+        return torch.autograd.grad(value, self.logits)[0]
+
+
+each_estimator = pytest.mark.parametrize("mode", ["k1", "k2", "k3"])
+
+
+@each_estimator
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_policy_gradient_is_the_gradient_of_the_estimators_expectation(mode, stale):
+    problem = Exact(mode)
+    old = None
+    if stale:  # not by so much that a ratio would be clipped
+        old = (problem.logits.detach() + torch.linspace(-0.08, 0.08, 7, dtype=torch.float64)).log_softmax(-1)
+    value, _ = problem.product(old)
+    want = problem.gradient(problem.closed_form())
+    assert want.abs().max() > 1e-2
+    torch.testing.assert_close(problem.gradient(value), want, rtol=1e-9, atol=1e-12)
+
+
+@each_estimator
+def test_a_policy_gradient_reports_the_estimators_mean(mode):
+    problem = Exact(mode)
+    value, reported = problem.product()
+    assert value.item() == pytest.approx(problem.closed_form().item())
+    log_ratio = (problem.logits.log_softmax(-1) - problem.teacher).detach()
+    each = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[mode]
+    assert reported["actor/kl_loss"].item() == pytest.approx(each.sum().item())
+
+
+@each_estimator
+@pytest.mark.parametrize("seed", range(3))
+def test_descent_on_a_policy_gradient_reaches_the_teacher(mode, seed):
+    problem = Exact(mode, seed)
+    assert (problem.logits.softmax(-1) - problem.teacher.exp()).abs().max() > 0.02
+    for _ in range(3000):
+        gradient = problem.gradient(problem.product()[0])
+        with torch.no_grad():
+            problem.logits -= 0.5 * gradient
+    torch.testing.assert_close(problem.logits.softmax(-1), problem.teacher.exp(), rtol=0, atol=1e-6)
+
+
+@each_estimator
+def test_a_clamped_advantage_keeps_its_direction(mode):
+    problem = Problem(rows=40)
+    problem.old_noise.zero_()
+    loss = DistillationConfig(loss_mode=mode, use_policy_gradient=True, loss_max_clamp=0.1)
+    value, reported = problem.product(loss)
+    log_q, log_p = (x.gather(1, problem.sampled[:, None])[:, 0] for x in (problem.student(), problem.teacher))
+    weight = (log_q - log_p).detach()
+    weight = weight + weight**2 / 2 if mode == "k2" else weight
+    want = (weight.clamp(-0.1, 0.1) * log_q).sum()
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert reported["actor/distillation/clamp_share"].item() == (weight.abs() > 0.1).sum().item()
