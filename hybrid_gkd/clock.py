@@ -21,6 +21,8 @@ Interval = tuple[float, float]
 """Start and end."""
 BUSY = ("gen", "update_actor")
 """Spans in which a worker does what the teacher's time is to hide behind."""
+TEACHER_WAIT = "wait_prev_teacher"
+"""Span in which the trainer has nothing to do but wait for the teacher: nothing hides that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,8 @@ class Clock:
 
     def _record(self, spans: list[Span]) -> None:
         with self._lock:
-            self._spans += [span for span in spans if span.row != "trainer"]  # its own are in timing/*
+            # The trainer's own are in timing/*.
+            self._spans += [span for span in spans if span.row != "trainer" or span.name == TEACHER_WAIT]
         if self.trace is not None:
             self.trace.write(spans)
 
@@ -172,16 +175,24 @@ def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def busy(spans: Iterable[Span]) -> list[Interval]:
-    """When at least one worker was generating or updating and not waiting within it (spans `wait_*`)."""
+    """When at least one worker was generating or updating and not waiting within it (spans `wait_*`).
+
+    Without what the trainer waited for the teacher: a rollout engine in a pool of its own generates meanwhile, and the
+    update stands still all the same.
+    """
     rows: dict[str, tuple[list[Interval], list[Interval]]] = {}
+    standstill: list[Interval] = []
     for span in spans:
-        if span.row not in ("trainer", "teacher"):
+        if span.row == "trainer":
+            standstill += [(span.start, span.end)] if span.name == TEACHER_WAIT else []
+        elif span.row != "teacher":
             work, waits = rows.setdefault(span.row, ([], []))
             if span.name in BUSY:
                 work.append((span.start, span.end))
             elif span.name.startswith("wait_"):
                 waits.append((span.start, span.end))
-    return merge(part for work, waits in rows.values() for part in intersect(work, gaps(waits)))
+    at_work = merge(part for work, waits in rows.values() for part in intersect(work, gaps(waits)))
+    return intersect(at_work, gaps(standstill))
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:

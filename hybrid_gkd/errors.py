@@ -19,9 +19,20 @@ The command line prints the message of a HybridGKDError without a traceback (unl
 given). Broken invariants of our own stay plain assertions.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class HybridGKDError(Exception):
-    """Base of every error that carries a message for the user."""
+    """Base of every error that carries a message for the user.
+
+    All of them survive pickling, since they cross from the workers' processes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew without the constructor, whose arguments need not be `args`."""
+        return _without_init, (type(self), self.args), self.__dict__
 
 
 class ConfigError(HybridGKDError):
@@ -81,3 +92,7 @@ class TeacherRefused(TeacherError):
 
 class BadTeacherReply(TeacherError):
     """A reply failed a check and was not passed on."""
+
+
+def _without_init(cls: type[HybridGKDError], args: tuple[Any, ...]) -> HybridGKDError:
+    return cls.__new__(cls, *args)

@@ -5,15 +5,20 @@ which is this table printed:
 
     python -m hybrid_gkd.metrics > docs/metrics.md
 
-A step reports the metrics that apply to it: the table is what may appear, not what must.
+A step reports the metrics that apply to it: the table is what may appear, not what must. At the end is what
+`perf/mfu` is computed from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybrid_gkd.offload.residency import RESIDENCY, TENANTS
+
+if TYPE_CHECKING:
+    from hybrid_gkd.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ METRICS: dict[str, Metric] = {
         "nats/token", "KL(student, teacher) on the teacher's top-k tokens and the rest, whatever the loss is"
     ),
     "actor/distillation/clamp_share": Metric(
-        "fraction", "Response tokens whose divergence is beyond distillation.loss_max_clamp"
+        "fraction", "Response tokens whose divergence, or advantage with use_policy_gradient, is beyond "
+        "distillation.loss_max_clamp"
     ),
     "actor/distillation/overlap_ratio": Metric(
         "fraction", "Share of the teacher's top-k tokens that are in the student's own top k, on a sample of tokens"
@@ -92,11 +98,17 @@ METRICS: dict[str, Metric] = {
         "fraction", "Part of the last ten seconds in which a teacher worker had a request, mean over workers"
     ),
     "teacher/hidden_fraction": Metric(
-        "fraction", "Share of the time with a request at the teacher in which a worker was generating or updating and "
-        "not waiting; from the spans of trace.json since the report before"
+        "fraction", "Share of the time with a request at the teacher in which a worker was generating or updating, and "
+        "neither it nor the trainer waited for the teacher; from the spans of trace.json since the report before"
     ),
     "perf/tokens_per_second": Metric(
         "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
+    ),
+    "perf/mfu": Metric(
+        "fraction", "Model FLOP/s utilization of the update: operations of forward and backward of the step's tokens, "
+        "recomputation not counted, per second of timing/update_actor, of what the GPUs that train do in dense bf16. "
+        "That time also holds optimizer steps, copies between GPU and host, passes for log-probabilities and the way "
+        "to the workers, but no waiting for the teacher. Absent on the CPU, unknown GPUs and for mixtures of experts"
     ),
     "perf/max_memory_allocated_gb": Metric(
         "GiB", "Largest GPU memory that torch held during the step, on any GPU; without an engine that can sleep"
@@ -142,11 +154,84 @@ METRICS: dict[str, Metric] = {
 }
 
 
+PEAK_FLOPS: dict[str, float] = {
+    "NVIDIA A10": 125e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+}
+"""Whole device name, so that neither a part of a GPU (MIG) nor a variant is taken for it -> dense bf16 operations per
+second according to the vendor's data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the operations of a decoder depend on."""
+
+    weights: int
+    """All but embeddings and head."""
+    head: int
+    """Weights of the head: vocabulary times hidden size."""
+    attention: int
+    """Heads times their size, summed over the layers."""
+
+
 def check_names(metrics: Iterable[str]) -> None:
     """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
     unknown = sorted(set(metrics) - METRICS.keys())
     if unknown:
         raise AssertionError(f"metrics without an entry in hybrid_gkd/metrics.py: {', '.join(unknown)}")
+
+
+def peak_flops(devices: Iterable[str]) -> float:
+    """Dense bf16 operations per second of GPUs together; 0 if one of them is not known."""
+    peaks = [PEAK_FLOPS.get(device, 0.0) for device in devices]
+    return sum(peaks) if all(peaks) else 0.0
+
+
+def training_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> float:
+    """Operations of forward and backward, nothing counted twice that is recomputed.
+
+    Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
+    weights, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers sum(n^2). Attention
+    counts as if no layer had a window.
+    """
+    lengths = list(lengths)
+    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+    return 6.0 * (shape.weights * tokens + shape.head * response_tokens + shape.attention * squares)
+
+
+def student_shape(config: Config) -> ModelShape | None:
+    """Of the configured student, from its config.json; None for a mixture of experts, which uses a part of its weights.
+
+    Builds the model without weights, so call it once.
+    """
+    from transformers import AutoConfig
+
+    from hybrid_gkd.plan import student_size
+
+    model = config.actor_rollout_ref.model
+    hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        setattr(hf_config, name, value)
+    if any("expert" in name and value for name, value in hf_config.to_dict().items()):
+        return None
+    head = hf_config.vocab_size * hf_config.hidden_size
+    heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    tied = getattr(hf_config, "tie_word_embeddings", False)
+    return ModelShape(
+        weights=student_size(config).parameters - head * (1 if tied else 2),
+        head=head,
+        attention=hf_config.num_hidden_layers * heads * head_dim,
+    )
 
 
 def markdown_table() -> str:

@@ -110,7 +110,8 @@ class Residency:
         if phase == CHANGING_PHASE:
             for name in wanted & set(self._tenants):
                 self._tenants[name].changed()
-        for name in self._resident:
+        self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
+        for name in self._resident.difference(leaving):
             self._bytes[phase, name] = self._tenants[name].num_bytes()
 
     def prepare(self, phase: str, *, reserve: int = 0) -> None:
@@ -159,7 +160,10 @@ class Residency:
             others = ", ".join(f"{n} {self._tenants[n].num_bytes() / 2**30:.2f} GiB" for n in sorted(self._resident))
             raise DeviceMemoryError(
                 f"phase {phase}: {name} needs {needed / 2**30:.2f} GiB on the device, {free / 2**30:.2f} GiB are free; "
-                f"there already: {others or 'no other tenant'}"
+                f"there already: {others or 'no other tenant'}; the last checkpoint is intact. "
+                "Switch on an offload (actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload), lower "
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or give vLLM or a teacher on this GPU a smaller "
+                "gpu_memory_utilization"
             )
 
     def take_seconds(self) -> dict[str, float]:
@@ -168,5 +172,5 @@ class Residency:
         return seconds
 
     def bytes_by_phase(self) -> dict[tuple[str, str], int]:
-        """(phase, tenant) -> bytes on the device when the phase was last entered; absent: not there."""
+        """(phase, tenant) -> bytes on the device when the phase was last entered; absent: not there, or leaving."""
         return dict(self._bytes)

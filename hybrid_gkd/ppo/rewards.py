@@ -72,7 +72,8 @@ def load_reward(name: str, path: str | None, function: str | None) -> Reward:
     Raises:
         ConfigError: an unknown name, a file that is missing or fails to import, a function that the file lacks.
 
-    The returned function raises TrainingError when a user's function returns something that is not a finite number.
+    The returned function raises TrainingError when a user's function raises, or returns something that is not a
+    finite number.
     """
     if path is None:
         if function is not None:
@@ -109,7 +110,13 @@ def _load_function(path: str, function: str | None) -> Callable[[str, str], obje
 def _checked(function: Callable[[str, str], object], label: str) -> Reward:
     @functools.wraps(function)
     def reward(response: str, answer: str) -> float:
-        value = function(response, answer)
+        try:
+            value = function(response, answer)
+        except Exception as error:
+            raise TrainingError(
+                f"the reward {label} raised {type(error).__name__}: {error} for a response that starts with "
+                f"{response[:80]!r}"
+            ) from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TrainingError(
                 f"the reward {label} must return a finite number; it returned {value!r} for a response "

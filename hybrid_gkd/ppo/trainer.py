@@ -9,6 +9,7 @@ Left out: a critic, and a reference model (no KL penalty to the starting point).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import CheckpointError, HybridGKDError, TrainingError
+from hybrid_gkd.errors import CheckpointError, TrainingError
+from hybrid_gkd.metrics import ModelShape, peak_flops, student_shape, training_flops
 from hybrid_gkd.ppo.advantages import group_relative_advantages
 from hybrid_gkd.ppo.ahead import RolloutsAhead
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
@@ -132,7 +134,7 @@ class PPOTrainer:
                 # After the report: a run that resumes here finds the rows of all steps before it.
                 if self._due(self.config.trainer.save_freq):
                     self._save()
-        except HybridGKDError:
+        except Exception:
             self._save_last_state()
             raise
 
@@ -229,7 +231,11 @@ class PPOTrainer:
             for share, part in zip(shares, self._parts(mini_batch, num_tokens), strict=True):
                 share.append(part)
         self._weights_are_whole = False
-        updates = self.group.update(shares)
+        try:
+            updates = self.group.update(shares)
+        except TrainingError:  # the step was refused on all ranks: the weights are those before it
+            self._weights_are_whole = len(shares[0]) == 1
+            raise
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         return metrics | {"actor/lr": updates[-1]["actor/lr"]}
 
@@ -314,6 +320,7 @@ class PPOTrainer:
         timing["timing/step"] = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
         return timing | {
             "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / timing["timing/step"],
+            **self._utilization(rollout, timing.get("timing/update_actor", 0.0)),
             **self.group.memory_metrics(),
             "response_length/mean": float(responses.mean()),
             "response_length/max": float(responses.max()),
@@ -324,6 +331,21 @@ class PPOTrainer:
             "training/epoch": float(rollout.epoch),
             "training/staleness": float(rollout.step - 1 - min(s.weight_version for s in rollout.sequences)),
         }
+
+    def _utilization(self, rollout: Rollout, seconds: float) -> dict[str, float]:
+        """`perf/mfu` of an update that took so long; nothing where the GPUs or the student's operations are unknown."""
+        # Of the workers that train. A stand-in for them may say nothing about itself.
+        workers: list[dict[str, str]] = getattr(self.group, "description", [])
+        peak = peak_flops(worker.get("device", "") for worker in workers)
+        if not peak or not seconds or self._student_shape is None:
+            return {}
+        response_tokens = sum(len(s.response_ids) for s in rollout.sequences)
+        flops = training_flops(self._student_shape, [s.num_tokens for s in rollout.sequences], response_tokens)
+        return {"perf/mfu": self.config.actor_rollout_ref.actor.ppo_epochs * flops / seconds / peak}
+
+    @functools.cached_property
+    def _student_shape(self) -> ModelShape | None:
+        return student_shape(self.config)
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}

@@ -24,7 +24,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
-from hybrid_gkd.workers.placement import Placement
+from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_dead, gather
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,10 @@ class WorkerGroup:
         self.timeout = config.actor_rollout_ref.nccl_timeout
         folder = log_folder or config.run_dir / "logs"
         if config.actor_rollout_ref.hybrid_engine:
-            self.actors = self.rollouts = Pool(config, role="worker", size=self.size, log_folder=folder)
+            self.actors = self.rollouts = self._make_pool("worker", folder)
             self.pools = [self.actors]
         else:
-            self.actors = Pool(config, role="actor worker", size=self.size, log_folder=folder)
-            size = config.rollout_world_size
-            self.rollouts = Pool(config, role="rollout worker", size=size, log_folder=folder)
+            self.actors, self.rollouts = (self._make_pool(r, folder) for r in ("actor worker", "rollout worker"))
             self.pools = [self.actors, self.rollouts]
         try:
             self._check_resources(device)
@@ -74,6 +72,12 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
+
+    def _make_pool(self, role: Role, log_folder: Path) -> Pool:
+        nodes, per_node = self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node
+        if role == "rollout worker":
+            nodes, per_node = self.config.rollout.nnodes, self.config.rollout_world_size // self.config.rollout.nnodes
+        return Pool(self.config, role=role, nodes=nodes, per_node=per_node, log_folder=log_folder)
 
     @property
     def placements(self) -> list[Placement]:
@@ -102,7 +106,7 @@ class WorkerGroup:
         """Load all pools side by side."""
         arguments = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
         started = [pool.start("initialize", pool.rendezvous(), **arguments) for pool in self.pools]
-        results = gather("initialize", _calls(self.pools, started))
+        results = gather("initialize", _calls(self.pools, started), self.timeout + CAUSE_SECONDS)
         of_actors, of_rollouts = ([results[ref] for ref in refs] for refs in (started[0], started[-1]))
         self.description: list[dict[str, str]] = [of_rollouts[0] | part for part in of_actors]
         """Of each worker that trains: its device and versions, and the engine that generates for it."""
@@ -123,7 +127,7 @@ class WorkerGroup:
             worker.join_weight_sync.remote(address, rank=rank, size=size, layout=layout, dtype=self._dtype)
             for rank, worker in enumerate([self.actors.workers[0], *self.rollouts.workers])
         ]
-        gather("join_weight_sync", _calls(self.pools, [joins[:1], joins[1:]]))
+        gather("join_weight_sync", _calls(self.pools, [joins[:1], joins[1:]]), self.timeout + CAUSE_SECONDS)
 
     def all_reduce(self, timeout: float) -> None:
         """Check that the workers of each pool reach each other. Raises WorkerError that names who did not answer."""
@@ -179,9 +183,7 @@ class WorkerGroup:
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
         """Forward and backward of a part of a mini-batch, each worker its share; the last part goes to `update`."""
-        workers = self.actors.workers
-        calls = [worker.accumulate.remote(part) for worker, part in zip(workers, parts, strict=True)]
-        self.actors.wait("accumulate", calls)
+        self.actors.scatter("accumulate", parts)
 
     def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch. Of the first one, parts may have been accumulated.
@@ -192,17 +194,14 @@ class WorkerGroup:
         Returns:
             Metrics of each optimizer step.
         """
-        calls = [worker.update.remote(share) for worker, share in zip(self.actors.workers, batches, strict=True)]
-        metrics: list[dict[str, float]] = self.actors.wait("update", calls)[0]
+        metrics: list[dict[str, float]] = self.actors.scatter("update", batches)[0]
         return metrics
 
     def compute_logprobs(
         self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]
     ) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], over all workers."""
-        workers = self.actors.workers
-        calls = [worker.compute_logprobs.remote(share) for worker, share in zip(workers, micro_batches, strict=True)]
-        parts = self.actors.wait("compute_logprobs", calls)
+        parts = self.actors.scatter("compute_logprobs", micro_batches)
         return {index: values for part in parts for index, values in part.items()}
 
     def publish(self, weight_version: int) -> dict[str, float]:
@@ -303,9 +302,8 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
     """
     init = config.ray_init
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if init.address is not None:
-        options["address"] = init.address
-    else:
+    options["address"] = init.address or "local"  # without one Ray joins whatever cluster it finds on this machine
+    if init.address is None:
         # Worker processes may share a core; Ray would refuse to place more of them than it counts cores.
         options["num_cpus"] = max(init.num_cpus or os.cpu_count() or 1, config.workers_per_node)
         # Workers get the first GPUs, so that a local teacher can have the ones after them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,16 @@ class Pool:
     Args:
         config: the whole configuration.
         role: what the workers do; also their name in messages.
-        size: number of workers.
+        nodes: machines that they are on.
+        per_node: workers on each.
         log_folder: for the workers' log files.
     """
 
-    def __init__(self, config: Config, *, role: Role, size: int, log_folder: Path):
+    def __init__(self, config: Config, *, role: Role, nodes: int, per_node: int, log_folder: Path):
         self.config = config
         self.role = role
-        self.size = size
+        self.nodes, self.per_node = nodes, per_node
+        self.size = size = nodes * per_node
         self.timeout = config.actor_rollout_ref.nccl_timeout
         self.log_files = [log_folder / f"{role.split()[0]}_{rank}.log" for rank in range(size)]
         self.workers: list[Any] = []
@@ -57,31 +59,56 @@ class Pool:
         """By rank; memory as it was free before anything was loaded."""
         self._group: Any = None
         self._last_news = time.monotonic()
+        """When a worker was last given something to do, or had done it."""
         self._spans: dict[Any, int] = {}
         """Calls that will bring spans -> rank."""
         self._spans_until = [-math.inf] * size
         self._clock_shifts: list[float] = []
 
     def place(self, device: str) -> None:
-        """Start the workers' processes where there is room. Raises WorkerError if there is none in time."""
+        """Start the workers' processes, `per_node` on each of `nodes` machines.
+
+        Raises WorkerError if there are no such machines, or they have no room in time.
+        """
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
-        self._group = placement_group([bundle] * self.size, strategy="PACK")
+        self._check_nodes(bundle)
+        if self.nodes == 1:
+            self._group = placement_group([bundle] * self.size, strategy="STRICT_PACK")
+        else:
+            on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
+            self._group = placement_group([on_a_node] * self.nodes, strategy="STRICT_SPREAD")
         if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
-            section = "rollout" if self.role == "rollout worker" else "trainer"
             raise WorkerError(
-                f"{section}.n_gpus_per_node, {section}.nnodes: {self.size} {self.role}s need {bundle} each; the Ray "
+                f"{self._keys}: {self.size} {self.role}s need {bundle} each; the Ray "
                 f"cluster had no room for them within {PLACEMENT_SECONDS} s, free are {ray.available_resources()}"
             )
         for rank in range(self.size):
             options = {
                 "num_cpus": bundle["CPU"],
                 "num_gpus": bundle.get("GPU", 0),
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._group, rank if self.nodes == 1 else rank // self.per_node
+                ),
             }
             remote = ray.remote(Worker).options(**options)
             log_file = str(self.log_files[rank])
             arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "log_file": log_file}
             self.workers.append(remote.remote(self.config, **arguments))
+
+    @property
+    def _keys(self) -> str:
+        section = "rollout" if self.role == "rollout worker" else "trainer"
+        return f"{section}.n_gpus_per_node, {section}.nnodes"
+
+    def _check_nodes(self, bundle: dict[str, float]) -> None:
+        """Whether so many machines could hold so many workers if nothing else ran there. Raises WorkerError."""
+        there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        sizes = [min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items()) for node in there]
+        if sum(size >= self.per_node for size in sizes) < self.nodes:
+            raise WorkerError(
+                f"{self._keys}: {self.per_node} {self.role}s on each of {self.nodes} node(s) need {bundle} each; the "
+                f"Ray cluster has nodes for {', '.join(map(str, sorted(sizes, reverse=True))) or 'none'} of them"
+            )
 
     def locate(self) -> None:
         """Ask where the workers are. Raises WorkerError if one could not start."""
@@ -113,7 +140,14 @@ class Pool:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on every worker without waiting."""
+        self._last_news = time.monotonic()
         return [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
+
+    def scatter(self, method: str, shares: Sequence[Any]) -> list[Any]:
+        """Call a method on every worker, each with its share; the results by rank. Raises WorkerError."""
+        self._last_news = time.monotonic()
+        calls = [getattr(worker, method).remote(share) for worker, share in zip(self.workers, shares, strict=True)]
+        return self.wait(method, calls)
 
     def wait(self, method: str, refs: list[Any], timeout: float | None = None) -> list[Any]:
         """Results of all ranks in order; the first failure is raised without waiting for the others."""
@@ -145,9 +179,9 @@ class Pool:
 
         Waits until a worker without news would be taken for hung; returns at once where one has died.
         """
-        waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
         # They may also have had nothing to do for long.
         deadline = max(time.monotonic(), self._last_news + self.timeout) + CAUSE_SECONDS
+        waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -223,27 +257,37 @@ def gather(
     """
     waiting, results = dict(calls), dict[Any, Any]()
     some_pool = next(iter(calls.values()))[0]
-    deadline = time.monotonic() + (timeout or some_pool.timeout)
+    started = time.monotonic()
+    deadline = started + (timeout or some_pool.timeout)
     while waiting:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            pool = next(iter(waiting.values()))[0]
-            raise pool.timeout_error(method, sorted(rank for p, rank in waiting.values() if p is pool), timeout)
+            by_pool: dict[Pool, list[int]] = {}
+            for pool, rank in waiting.values():
+                by_pool.setdefault(pool, []).append(rank)
+            errors = [str(pool.timeout_error(method, sorted(ranks), timeout)) for pool, ranks in by_pool.items()]
+            raise WorkerError("; ".join(errors))
         pool, rank = waiting.pop(ready[0])
         try:
             results[ready[0]] = pool.get(method, ready[0], rank)
         except WorkerError as error:
-            raise _cause(method, error, waiting) from error
+            in_vain = time.monotonic() - started >= some_pool.timeout
+            raise _cause(method, error, waiting, in_vain=in_vain) from error
         on_answer(ready[0])
     return results
 
 
-def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]]) -> WorkerError:
-    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live."""
+def _cause(
+    method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]], *, in_vain: bool
+) -> WorkerError:
+    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live.
+
+    Who is silent is named where the failed worker may have waited for it, until the timeout and `in_vain`.
+    """
     if isinstance(error, WorkerDiedError) or not waiting:
         return error
     died, silent = find_dead(method, waiting)
-    if died is not None or not silent:
+    if died is not None or not silent or not in_vain:
         return died or error
     where = "; ".join(sorted(pool.places([rank]) for pool, rank in map(waiting.__getitem__, silent)))
     return WorkerError(f"{error}; no answer from {where}")

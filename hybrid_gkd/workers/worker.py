@@ -7,6 +7,7 @@ the worker's own process, after the environment that torch and vLLM read has bee
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import resource
@@ -66,7 +67,11 @@ class Worker:
 
     def address(self) -> tuple[str, int]:
         """Host and a free port of this worker, for the process group's rendezvous."""
-        host = "127.0.0.1" if self._on_one_host() else socket.gethostbyname(socket.gethostname())
+        host = "127.0.0.1"
+        if not self._on_one_host():
+            import ray
+
+            host = ray.util.get_node_ip_address()  # by which Ray's other nodes reach this one
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -192,13 +197,18 @@ class Worker:
         import torch
         import torch.distributed as dist
 
+        from hybrid_gkd.workers.weight_sync import ABORT_SECONDS
+
         if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
+        # Who waits longer for a peer is told by the caller's deadline, or by that of the weights' own group, after
+        # which the others still have to be there: the student is saved.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
+            store=dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout)),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout + ABORT_SECONDS),
         )
 
     def _on_one_host(self) -> bool:
@@ -332,9 +342,18 @@ class Worker:
         )
 
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Sequence index -> log-probabilities float32 [R] of its response under the current weights."""
+        """Sequence index -> log-probabilities float32 [R] of its response under the current weights.
+
+        Raises:
+            DeviceMemoryError: a micro-batch does not fit.
+        """
+        import torch
+
         self.residency.enter("update")
-        return self.actor.compute_logprobs(micro_batches)
+        try:
+            return self.actor.compute_logprobs(micro_batches)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(str(error).splitlines()[0]) from error
 
     @spanned("sync_rollout_weights")
     def publish(self, weight_version: int) -> dict[str, float]:
@@ -378,13 +397,15 @@ class Worker:
         import torch
 
         self.residency.enter("publish")
-        for _ in range(2 if self.config.actor_rollout_ref.rollout.verify_weights else 1):
-            weights = self.actor.full_tensors(getattr(torch, dtype))
+        rounds = 2 if self.config.actor_rollout_ref.rollout.verify_weights else 1
+        weights = itertools.chain.from_iterable(self.actor.full_tensors(getattr(torch, dtype)) for _ in range(rounds))
+        try:
             if self.rank == 0:
-                self.weight_sync.send(weights)
-            else:
-                for _ in weights:
-                    pass
+                for _ in range(rounds):
+                    self.weight_sync.send(weights)
+        finally:
+            for _ in weights:  # all ranks gather all of it, also when it cannot be sent: the student has to be saved
+                pass
         self.weight_version = weight_version
         return {"offload": sum(self.residency.take_seconds().values())}
 
@@ -429,8 +450,9 @@ class Worker:
         }
         if self.device_type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = (self.memory.take_peak() - self.engine_pool_bytes) / 2**30
-            if self.role == "worker":
+            if self.role == "worker" and self.engine.can_sleep:
                 metrics["memory/update/sleeping_engine_gb"] = self.sleeping_engine_bytes / 2**30
+            if self.role == "worker":
                 metrics["memory/rollout/actor_rest_gb"] = self.actor_rest_bytes / 2**30
             for name, mirror in self.mirrors.items():
                 for direction, rate in mirror.gigabytes_per_second.items():

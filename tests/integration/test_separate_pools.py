@@ -100,11 +100,14 @@ def shorten_deadlines(group, seconds=10.0):
     ray.get([worker.__ray_call__.remote(shorten) for worker in members], timeout=60)
 
 
-def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_can_be_saved(model, tmp_path, caplog):
-    with make_group(separate(model, tmp_path, 1, 2)) as group:
+def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_can_be_saved(tmp_path, caplog):
+    """The weights are several buckets, so that the sender fails when its peer still has some to gather with it."""
+    model = tiny.make_model(tmp_path / "model", hidden=256, layers=4)
+    bucket = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"
+    with make_group(separate(model, tmp_path, 2, 2, bucket)) as group:
         shorten_deadlines(group)
         group.publish(0)
-        group.update(shares(random_batch(0), 1, 128))
+        group.update(shares(random_batch(0), 2, 128))
         processes = pids(group.rollouts)
         os.kill(processes[1], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"rollout worker 1 .*rollout_1\.log"):
@@ -138,12 +141,26 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
         assert group.can_save()
 
 
-def test_a_rollout_worker_lost_while_it_loads_is_named(model, tmp_path):
-    def kill(placements):
-        os.kill(next(place.pid for place in placements if place.role == "rollout worker"), signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("sent", "seen"), [(signal.SIGKILL, "rollout worker 0 died in "), (signal.SIGSTOP, "from rollout worker 0 within ")]
+)
+def test_a_rollout_worker_lost_while_it_loads_is_named(sent, seen, model, tmp_path):
+    def lose(placements):
+        os.kill(next(place.pid for place in placements if place.role == "rollout worker"), sent)
 
-    with pytest.raises(WorkerError, match=r"rollout worker 0 died in .*rollout_0\.log"):
-        WorkerGroup(separate(model, tmp_path, 1, 1), device="cpu", on_placed=kill)
+    config = separate(model, tmp_path, 1, 1, "actor_rollout_ref.nccl_timeout=6")
+    with pytest.raises(WorkerError, match=rf"{seen}.*rollout_0\.log"):
+        WorkerGroup(config, device="cpu", on_placed=lose)
+
+
+def test_whoever_is_waited_for_is_named_in_every_pool(model, tmp_path):
+    with make_group(separate(model, tmp_path, 1, 1)) as group:
+        stopped = [*pids(group.actors), *pids(group.rollouts)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        group.timeout = group.actors.timeout = group.rollouts.timeout = 1
+        with pytest.raises(WorkerError, match=r"actor worker 0 within .*; .*rollout worker 0 within .*rollout_0\.log"):
+            group.publish(0)
 
 
 def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path):

@@ -42,6 +42,39 @@ def test_hidden_fraction(spans, requests, expected):
     assert overlap(spans, requests) == {"teacher/hidden_fraction": expected}
 
 
+@pytest.mark.parametrize(
+    ("waits", "generated", "expected"),
+    [
+        ([(4, 6)], [(0, 10)], 0.75),  # the next batch is generated beside the wait, which costs time all the same
+        ([(4, 6)], [(0, 4), (6, 10)], 0.75),  # on the hybrid engine nobody generates meanwhile
+        ([(3, 4), (5, 7)], [(0, 10)], 0.625),
+        ([(0, 10)], [(0, 10)], 0.0),
+        ([], [(0, 10)], 1.0),
+    ],
+)
+def test_what_the_trainer_waited_for_is_not_hidden_by_a_pool_that_generates(waits, generated, expected):
+    clock = Clock()
+    work = [Span("rollout worker 0", "gen", *interval) for interval in generated]
+    clock.sources.append(lambda: Spans(work, math.inf))
+    clock.collect(Spans([Span("trainer", "wait_prev_teacher", *interval) for interval in waits], math.inf))
+    clock.collect(Spans([Span("trainer", name, 0, 10) for name in ("gen", "wait_prev_gen", "update_actor")], math.inf))
+    clock.requests([(1, 9)], until=10)
+    assert clock.overlap() == {"teacher/hidden_fraction": expected}
+
+
+def test_a_wait_of_the_trainer_is_recorded_by_its_span_and_counts_once(monkeypatch):
+    now = iter([2.0, 6.0])
+    monkeypatch.setattr("hybrid_gkd.clock.time.monotonic", lambda: next(now))
+    clock, untils = Clock(), iter([4.0, 8.0])
+    clock.sources.append(lambda: Spans([Span("rollout worker 0", "gen", 0, 8)], next(untils)))
+    with clock.span("wait_prev_teacher"):
+        pass
+    clock.requests([(0, 8)], until=8)
+    assert clock.overlap() == {"teacher/hidden_fraction": 0.5}  # of 0 to 4
+    assert clock.overlap() == {"teacher/hidden_fraction": 0.5}  # of 4 to 8
+    assert clock._spans == []
+
+
 def test_without_requests_there_is_no_hidden_fraction():
     assert overlap([worker(0, "gen", 0, 1)], []) == {}
     assert Clock().overlap() == {}

@@ -1,8 +1,21 @@
 from pathlib import Path
 
 import pytest
+import tiny
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
-from hybrid_gkd.metrics import METRICS, check_names, markdown_table
+from hybrid_gkd.config import load_config
+from hybrid_gkd.metrics import (
+    METRICS,
+    ModelShape,
+    check_names,
+    markdown_table,
+    peak_flops,
+    student_shape,
+    training_flops,
+)
 
 
 def test_every_metric_is_documented():
@@ -25,3 +38,60 @@ def test_check_names_names_every_stranger():
 def test_docs_page_is_the_table():
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     assert page.read_text() == markdown_table(), "run: python -m hybrid_gkd.metrics > docs/metrics.md"
+
+
+def test_the_peak_is_that_of_all_gpus_and_only_where_each_is_known():
+    assert peak_flops(["NVIDIA H200"] * 4) == 4 * 989e12
+    assert peak_flops(["NVIDIA H200", "NVIDIA L4"]) == 1110e12
+    for unknown in ("cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL", "NVIDIA L40"):
+        assert peak_flops(["NVIDIA H200", unknown]) == 0
+    assert peak_flops([]) == 0
+
+
+def test_operations_are_those_of_the_formula():
+    shape = ModelShape(weights=1000, head=200, attention=30)
+    assert training_flops(shape, [10, 20], 12) == 6 * 1000 * 30 + 6 * 200 * 12 + 6 * 30 * 500
+
+
+def student(path, *overrides):
+    return student_shape(
+        load_config(
+            [
+                "data.train_files=unused", f"actor_rollout_ref.model.path={path}",
+                "actor_rollout_ref.teacher.server_ip=elsewhere", *overrides,
+            ]
+        )
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_of_a_student_are_what_torch_counts(tied, tmp_path):
+    """Heads of another size than hidden size / heads. torch counts attention as if it were not causal: twice."""
+    Qwen3Config(
+        vocab_size=640, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=tied,
+    ).save_pretrained(tmp_path)
+    shape = student(tmp_path)
+    assert shape is not None
+    assert (shape.head, shape.attention) == (640 * 128, 3 * 4 * 64)
+    model = AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(tmp_path), attn_implementation="eager")
+    length = 96
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(length)[None]).logits.sum().backward()
+    causal = 6 * shape.attention * length**2
+    assert training_flops(shape, [length], length) + causal == pytest.approx(counter.get_total_flops(), rel=5e-3)
+
+
+def test_the_student_is_the_one_that_is_trained(tmp_path):
+    tiny.make_model(tmp_path, layers=2, hidden=64)
+    one, two = student(tmp_path, "actor_rollout_ref.model.override_config.num_hidden_layers=1"), student(tmp_path)
+    assert (one.head, 2 * one.attention) == (two.head, two.attention)
+    assert one.weights < two.weights < 2 * one.weights
+
+
+def test_a_mixture_of_experts_has_no_known_operations(tmp_path):
+    MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    ).save_pretrained(tmp_path)
+    assert student(tmp_path) is None

@@ -178,6 +178,15 @@ def test_what_does_not_fit_is_refused_with_the_tenant_and_both_sizes():
     assert device.free == 5 * GIB
 
 
+def test_what_does_not_fit_comes_with_what_to_change():
+    residency, _ = make(movable=(), resident=("kv_cache", "engine_weights"), total=65 * GIB)
+    with pytest.raises(DeviceMemoryError) as raised:
+        residency.enter("update")
+    keys = ("fsdp_config.param_offload", "actor.ppo_max_token_len_per_gpu", "gpu_memory_utilization")
+    for advice in ("the last checkpoint is intact", *keys):
+        assert advice in str(raised.value)
+
+
 def test_bytes_are_reported_by_phase_and_tenant():
     residency, _ = make()
     for phase in RESIDENCY:
@@ -185,6 +194,28 @@ def test_bytes_are_reported_by_phase_and_tenant():
     found = residency.bytes_by_phase()
     assert {tenant for phase, tenant in found if phase == "publish"} == {"actor_params", "engine_weights"}
     assert found["rollout", "kv_cache"] == 50 * GIB
+
+
+@pytest.mark.parametrize("total", [103 * GIB, 200 * GIB])
+@pytest.mark.parametrize("movable", [TENANTS, ("optimizer_state",), ()])
+def test_what_leaves_or_has_left_is_not_reported_as_there(total, movable):
+    """The moves of a worker in two steps: what is reported of a phase is what it needs and what may not move."""
+    stays = set(TENANTS) - set(movable)
+    residency, device = make(movable, resident=("kv_cache", "engine_weights", *stays), total=total + 20 * GIB)
+    for _ in range(2):
+        residency.enter("update")
+        residency.prepare("optimizer_step")
+        residency.enter("optimizer_step")
+        residency.prepare("rollout")
+        residency.enter("update", finish=False)
+        residency.enter("publish", finish=False)
+        residency.enter("rollout")
+        residency.prepare("update")
+        found = residency.bytes_by_phase()
+        for phase, wanted in RESIDENCY.items():
+            assert {tenant for place, tenant in found if place == phase} == wanted | stays
+    assert found["optimizer_step", "optimizer_state"] == 40 * GIB
+    assert device.free >= 0
 
 
 def test_time_is_handed_out_once():

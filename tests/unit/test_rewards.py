@@ -112,6 +112,12 @@ def test_unusable_value(write, value):
         reward("the response", "the answer")
 
 
+def test_a_function_that_raises_is_named(write):
+    reward = load_reward("", write("def score(response, answer): return int(response)"), "score")
+    with pytest.raises(TrainingError, match=r"my_reward\.py:score raised ValueError: .* that starts with 'the resp"):
+        reward("the response", "the answer")
+
+
 @pytest.mark.parametrize("value", ["True", "1", "np.float32(1)", "np.int64(1)"])
 def test_numbers_of_any_kind(write, value):
     reward = load_reward("", write(f"import numpy as np\ndef score(response, answer): return {value}"), "score")

@@ -9,7 +9,7 @@ import pytest
 from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD, load_config
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, WorkerError
+from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, TrainingError, WorkerError
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.trainer import request_seeds
 from hybrid_gkd.teacher_client import TeacherMetrics
@@ -119,7 +119,7 @@ class Tracking:
         pass
 
 
-def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, **options):
+def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking=None, **options):
     """A run to its end; the trainer and the workers."""
     config = load_config(
         [
@@ -135,7 +135,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, **option
     teacher = teacher or Teacher()
     trainer = GKDTrainer(
         config, group=group or Group(), tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=prompts[:1],
-        reward=lambda response, answer: 1.0, tracking=Tracking(), store=CheckpointStore(folder, keep=None),
+        reward=lambda response, answer: 1.0, tracking=tracking or Tracking(), store=CheckpointStore(folder, keep=None),
         teacher=teacher, **options,
     )
     failure = None
@@ -269,20 +269,41 @@ def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(schedu
     assert group.saved == [trained]
 
 
+@pytest.mark.parametrize(
+    ("error", "overrides", "saved"),
+    [
+        (WorkerError("worker 0 died"), [], []),
+        (TrainingError("loss nan; the step was not taken"), [], [1]),
+        (TrainingError("loss nan; the step was not taken"), ["actor_rollout_ref.actor.ppo_mini_batch_size=1"], []),
+    ],
+    ids=["lost", "refused", "refused after others"],
+)
 @POOLS
-def test_weights_that_may_be_between_two_steps_are_not_saved(pools, tmp_path):
+def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overrides, saved, tmp_path):
     group = Group()
     update = group.update
 
     def fail_at_step_2(shares):
         if group.trained:
-            raise WorkerError("worker 0 died")
+            raise error
         return update(shares)
 
     group.update = fail_at_step_2
-    _, _, failure = fit("sync", 3, tmp_path, *pools, "trainer.save_freq=-1", group=group)
-    assert "worker 0 died" in str(failure)
-    assert group.saved == []
+    _, _, failure = fit("sync", 3, tmp_path, *pools, *overrides, "trainer.save_freq=-1", group=group)
+    assert failure is error
+    assert group.saved == saved
+
+
+def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):
+    class Full(Tracking):
+        def log(self, metrics, step):
+            if step == 2:
+                raise OSError("No space left on device")
+
+    group = Group()
+    with pytest.raises(OSError, match="No space left"):
+        fit("sync", 3, tmp_path, "trainer.save_freq=-1", group=group, tracking=Full())
+    assert group.saved == [2]
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "k1", "k3"])

@@ -1,0 +1,50 @@
+"""Ray clusters that are given, with several nodes, all on this machine: who is placed where. CPU."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import ray
+import tiny
+from ray.cluster_utils import Cluster
+from test_workers import make_config, random_batch, shares
+
+from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """Of a cluster of two nodes with room for one worker each."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # for the second node's workers
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path):
+    def configure(*overrides):
+        return make_config(model, tmp_path, *overrides)
+
+    def start(config):
+        return WorkerGroup(config, device="cpu", num_updates=2, stop_token_ids=[256])
+
+    def node(worker):
+        return ray.get_runtime_context().get_node_id()
+
+    model = tiny.make_model(tmp_path / "model")
+    given = f"ray_init.address={address}"
+    with ray_cluster(configure(given), "cpu"):
+        with pytest.raises(WorkerError, match=r"trainer\.nnodes: 2 workers on each of 1 node\(s\).*for 1, 1 of them"):
+            start(configure(given, "trainer.n_gpus_per_node=2"))
+        with contextlib.closing(start(configure(given, "trainer.nnodes=2"))) as group:
+            nodes = ray.get([worker.__ray_call__.remote(node) for worker in group.actors.workers], timeout=60)
+            assert len(set(nodes)) == 2
+            group.publish(0)
+            metrics = group.update(shares(random_batch(0), 2, 128))
+    assert metrics[0]["actor/loss"] > 0
+    with ray_cluster(configure(), "cpu"):  # one of its own, whatever else there is
+        assert len(ray.nodes()) == 1
