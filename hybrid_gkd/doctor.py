@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import platform
 import shutil
 import signal
@@ -23,9 +22,10 @@ import torch
 
 from hybrid_gkd.__main__ import build_demo, default_config_name, parse, terminate
 from hybrid_gkd.config import Config, load_config
-from hybrid_gkd.errors import ConfigError, HybridGKDError, WorkerError
-from hybrid_gkd.plan import GIB, check_free_memory, checkpoint_bytes, plan, student_size, teacher_shares_gpu
-from hybrid_gkd.run import Inputs, connect, refuse_teacher_gpu, resolve_device, teacher_gpus
+from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.plan import check_free_memory, disk_bytes, plan, student_size, teacher_shares_gpu
+from hybrid_gkd.ppo.trainer import total_steps
+from hybrid_gkd.run import Inputs, check_disk, connect, refuse_teacher_gpu, resolve_device, teacher_gpus
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.rollout import resolve_engine
@@ -63,7 +63,7 @@ def examine(config: Config, report: Report) -> None:
     inputs = report.check("inputs", lambda: Inputs(config), lambda found: (
         f"{len(found.train_prompts)} training and {len(found.val_prompts)} validation prompts, models and tokenizers"
     ))  # fmt: skip
-    report.check("disk", lambda: check_disk(config, _checkpoint_bytes(config)))
+    report.check("disk", lambda: disk(config, inputs))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report.check("memory", lambda: plan(config, device=device, engine=engine or "none"), _indented)
     placements: list[Placement] = []
@@ -87,38 +87,10 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def check_disk(config: Config, needed: int) -> str:
-    """Write to where the run folder is or will be, and compare the free space with one checkpoint.
-
-    Raises ConfigError.
-    """
-    folder = config.run_dir
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise ConfigError(
-            "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(config.run_dir)
-        ) from error
-    if free < needed:
-        raise ConfigError(
-            "trainer.default_local_dir",
-            f"one checkpoint takes {needed / GIB:.1f} GiB and {folder} has {free / GIB:.1f} GiB free; make room, name "
-            "a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(config.run_dir),
-        )  # fmt: skip
-    return f"{folder} can be written to, {free / GIB:.1f} GiB free, a checkpoint takes {needed / GIB:.2f} GiB"
-
-
-def _checkpoint_bytes(config: Config) -> int:
-    has_model = os.path.isfile(os.path.join(config.actor_rollout_ref.model.path, "config.json"))
-    if config.trainer.save_freq == 0 or not has_model:
-        return 0
-    return checkpoint_bytes(config, student_size(config))
+def disk(config: Config, inputs: Inputs | None) -> str:
+    """Raises ConfigError if the run folder cannot be written to, or hold the checkpoints."""
+    steps = total_steps(config, len(inputs.train_prompts)) if inputs else None
+    return check_disk(config, disk_bytes(config, student_size(config), steps=steps))
 
 
 def place(config: Config, device: str, stack: contextlib.ExitStack) -> WorkerGroup:

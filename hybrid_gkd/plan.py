@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.offload.residency import RESIDENCY
+from hybrid_gkd.tokenizer import first_line
 
 if TYPE_CHECKING:
-    from hybrid_gkd.workers.placement import Placement
+    from hybrid_gkd.workers.placement import Placement, Role
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB
@@ -29,6 +31,8 @@ TEACHER_WORKSPACE_BYTES = 6 * GIB
 """Activations of one engine step, logits of 1024 positions and their top-k, CUDA context."""
 LARGEST_SHARE = 0.92
 """vLLM's own default for a card of its own."""
+HUB_SECONDS = 5.0
+"""In which the hub has to answer to be asked for a model's configuration."""
 
 
 ENGINE_TENANTS = ("engine_weights", "kv_cache")
@@ -44,30 +48,90 @@ class Size:
     activation_bytes_per_token: int = 0
     """What the backward pass keeps of one token in 16 bits, at least: a block's six tensors of the hidden size and
     three of the intermediate size; with activation checkpointing its input."""
+    embedding_parameters: int = 0
+    """Of the input embedding and the output head; counted once where they are tied."""
+    tied_parameters: int = 0
+    """Of the output head where it is the input embedding: a checkpoint holds them under both names."""
+    stored_itemsize: int = 4
+    """Bytes of one parameter in the model's own type, which an export keeps."""
 
 
 def model_size(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
 ) -> Size:
-    """Count a model's parameters and what its tokens take from its config.json, without weights."""
+    """Count a model's parameters and what its tokens take from its config.json, without weights. Raises ModelError."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    for name, value in override_config.items():
-        setattr(config, name, value)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        config = _read_config(path, trust_remote_code)
+        for name, value in override_config.items():
+            setattr(config, name, value)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: the model's configuration cannot be read: {first_line(error)}") from error
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    stored = getattr(config, "dtype", None) or torch.float32  # text where another library read config.json
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kept = config.hidden_size
     if not checkpointing:
         kept = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    parameters = sum(p.numel() for p in model.parameters())
     return Size(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         kv_bytes_per_token=2 * 2 * config.num_hidden_layers * heads * head_dim,
         activation_bytes_per_token=2 * config.num_hidden_layers * kept,
+        embedding_parameters=sum(p.numel() for p in torch.nn.ModuleList(ends).parameters()),
+        tied_parameters=sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - parameters,
+        stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
     )
+
+
+def _read_config(path: str, trust_remote_code: bool) -> Any:
+    """A model's configuration: of a folder, of the hub's cache, or of a hub that answers at once.
+
+    Raises:
+        OSError, ValueError: it is in none of them, or cannot be used.
+    """
+    from huggingface_hub import get_session, hf_hub_url
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        try:  # transformers would ask a hub out of reach again and again, for more than a minute
+            get_session().head(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)
+        except Exception:  # whatever the hub's transport raises
+            raise error from None
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def engine_dtype(config: Config, device: str) -> str:
+    """Type of the rollout engine's weights and KV cache on "cuda" or "cpu"; left open, that of the actor's compute."""
+    dtype = config.actor_rollout_ref.rollout.dtype
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def _engine_bytes(config: Config, size: Size, device: str) -> tuple[float, float]:
+    """Of the rollout engine's weights, and of one token in its KV cache, on each device."""
+    itemsize = 4 if engine_dtype(config, device) == "float32" else 2
+    ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return itemsize * size.parameters / ranks, itemsize / 2 * size.kv_bytes_per_token / ranks
+
+
+def _gathered_bytes(config: Config, size: Size) -> int:
+    """What FSDP2 keeps of the whole model on each GPU during the update, in bf16: also on one GPU it makes a copy.
+
+    With `reshard_after_forward` that is the root group alone, and a block or two which are not counted.
+    """
+    reshards = config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward
+    return 2 * (size.embedding_parameters if reshards else size.parameters)
 
 
 def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | None) -> dict[str, dict[str, float]]:
@@ -84,7 +148,7 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
     hybrid = arr.hybrid_engine
     master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * size.parameters / config.shard_size
-    engine_weights = size.parameters * (2 if device == "cuda" else 4) / arr.rollout.tensor_model_parallel_size
+    engine_weights, _ = _engine_bytes(config, size, device)
     tenants: dict[str, float] = {
         "actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights,
     }
@@ -105,6 +169,7 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
         if phase == "update" and device == "cuda":
             sequences = config.data.train_batch_size * arr.rollout.n / config.world_size
             tokens = min(arr.actor.ppo_max_token_len_per_gpu, sequences * config.max_sequence_length)
+            present["gathered_params"] = _gathered_bytes(config, size)
             present["activations"] = tokens * size.activation_bytes_per_token
         if hybrid and device == "cuda" and "engine_weights" not in present:
             present["sleeping engine"] = SLEEPING_ENGINE_BYTES
@@ -137,10 +202,11 @@ def rollout_share(config: Config, size: Size, *, total_bytes: int, free_bytes: i
     if arr.hybrid_engine and arr.rollout.free_cache_engine:
         room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
     elif arr.hybrid_engine:
-        room = (room - 4 * master) / 2  # parameters, gradients, both moments
+        parts = 4 * master + _gathered_bytes(config, size)  # parameters, gradients, both moments, and what is gathered
+        room = (room - parts) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
-    per_gpu = (2 * size.parameters + tokens * size.kv_bytes_per_token) / arr.rollout.tensor_model_parallel_size
-    useful = math.ceil(100 * (per_gpu + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
+    weights, token = _engine_bytes(config, size, "cuda")
+    useful = math.ceil(100 * (weights + tokens * token + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
     share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100, useful)
     _check_engine_fits(config, size, share, total_bytes)
     return share
@@ -152,9 +218,8 @@ def engine_length(config: Config) -> int:
 
 
 def _check_engine_fits(config: Config, size: Size, share: float, total_bytes: int) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    weights = 2 * size.parameters / rollout.tensor_model_parallel_size
-    cache = size.kv_bytes_per_token * config.max_sequence_length / rollout.tensor_model_parallel_size
+    weights, token = _engine_bytes(config, size, "cuda")
+    cache = token * engine_length(config)
     if share * total_bytes < weights + cache:
         raise ConfigError(
             "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -188,29 +253,40 @@ def _share_of_engine(config: Config, size: Size, total_bytes: int) -> float:
     return rollout_share(config, size, total_bytes=total_bytes, free_bytes=int((1 - taken) * total_bytes))
 
 
-def check_memory(config: Config, size: Size, *, total_bytes: int) -> None:
-    """Refuse a run whose phases cannot fit into one GPU. Raises ConfigError with the phase, its tenants and sizes."""
+def check_memory(config: Config, size: Size, *, total_bytes: int, role: Role = "worker") -> None:
+    """Refuse a run whose phases cannot fit into one GPU. Raises ConfigError with the phase, its tenants and sizes.
+
+    Args:
+        config: the whole configuration.
+        size: of the student.
+        total_bytes: memory of the GPU.
+        role: of the worker on it, whose phases count.
+    """
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    if share is not None:
+    if share is not None and _has_phase(role, "rollout"):
         _check_engine_fits(config, size, share, total_bytes)
     for phase, tenants in phase_bytes(config, size, device="cuda", total_bytes=total_bytes).items():
         needed = sum(tenants.values())
-        if needed > total_bytes:
+        if needed > total_bytes and _has_phase(role, phase):
             parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in tenants.items())
             raise ConfigError(
-                "actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, "
+                "actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, .reshard_after_forward, "
                 "actor_rollout_ref.rollout.free_cache_engine, .gpu_memory_utilization",
                 f"in the phase {phase} a GPU would have to hold {needed / GIB:.1f} GiB ({parts}), "
-                f"and it has {total_bytes / GIB:.1f}; switch on an offload, lower actor_rollout_ref.actor."
-                "ppo_max_token_len_per_gpu, checkpoint activations or take more GPUs",
+                f"and it has {total_bytes / GIB:.1f}; switch on an offload or reshard_after_forward, lower "
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu, checkpoint activations or take more GPUs",
                 show_value=False,
             )
+
+
+def _has_phase(role: Role, phase: str) -> bool:
+    return role == "worker" or (role == "rollout worker") == (phase == "rollout")
 
 
 def check_free_memory(
     config: Config, size: Size, placements: list[Placement], *, teacher_loaded: bool = False
 ) -> None:
-    """Refuse a GPU of which others hold so much that a phase cannot fit. Raises ConfigError with both sizes.
+    """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
 
     Args:
         config: the whole configuration.
@@ -218,6 +294,8 @@ def check_free_memory(
         placements: of the workers, measured before they load anything.
         teacher_loaded: a local teacher that shares a GPU has what it needs already.
     """
+    for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in placements if place.gpu):
+        check_memory(config, size, total_bytes=total_bytes, role=role)
     computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
     ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if teacher_loaded else set())
     for place in placements:
@@ -225,8 +303,7 @@ def check_free_memory(
             continue
         for phase, tenants in phase_bytes(config, size, device="cuda", total_bytes=place.total_bytes).items():
             needed = sum(value for name, value in tenants.items() if name not in ignored)
-            of_its_role = place.role == "worker" or (place.role == "rollout worker") == (phase == "rollout")
-            if of_its_role and needed > place.free_bytes:
+            if _has_phase(place.role, phase) and needed > place.free_bytes:
                 raise ConfigError(
                     "trainer.n_gpus_per_node",
                     f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
@@ -238,8 +315,36 @@ def check_free_memory(
 def checkpoint_bytes(config: Config, size: Size) -> int:
     """What one checkpoint takes on the disk: weights and both moments, and the Hugging Face folder."""
     actor = config.actor_rollout_ref.actor
-    copies = 4 if actor.checkpoint.save_hf_model else 3
-    return copies * {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype] * size.parameters
+    master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
+    exported = size.stored_itemsize if actor.checkpoint.save_hf_model else 0
+    return master * (3 * size.parameters + size.tied_parameters) + exported * size.parameters
+
+
+def disk_bytes(config: Config, size: Size, *, steps: int | None) -> int:
+    """What has to be free for the checkpoints of a run, beside those that its folder holds already.
+
+    One that is no longer kept is removed when the next is complete, so for a moment there is one more than are kept.
+    Where all are kept, there has to be room for the next one.
+
+    Args:
+        config: the whole configuration.
+        size: of the student.
+        steps: of the whole run; None where that is not known.
+    """
+    trainer, one = config.trainer, checkpoint_bytes(config, size)
+    if trainer.save_freq == 0:
+        return 0
+    if trainer.save_freq == -1 or trainer.max_actor_ckpt_to_keep is None:
+        return one
+    number = trainer.max_actor_ckpt_to_keep + 1
+    if steps is not None:
+        number = min(number, math.ceil(steps / trainer.save_freq))
+    present = 0
+    if trainer.resume_mode != "disable":  # else the run folder is moved aside
+        for file in config.run_dir.glob("global_step_*/**/*"):
+            with contextlib.suppress(FileNotFoundError):  # another run may be removing it
+                present += file.stat().st_size
+    return max(one, number * one - present)
 
 
 def teacher_shares_gpu(config: Config) -> bool:
@@ -252,7 +357,13 @@ def teacher_shares_gpu(config: Config) -> bool:
 
 
 def plan(config: Config, *, device: str, engine: str) -> str:
-    """Placement, steps and memory per worker and phase, as text."""
+    """Placement, steps and memory per worker and phase, as text.
+
+    Raises:
+        ConfigError: a phase does not fit into this machine's GPU. Those of a given cluster are known when the workers
+            are placed, see `check_free_memory`.
+        ModelError: the configuration of a local teacher, or a folder's own, cannot be read.
+    """
     import torch
 
     arr = config.actor_rollout_ref
@@ -270,13 +381,16 @@ def plan(config: Config, *, device: str, engine: str) -> str:
         where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
         lines.append(f"teacher: {where}, top-{config.distillation.topk}, {config.distillation.loss_mode}, "
                      f"tail {config.distillation.tail}")
-    if not os.path.isfile(os.path.join(arr.model.path, "config.json")):
-        return "\n".join([*lines, f"memory: not computed, {arr.model.path} is not on this machine yet"])
-    size = student_size(config)
-    total = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
-    lines.append(
-        f"student: {size.parameters / 1e6:.1f} M parameters, {size.kv_bytes_per_token} bytes of KV cache a token"
-    )
+    try:
+        size = student_size(config)
+    except ModelError as error:
+        if os.path.isdir(arr.model.path):
+            raise
+        return "\n".join([*lines, f"memory: not computed, {error}"])
+    on_this_machine = device == "cuda" and config.ray_init.address is None
+    total = torch.cuda.get_device_properties(0).total_memory if on_this_machine else None
+    _, token = _engine_bytes(config, size, device)
+    lines.append(f"student: {size.parameters / 1e6:.1f} M parameters, {token:.0f} bytes of KV cache a token per worker")
     lines.append("memory of each worker by phase, GiB (activations: at least):")
     for phase, tenants in phase_bytes(config, size, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in tenants.items())
@@ -287,6 +401,8 @@ def plan(config: Config, *, device: str, engine: str) -> str:
             shares.append(f"local teacher {teacher_share(config, total_bytes=total):g}")
         lines.append(f"shares of a GPU of {total / GIB:.1f} GiB (gpu_memory_utilization): {', '.join(shares)}")
         check_memory(config, size, total_bytes=total)
+    elif device == "cuda":
+        lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
     return "\n".join(lines)
 
 

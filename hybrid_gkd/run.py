@@ -10,7 +10,9 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,15 @@ from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import Config, to_dict, to_yaml
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError, TeacherMismatch
-from hybrid_gkd.plan import check_free_memory, check_memory, student_size, teacher_share, teacher_shares_gpu
+from hybrid_gkd.plan import (
+    GIB,
+    check_free_memory,
+    disk_bytes,
+    plan,
+    student_size,
+    teacher_share,
+    teacher_shares_gpu,
+)
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, total_steps
 from hybrid_gkd.report import RunSummary
@@ -54,11 +64,11 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     """
     started = time.monotonic()
     device = resolve_device(config)
-    resolve_engine(config.actor_rollout_ref.rollout.name)
+    engine = resolve_engine(config.actor_rollout_ref.rollout.name)
     inputs = Inputs(config)
-    if device == "cuda" and config.ray_init.address is None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        check_memory(config, student_size(config), total_bytes=total)
+    steps = total_steps(config, len(inputs.train_prompts))
+    check_disk(config, disk_bytes(config, student_size(config), steps=steps))
+    logger.info("%s", plan(config, device=device, engine=engine))  # refuses what this machine's GPUs cannot hold
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
@@ -75,7 +85,6 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             shares_gpu = device == "cuda" and teacher_shares_gpu(config)
             if shares_gpu:
                 local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
-        steps = total_steps(config, len(inputs.train_prompts))
         group = stack.enter_context(
             contextlib.closing(
                 WorkerGroup(
@@ -232,6 +241,41 @@ def find_stop_token_ids(path: str, tokenizer: Any) -> list[int]:
     return sorted(set(ids))
 
 
+def check_disk(config: Config, needed: int) -> str:
+    """Write to where the run folder is or will be, and compare the free space with what the checkpoints will take.
+
+    Args:
+        config: the whole configuration.
+        needed: bytes that have to be free.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConfigError: it cannot be written to, or is too small.
+    """
+    folder = config.run_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(config.run_dir)
+        ) from error
+    if free < needed:
+        raise ConfigError(
+            "trainer.default_local_dir",
+            f"the checkpoints of this run will take {needed / GIB:.1f} GiB more and {folder} has {free / GIB:.1f} GiB "
+            "free; make room, name a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(config.run_dir),
+        )  # fmt: skip
+    return f"{folder} can be written to, {free / GIB:.1f} GiB free, the checkpoints will take {needed / GIB:.2f} more"
+
+
 @contextlib.contextmanager
 def locked_run_folder(config: Config) -> Iterator[None]:
     """Create the run folder for this process alone and write the resolved configuration into it.
@@ -372,7 +416,11 @@ def connect(config: Config, inputs: Inputs, endpoints: list[str]) -> TeacherClie
 
 
 def check_placement(config: Config, placements: list[Placement], *, teacher_loaded: bool) -> None:
-    """Say which worker got which GPU. Raises ConfigError if others, or the run's own teacher, hold what it needs."""
+    """Say which worker got which GPU.
+
+    Raises:
+        ConfigError: the GPU is too small, or others, or the run's own teacher, hold what the worker needs.
+    """
     for place in placements:
         logger.info("%s: %s", place.worker, place)
     refuse_teacher_gpu(config, placements)

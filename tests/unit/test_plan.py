@@ -1,13 +1,38 @@
-"""The memory plan: what the residency table and the offload keys add up to."""
+"""The plan: what the residency table, the offload keys and the checkpoints add up to."""
 
+import huggingface_hub
 import pytest
 import tiny
+from transformers import AutoConfig, Qwen2Config
 
 from hybrid_gkd.config import load_config
-from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.plan import GIB, Size, check_memory, phase_bytes, rollout_share, teacher_share
+from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.plan import (
+    GIB,
+    Size,
+    check_free_memory,
+    check_memory,
+    checkpoint_bytes,
+    disk_bytes,
+    model_size,
+    phase_bytes,
+    plan,
+    rollout_share,
+    student_size,
+    teacher_share,
+)
+from hybrid_gkd.workers.placement import Placement
 
-SEVEN_B = Size(parameters=7_615_616_512, kv_bytes_per_token=57_344, activation_bytes_per_token=4_386_816)
+SEVEN_B = Size(
+    parameters=7_615_616_512, kv_bytes_per_token=57_344, activation_bytes_per_token=4_386_816,
+    embedding_parameters=1_089_994_752, stored_itemsize=2,
+)
+SHAPES = {
+    # Qwen2.5: hidden, intermediate, layers, heads, kv heads, vocabulary, tied embeddings
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
 CARD = 140 * GIB
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 
@@ -41,7 +66,9 @@ def test_each_phase_holds_what_the_table_says_and_what_may_not_move():
         config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B, device="cuda", total_bytes=CARD
     )
     assert set(moving["rollout"]) == {"engine_weights", "kv_cache"}
-    assert set(moving["update"]) == {"actor_params", "gradients", "activations", "sleeping engine"}
+    assert set(moving["update"]) == {
+        "actor_params", "gradients", "gathered_params", "activations", "sleeping engine"
+    }
     assert moving["optimizer_step"]["optimizer_state"] == 8 * SEVEN_B.parameters
     assert sum(moving["rollout"].values()) == pytest.approx(0.6 * CARD)
     staying = phase_bytes(
@@ -68,7 +95,7 @@ def test_pools_of_their_own_hold_what_is_theirs():
     phases = phase_bytes(separate, SEVEN_B, device="cuda", total_bytes=CARD)
     assert set(phases["rollout"]) == {"engine_weights", "kv_cache"}
     assert sum(phases["rollout"].values()) == pytest.approx(0.92 * CARD)  # the card is the engine's alone
-    assert set(phases["update"]) == {"actor_params", "gradients", "activations"}
+    assert set(phases["update"]) == {"actor_params", "gradients", "gathered_params", "activations"}
     assert set(phases["optimizer_step"]) == {"actor_params", "gradients", "optimizer_state"}
     assert phases["publish"] == {"actor_params": 2 * SEVEN_B.parameters}  # they stay: nobody else wants the room
     check_memory(separate, SEVEN_B, total_bytes=CARD)
@@ -127,3 +154,229 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     check_memory(one_gpu, SEVEN_B, total_bytes=CARD)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
+
+
+def placed(role="worker", total=CARD, free=None):
+    """A worker on a GPU of its own."""
+    return Placement(
+        role=role, host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="0", device="H200", gpu=f"a {role}",
+        total_bytes=total, free_bytes=total - GIB if free is None else free,
+    )
+
+
+def test_a_card_that_is_too_small_is_not_blamed_on_others():
+    small = config(*OFFLOAD, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1")
+    with pytest.raises(ConfigError, match=r"0\.1 of a GPU of 140\.0 GiB is 14\.0 GiB, but the engine's weights"):
+        check_free_memory(small, SEVEN_B, [placed()])
+    with pytest.raises(ConfigError, match=r"in the phase update a GPU would have to hold .* it has 80\.0"):
+        check_free_memory(config(*OFFLOAD), SEVEN_B, [placed(total=80 * GIB)])
+    with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, holds"):
+        check_free_memory(config(*OFFLOAD), SEVEN_B, [placed(free=20 * GIB)])
+    check_free_memory(config(*OFFLOAD), SEVEN_B, [placed()])
+
+
+def test_a_card_has_to_hold_the_phases_of_its_own_worker_alone():
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1", "trainer.n_gpus_per_node=1")
+    separate = config(*pools, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048")
+    check_free_memory(separate, SEVEN_B, [placed("actor worker"), placed("rollout worker", 48 * GIB)])
+    with pytest.raises(ConfigError, match=r"in the phase update .* it has 48\.0"):
+        check_free_memory(separate, SEVEN_B, [placed("actor worker", 48 * GIB), placed("rollout worker", 48 * GIB)])
+
+
+def test_the_update_holds_what_fsdp_gathers():
+    """All of it for all micro-batches without `reshard_after_forward`, on one GPU too; else embedding and head."""
+    for gpus in (1, 2):
+        base = (*OFFLOAD, f"trainer.n_gpus_per_node={gpus}")
+        keeps = phase_bytes(config(*base, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, device="cuda",
+                            total_bytes=CARD)  # fmt: skip
+        assert keeps["update"]["gathered_params"] == 2 * SEVEN_B.parameters
+        frees = phase_bytes(config(*base), SEVEN_B, device="cuda", total_bytes=CARD)
+        assert frees["update"]["gathered_params"] == 2 * SEVEN_B.embedding_parameters
+        assert [phase for phase in keeps if "gathered_params" in keeps[phase]] == ["update"]
+    assert "gathered_params" not in phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["update"]
+    # 28.4 GiB of parameters, as much of gradients, 66.9 of activations, 2 of the engine: 14.2 more do not fit into 135.
+    check_memory(config(*OFFLOAD), SEVEN_B, total_bytes=135 * GIB)
+    with pytest.raises(ConfigError, match=r"reshard_after_forward.*phase update.*gathered_params 14\.2"):
+        check_memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, total_bytes=135 * GIB)
+
+
+def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
+    resident = ("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
+    small = Size(parameters=1_543_714_304, kv_bytes_per_token=28_672)
+    shares = [
+        rollout_share(config(*resident, f"{FSDP}.reshard_after_forward={reshards}"), small, total_bytes=CARD,
+                      free_bytes=CARD)
+        for reshards in ("true", "false")
+    ]  # fmt: skip
+    assert shares[0] - shares[1] == pytest.approx(small.parameters / CARD, abs=0.01)  # half of 2.9 GiB
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("0.5b", "1.5b")])
+def test_the_recipe_for_one_gpu_is_accepted(tmp_path, monkeypatch, student, teacher):
+    for name in (student, teacher):
+        hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
+        Qwen2Config(
+            vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, dtype="bfloat16",
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    recipe = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path / student}",
+            f"actor_rollout_ref.teacher.model.path={tmp_path / teacher}",
+        ],
+        config_name="one_gpu",
+    )
+    check_memory(recipe, student_size(recipe), total_bytes=CARD)
+
+
+def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
+    """32 prompts of 256 tokens and 128 new ones: the tensors of the update took 113.9 GiB."""
+    measured = config(
+        *OFFLOAD, COMPUTED, "data.train_batch_size=32", "data.max_prompt_length=256", "data.max_response_length=128"
+    )
+    phases = phase_bytes(measured, SEVEN_B, device="cuda", total_bytes=CARD)
+    assert sum(phases["update"].values()) == pytest.approx(113.9 * GIB, rel=0.05)
+    check_memory(measured, SEVEN_B, total_bytes=CARD)
+
+
+def test_size_counts_tied_embeddings_once(tmp_path):
+    for tied in (True, False):
+        folder = tiny.make_model(tmp_path / str(tied), tied=tied, vocab_size=1000)
+        size = model_size(str(folder), trust_remote_code=False, override_config={})
+        assert size.embedding_parameters == (1 if tied else 2) * 1000 * 64
+        assert size.tied_parameters == (1000 * 64 if tied else 0)
+        assert size.stored_itemsize == 4
+        assert model_size(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
+
+
+def test_an_engine_in_float32_takes_twice_as_much():
+    wide = config(*OFFLOAD, "actor_rollout_ref.rollout.dtype=float32", COMPUTED)
+    for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float16", 2), ("float32", 4)):
+        phases = phase_bytes(config(f"actor_rollout_ref.rollout.dtype={dtype}"), SEVEN_B, device="cuda",
+                             total_bytes=None)  # fmt: skip
+        assert phases["rollout"]["engine_weights"] == itemsize * SEVEN_B.parameters
+    assert phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]["engine_weights"] == (
+        4 * SEVEN_B.parameters
+    )
+    # Weights 28.4, sequences 59.5, workspace 8 GiB.
+    assert rollout_share(wide, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.69
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"
+    check_memory(config(*OFFLOAD, share), SEVEN_B, total_bytes=CARD)
+    with pytest.raises(ConfigError, match=r"engine's weights take 28\.4 GiB and the KV cache of one sequence 0\.22"):
+        check_memory(config(*OFFLOAD, share, "actor_rollout_ref.rollout.dtype=float32"), SEVEN_B, total_bytes=CARD)
+
+
+def test_one_sequence_has_the_length_that_the_engine_is_built_for():
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.12"  # 16.8 GiB, 14.2 of them weights
+    check_memory(config(*OFFLOAD, share), SEVEN_B, total_bytes=CARD)
+    longer = config(*OFFLOAD, share, "actor_rollout_ref.rollout.max_model_len=65536")
+    with pytest.raises(ConfigError, match=r"the KV cache of one sequence 3\.50 GiB"):
+        check_memory(longer, SEVEN_B, total_bytes=CARD)
+
+
+HUB_ID = "someone/some-model"
+
+
+class Hub:
+    """A hub that answers, or does not."""
+
+    def __init__(self, error=None):
+        self.error, self.asked = error, []
+
+    def head(self, url, timeout):
+        self.asked.append((url, timeout))
+        if self.error is not None:
+            raise self.error
+
+
+def plan_of_hub_id(monkeypatch, tmp_path, hub, *, cached):
+    """The plan for a model of the hub, in the cache or only on the hub; how the configuration was asked for."""
+    folder, calls, read = tiny.make_model(tmp_path / "model"), [], AutoConfig.from_pretrained
+
+    def from_pretrained(path, *, trust_remote_code, local_files_only=False):
+        calls.append("cache" if local_files_only else "hub")
+        assert path == HUB_ID
+        if local_files_only and not cached:
+            raise OSError(f"cannot find {path} in the cache")
+        return read(folder)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
+    return plan(config(f"actor_rollout_ref.model.path={HUB_ID}"), device="cpu", engine="hf"), calls
+
+
+def test_the_plan_of_a_model_in_the_hubs_cache_asks_nobody(monkeypatch, tmp_path):
+    hub = Hub(ConnectionError("no network"))
+    text, calls = plan_of_hub_id(monkeypatch, tmp_path, hub, cached=True)
+    assert "memory of each worker by phase" in text
+    assert calls == ["cache"]
+    assert not hub.asked
+
+
+def test_the_plan_of_a_model_on_the_hub_reads_its_configuration(monkeypatch, tmp_path):
+    hub = Hub()
+    text, calls = plan_of_hub_id(monkeypatch, tmp_path, hub, cached=False)
+    assert "memory of each worker by phase" in text
+    assert calls == ["cache", "hub"]
+    assert [HUB_ID in url and timeout <= 5 for url, timeout in hub.asked] == [True]
+
+
+def test_the_plan_does_not_wait_for_a_hub_out_of_reach(monkeypatch, tmp_path):
+    text, calls = plan_of_hub_id(monkeypatch, tmp_path, Hub(ConnectionError("no network")), cached=False)
+    assert "memory: not computed, someone/some-model: " in text.splitlines()[-1]
+    assert "cannot find" in text.splitlines()[-1]
+    assert calls == ["cache"]
+
+
+def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
+    lacking = [
+        "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path}/student",
+        f"actor_rollout_ref.teacher.model.path={tmp_path}/nowhere",
+    ]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be read"):
+        teacher_share(load_config(lacking), total_bytes=CARD)
+    (tmp_path / "student").mkdir()
+    with pytest.raises(ModelError, match="student: the model's configuration cannot be read"):
+        plan(load_config(lacking), device="cpu", engine="hf")
+
+
+def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
+    """They are known when the workers are placed, and this machine may have none."""
+    cluster = config(f"actor_rollout_ref.model.path={tiny.make_model(tmp_path)}", "ray_init.address=far:6379")
+    text = plan(cluster, device="cuda", engine="vllm")
+    assert "gathered_params" in text
+    assert "kv_cache" not in text
+    assert text.endswith("computed when the cluster has placed the workers")
+
+
+def test_a_checkpoint_holds_weights_and_moments_and_the_export():
+    assert checkpoint_bytes(config(), SEVEN_B) == 14 * SEVEN_B.parameters
+    without = config("actor_rollout_ref.actor.checkpoint.save_hf_model=false")
+    assert checkpoint_bytes(without, SEVEN_B) == 12 * SEVEN_B.parameters
+    tied = Size(parameters=100, kv_bytes_per_token=1, tied_parameters=10, stored_itemsize=2)
+    assert checkpoint_bytes(config(), tied) == 4 * (3 * 100 + 10) + 2 * 100
+
+
+def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
+    model = Size(parameters=1000, kv_bytes_per_token=1)
+    one, folder = 16 * 1000, f"trainer.default_local_dir={tmp_path}"
+
+    def needed(save_freq, keep, steps=None, *overrides):
+        keys = (f"trainer.save_freq={save_freq}", f"trainer.max_actor_ckpt_to_keep={keep}", folder, *overrides)
+        return disk_bytes(config(*keys), model, steps=steps)
+
+    assert needed(0, 2) == 0
+    assert needed(-1, 2) == one
+    assert needed(5, 2) == needed(5, 2, 100) == 3 * one
+    assert needed(5, 2, 6) == 2 * one  # after 5 steps, and at the end
+    assert needed(5, "null") == one
+    for step in (5, 10):
+        kept = config(folder).run_dir / f"global_step_{step}" / "actor"
+        kept.mkdir(parents=True)
+        (kept / "weights").write_bytes(bytes(one))
+    assert needed(5, 2) == pytest.approx(one, abs=2 * 4096 * 2)  # folders take room too
+    assert needed(5, 4) == pytest.approx(3 * one, abs=2 * 4096 * 2)
+    assert needed(5, 1) == one  # one of them is removed only when the next is there
+    assert needed(5, 4, None, "trainer.resume_mode=disable") == 5 * one
