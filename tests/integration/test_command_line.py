@@ -205,6 +205,22 @@ def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it
         assert rows[4]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
 
 
+def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, tmp_path):
+    """Ctrl-C after step 3, when step 4 has been generated with the weights of step 2 or before."""
+    wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL)
+    process = start(wanted)
+    wait_for(logged_step(tmp_path, 3), "step 3")
+    process.send_signal(signal.SIGINT)
+    interrupted, _, errors = finish(process)
+    assert interrupted in (0, 130), errors  # the run may have been through already
+    code, _, errors = run(wanted)
+    assert code == 0, errors
+    whole, rows = rows_of(finished[0]), rows_of(tmp_path)
+    assert [rows[s]["prompt_length/mean"] for s in range(1, 5)] == [whole[s]["prompt_length/mean"] for s in range(1, 5)]
+    after = 0 if interrupted else 2
+    assert [rows[s]["training/staleness"] for s in range(1, 5)] == [0, 1, after, min(after + 1, 2)]
+
+
 def test_resuming_with_other_data_is_refused(finished, world):
     code, _, errors = run(arguments(world, finished[0], "data.train_batch_size=4"))
     assert code == 1

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from hybrid_gkd.errors import ConfigError, HybridGKDError
-from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher import protocol, supervisor
 from hybrid_gkd.workers import pool
 
 
@@ -17,11 +17,14 @@ CLASSES = sorted((cls for cls in subclasses(HybridGKDError) if cls.__module__.st
 
 
 def make(cls):
-    return cls("trainer.seed", "must be positive", -1) if cls is ConfigError else cls("what happened")
+    if cls is ConfigError:
+        return cls("trainer.seed", "must be positive", -1)
+    return cls("what happened", told=True) if cls is supervisor.WorkerFailed else cls("what happened")
 
 
 def test_the_classes_are_found_wherever_they_are():
-    assert {ConfigError, protocol.ProtocolError, pool.WorkerDiedError} < set(CLASSES)
+    elsewhere = {protocol.ProtocolError, supervisor.WorkerFailed, pool.WorkerDiedError}
+    assert elsewhere | {ConfigError} < set(CLASSES)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
