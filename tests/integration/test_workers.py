@@ -181,7 +181,8 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
 
 
 def plant_out_of_memory(group, direction, times):
-    """The second decoder block of the first worker's model runs out of memory, from its third use on."""
+    """The second decoder block of the first worker's model runs out of memory, from its third use on; or the clipping
+    of its gradients, once."""
 
     def plant(worker):  # travels to the worker by value
         uses = []
@@ -191,8 +192,14 @@ def plant_out_of_memory(group, direction, times):
             if 3 <= len(uses) < 3 + times:
                 raise torch.OutOfMemoryError("CUDA out of memory, planted")
 
-        block = worker.actor.hf_model.model.layers[1]
-        if direction == "forward":
+        def clip(*_):
+            torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+            raise torch.OutOfMemoryError("CUDA out of memory, planted")
+
+        block, clip_grad_norm_ = worker.actor.hf_model.model.layers[1], torch.nn.utils.clip_grad_norm_
+        if direction == "clip":
+            torch.nn.utils.clip_grad_norm_ = clip
+        elif direction == "forward":
             block.register_forward_pre_hook(fail)
         else:
             block.register_full_backward_pre_hook(fail)
@@ -202,7 +209,7 @@ def plant_out_of_memory(group, direction, times):
 
 @pytest.mark.parametrize(
     ("direction", "streamed", "reshard"),
-    [("forward", False, True), ("backward", False, False), ("backward", True, True)],
+    [("forward", False, True), ("backward", False, False), ("backward", True, True), ("clip", False, True)],
 )
 def test_out_of_memory_halves_the_micro_batches_and_changes_nothing_else(
     direction, streamed, reshard, model, one_worker, tmp_path
