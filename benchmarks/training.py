@@ -6,13 +6,9 @@
 
 Forward KL to random top-64 teacher scores; prompts of 64 to 512 tokens, responses of 64 to 3,584, both uniform;
 packed micro-batches of at most 16,384 tokens, the same number of tokens on each GPU. Each variant runs in processes
-of its own; the first updates, which compile and allocate, are left out. Model FLOPs, for sequences of n tokens, R of
-them response tokens, N weights in the matrices of the decoder blocks:
-
-    6 N sum(n) + 6 V D sum(R) + 6 H Dh layers sum(n^2)
-
-that is forward and backward, the head on response positions only, attention causal, nothing counted twice that is
-recomputed. The card's rate is that of an 8192 x 8192 x 8192 product of random bf16 numbers in the same process.
+of its own; the first updates, which compile and allocate, are left out. Model FLOPs are those of
+`hybrid_gkd.metrics.training_flops`, as in perf/mfu. The card's rate is that of an 8192 x 8192 x 8192 product of random
+bf16 numbers in the same process.
 """
 
 from __future__ import annotations
@@ -34,6 +30,8 @@ from models import SHAPES, make_model, random_scores
 
 from hybrid_gkd.config import Config, load_config
 from hybrid_gkd.data.packing import attention_cost, plan_micro_batches
+from hybrid_gkd.metrics import training_flops
+from hybrid_gkd.plan import model_size
 from hybrid_gkd.types import MiniBatch, Sequence, TrainSequence
 from hybrid_gkd.workers.actor import Actor
 
@@ -89,17 +87,6 @@ def make_batch(args: argparse.Namespace, world_size: int) -> list[MiniBatch]:
     ]
 
 
-def model_flops(shape: str, actor: Actor, batches: list[MiniBatch]) -> float:
-    """See the top of this file."""
-    hidden, _, layers, _, _, vocabulary, _ = SHAPES[shape]
-    embeddings = {id(module.weight) for module in (actor.hf_model.get_input_embeddings(), actor.hf_model.lm_head)}
-    matrices = sum(p.numel() for p in actor.hf_model.parameters() if p.ndim == 2 and id(p) not in embeddings)
-    sequences = [item.sequence for batch in batches for micro in batch.micro_batches for item in micro]
-    tokens, squares = sum(s.num_tokens for s in sequences), sum(s.num_tokens**2 for s in sequences)
-    responses = sum(len(s.response_ids) for s in sequences)
-    return 6.0 * matrices * tokens + 6.0 * vocabulary * hidden * responses + 6.0 * hidden * layers * squares
-
-
 def matmul_rate(device: torch.device, size: int = 8192) -> float:
     """Operations per second of a square bf16 product, warm."""
     if device.type == "cpu":
@@ -148,7 +135,11 @@ def train(rank: int, world_size: int, variant: str, model: Path, args: argparse.
     )  # fmt: skip
     batches = make_batch(args, world_size)
     actor = Actor(configure(args, variant, model, world_size), device=device, num_updates=100)
-    flops = model_flops(args.shape, actor, batches) / world_size
+    sequences = [item.sequence for batch in batches for micro in batch.micro_batches for item in micro]
+    flops = training_flops(
+        model_size(str(model), trust_remote_code=False, override_config={}), [s.num_tokens for s in sequences],
+        sum(len(s.response_ids) for s in sequences),
+    ) / world_size  # fmt: skip
     computed: list[int] = []
     actor.hf_model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: computed.append(ids[0].numel()))
     times = [seconds(lambda: actor.update(batches[rank]), device) for _ in range(args.steps)]

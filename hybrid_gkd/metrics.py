@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hybrid_gkd.offload.residency import RESIDENCY, TENANTS
 
 if TYPE_CHECKING:
-    from hybrid_gkd.config import Config
+    from hybrid_gkd.plan import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +171,6 @@ PEAK_FLOPS: dict[str, float] = {
 second according to the vendor's data sheets."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the operations of a decoder depend on."""
-
-    weights: int
-    """All but embeddings and head."""
-    head: int
-    """Weights of the head: vocabulary times hidden size."""
-    attention: int
-    """Heads times their size, summed over the layers."""
-
-
 def check_names(metrics: Iterable[str]) -> None:
     """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
     unknown = sorted(set(metrics) - METRICS.keys())
@@ -196,42 +184,22 @@ def peak_flops(devices: Iterable[str]) -> float:
     return sum(peaks) if all(peaks) else 0.0
 
 
-def training_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> float:
+def training_flops(size: Size, lengths: Iterable[int], response_tokens: int) -> float:
     """Operations of forward and backward, nothing counted twice that is recomputed.
 
     Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
-    weights, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers sum(n^2). Attention
-    counts as if no layer had a window.
+    weights beside embeddings and head, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers
+    sum(n^2). Attention counts as if no layer had a window.
+
+    Args:
+        size: of the model, which must not be a mixture of experts.
+        lengths: tokens of each sequence.
+        response_tokens: of all sequences.
     """
     lengths = list(lengths)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
-    return 6.0 * (shape.weights * tokens + shape.head * response_tokens + shape.attention * squares)
-
-
-def student_shape(config: Config) -> ModelShape | None:
-    """Of the configured student, from its config.json; None for a mixture of experts, which uses a part of its weights.
-
-    Builds the model without weights, so call it once.
-    """
-    from transformers import AutoConfig
-
-    from hybrid_gkd.plan import student_size
-
-    model = config.actor_rollout_ref.model
-    hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    for name, value in model.override_config.items():
-        setattr(hf_config, name, value)
-    if any("expert" in name and value for name, value in hf_config.to_dict().items()):
-        return None
-    head = hf_config.vocab_size * hf_config.hidden_size
-    heads = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-    tied = getattr(hf_config, "tie_word_embeddings", False)
-    return ModelShape(
-        weights=student_size(config).parameters - head * (1 if tied else 2),
-        head=head,
-        attention=hf_config.num_hidden_layers * heads * head_dim,
-    )
+    weights = size.parameters - size.embedding_parameters
+    return 6.0 * (weights * tokens + size.head_parameters * response_tokens + size.attention_width * squares)
 
 
 def markdown_table() -> str:

@@ -54,6 +54,12 @@ class Size:
     """Of the output head where it is the input embedding: a checkpoint holds them under both names."""
     stored_itemsize: int = 4
     """Bytes of one parameter in the model's own type, which an export keeps."""
+    head_parameters: int = 0
+    """Of the output head: vocabulary times hidden size."""
+    attention_width: int = 0
+    """Heads times their size, summed over the layers."""
+    has_experts: bool = False
+    """A mixture of experts, of which a token uses a part."""
 
 
 def model_size(
@@ -86,6 +92,9 @@ def model_size(
         embedding_parameters=sum(p.numel() for p in torch.nn.ModuleList(ends).parameters()),
         tied_parameters=sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - parameters,
         stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
+        head_parameters=config.vocab_size * config.hidden_size,
+        attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+        has_experts=any("expert" in name and value for name, value in config.to_dict().items()),
     )
 
 

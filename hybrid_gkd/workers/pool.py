@@ -72,11 +72,8 @@ class Pool:
         """
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         self._check_nodes(bundle)
-        if self.nodes == 1:
-            self._group = placement_group([bundle] * self.size, strategy="STRICT_PACK")
-        else:
-            on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
-            self._group = placement_group([on_a_node] * self.nodes, strategy="STRICT_SPREAD")
+        on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
+        self._group = placement_group([on_a_node] * self.nodes, strategy="STRICT_SPREAD")
         if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
             raise WorkerError(
                 f"{self._keys}: {self.size} {self.role}s need {bundle} each; the Ray "
@@ -86,9 +83,7 @@ class Pool:
             options = {
                 "num_cpus": bundle["CPU"],
                 "num_gpus": bundle.get("GPU", 0),
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    self._group, rank if self.nodes == 1 else rank // self.per_node
-                ),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank // self.per_node),
             }
             remote = ray.remote(Worker).options(**options)
             log_file = str(self.log_files[rank])

@@ -201,8 +201,8 @@ class Worker:
 
         if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
-        # Who waits longer for a peer is told by the caller's deadline, or by that of the weights' own group, after
-        # which the others still have to be there: the student is saved.
+        # Collectives are given longer than the caller waits for them and than a weight sync between pools may take:
+        # whoever waits for a rank that is late in one must still be there when the student is saved.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
             store=dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout)),

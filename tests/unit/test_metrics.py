@@ -7,15 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from hybrid_gkd.config import load_config
-from hybrid_gkd.metrics import (
-    METRICS,
-    ModelShape,
-    check_names,
-    markdown_table,
-    peak_flops,
-    student_shape,
-    training_flops,
-)
+from hybrid_gkd.metrics import METRICS, check_names, markdown_table, peak_flops, training_flops
+from hybrid_gkd.plan import Size, student_size
 
 
 def test_every_metric_is_documented():
@@ -49,12 +42,14 @@ def test_the_peak_is_that_of_all_gpus_and_only_where_each_is_known():
 
 
 def test_operations_are_those_of_the_formula():
-    shape = ModelShape(weights=1000, head=200, attention=30)
-    assert training_flops(shape, [10, 20], 12) == 6 * 1000 * 30 + 6 * 200 * 12 + 6 * 30 * 500
+    size = Size(
+        parameters=1400, kv_bytes_per_token=0, embedding_parameters=400, head_parameters=200, attention_width=30
+    )
+    assert training_flops(size, [10, 20], 12) == 6 * 1000 * 30 + 6 * 200 * 12 + 6 * 30 * 500
 
 
 def student(path, *overrides):
-    return student_shape(
+    return student_size(
         load_config(
             [
                 "data.train_files=unused", f"actor_rollout_ref.model.path={path}",
@@ -71,22 +66,22 @@ def test_operations_of_a_student_are_what_torch_counts(tied, tmp_path):
         vocab_size=640, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, tie_word_embeddings=tied,
     ).save_pretrained(tmp_path)
-    shape = student(tmp_path)
-    assert shape is not None
-    assert (shape.head, shape.attention) == (640 * 128, 3 * 4 * 64)
+    size = student(tmp_path)
+    assert (size.head_parameters, size.attention_width) == (640 * 128, 3 * 4 * 64)
     model = AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(tmp_path), attn_implementation="eager")
     length = 96
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None]).logits.sum().backward()
-    causal = 6 * shape.attention * length**2
-    assert training_flops(shape, [length], length) + causal == pytest.approx(counter.get_total_flops(), rel=5e-3)
+    causal = 6 * size.attention_width * length**2
+    assert training_flops(size, [length], length) + causal == pytest.approx(counter.get_total_flops(), rel=5e-3)
 
 
 def test_the_student_is_the_one_that_is_trained(tmp_path):
     tiny.make_model(tmp_path, layers=2, hidden=64)
     one, two = student(tmp_path, "actor_rollout_ref.model.override_config.num_hidden_layers=1"), student(tmp_path)
-    assert (one.head, 2 * one.attention) == (two.head, two.attention)
-    assert one.weights < two.weights < 2 * one.weights
+    assert (one.head_parameters, 2 * one.attention_width) == (two.head_parameters, two.attention_width)
+    weights = [size.parameters - size.embedding_parameters for size in (one, two)]
+    assert weights[0] < weights[1] < 2 * weights[0]
 
 
 def test_a_mixture_of_experts_has_no_known_operations(tmp_path):
@@ -94,4 +89,4 @@ def test_a_mixture_of_experts_has_no_known_operations(tmp_path):
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=4,
     ).save_pretrained(tmp_path)
-    assert student(tmp_path) is None
+    assert student(tmp_path).has_experts

@@ -25,7 +25,7 @@ POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separat
 class Group:
     """Two workers. A response is the seed of its request, so that it tells which step it was drawn for."""
 
-    size, attention_cost = 2, 1e-3
+    size, attention_cost, description = 2, 1e-3, [{"device": "cpu"}] * 2
 
     def __init__(self, fails_at=None):
         self.version, self.events, self.trained, self.accumulated = None, [], [], []

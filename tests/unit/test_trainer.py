@@ -9,7 +9,8 @@ import pytest
 
 from hybrid_gkd.config import OptimConfig, load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
-from hybrid_gkd.metrics import ModelShape, training_flops
+from hybrid_gkd.metrics import training_flops
+from hybrid_gkd.plan import Size
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.trainer import GKDTrainer
@@ -17,7 +18,9 @@ from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
 from hybrid_gkd.workers.actor import learning_rate
 
 NUM_PROMPTS, GROUP_SIZE = 6, 2
-SHAPE = ModelShape(weights=10**9, head=10**8, attention=10**5)
+SIZE = Size(
+    parameters=10**9, kv_bytes_per_token=0, embedding_parameters=10**8, head_parameters=10**8, attention_width=10**5
+)
 
 
 def config(*overrides):
@@ -266,30 +269,27 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
 
 
 @pytest.mark.parametrize(
-    ("workers", "shape", "found"),
+    ("workers", "size", "found"),
     [
-        ([{"device": "NVIDIA H200"}] * 2, SHAPE, True),
-        ([{"device": "NVIDIA H200"}, {"device": "a new one"}], SHAPE, False),
-        ([{"device": "cpu"}] * 2, SHAPE, False),
-        ([{}], SHAPE, False),
-        (None, SHAPE, False),  # a stand-in for the workers that does not say what they are
-        ([{"device": "NVIDIA H200"}] * 2, None, False),  # a mixture of experts
+        ([{"device": "NVIDIA H200"}] * 2, SIZE, True),
+        ([{"device": "NVIDIA H200"}, {"device": "a new one"}], SIZE, False),
+        ([{"device": "cpu"}] * 2, SIZE, False),
+        ([{"device": "NVIDIA H200"}] * 2, dataclasses.replace(SIZE, has_experts=True), False),
     ],
 )
-def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(workers, shape, found, monkeypatch):
+def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(workers, size, found, monkeypatch):
     asked = []
-    monkeypatch.setattr("hybrid_gkd.ppo.trainer.student_shape", lambda config: (asked.append(1), shape)[1])
+    monkeypatch.setattr("hybrid_gkd.ppo.trainer.student_size", lambda config: (asked.append(1), size)[1])
     monkeypatch.setattr(Group, "memory_metrics", lambda self: {}, raising=False)
     trainer, group, rollout = make(PPOTrainer, "actor_rollout_ref.actor.ppo_epochs=3")
-    if workers is not None:
-        group.description = workers
+    group.description = workers
     for _ in range(2):
         trainer.clock.add("update_actor", 0.5)
         metrics = trainer._rollout_metrics(rollout)
         assert ("perf/mfu" in metrics) == found
     if found:
         lengths = [s.num_tokens for s in rollout.sequences]
-        flops = 3 * training_flops(SHAPE, lengths, sum(len(s.response_ids) for s in rollout.sequences))
+        flops = 3 * training_flops(SIZE, lengths, sum(len(s.response_ids) for s in rollout.sequences))
         assert metrics["perf/mfu"] == pytest.approx(flops / 0.5 / (2 * 989e12))
         assert len(asked) == 1  # in a whole run
 
