@@ -1,19 +1,22 @@
 """Prompts from files and hub data sets to token ids, with every row checked before training starts.
 
-Reading is left to the `datasets` library; what is added here are the checks, the chat template and messages
-that name the configuration key, the file, the row (1-based) and the value. Responses are not read: the student
-writes its own.
+Text files are read with the standard library, which keeps every value as it is written; parquet files and hub data
+sets, which have types of their own, with the `datasets` library. What is added here are the checks, the chat template
+and messages that name the configuration key, the file, the row (1-based) and the value. Responses are not read: the
+student writes its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import logging
 import re
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +26,11 @@ from hybrid_gkd.errors import ConfigError, DataError
 from hybrid_gkd.types import Prompt
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 OTHER_SUFFIXES = {".gz", ".zip", ".zst", ".tsv", ".txt", ".arrow"}
 """Not read, but a name that ends so is a file and not a data set on the hub."""
 HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
@@ -98,9 +100,9 @@ def _check_source(file: str, key: str) -> None:
     if path.is_dir():
         raise DataError(f"{key}: must be a file, not a folder; got {file!r}")
     if path.is_file():
-        if path.suffix.lower() not in READERS:
-            raise DataError(f"{key}: must end in one of {', '.join(READERS)}; got {file!r}")
-    elif file.startswith(("/", ".", "~")) or path.suffix.lower() in READERS.keys() | OTHER_SUFFIXES:
+        if path.suffix.lower() not in SUFFIXES:
+            raise DataError(f"{key}: must end in one of {', '.join(SUFFIXES)}; got {file!r}")
+    elif file.startswith(("/", ".", "~")) or path.suffix.lower() in OTHER_SUFFIXES.union(SUFFIXES):
         raise DataError(f"{key}: file not found: {file!r}")
     elif not HUB_NAME.fullmatch(file):
         raise DataError(
@@ -112,85 +114,153 @@ def _read_rows(
     file: str, where: str, prompt_key: str, answer_key: str | None
 ) -> tuple[list[list[dict[str, str]]], list[str | None]]:
     """Chat messages and answer of every row."""
-    dataset = _read(file, where)
-    columns = ", ".join(dataset.column_names)
-    if len(dataset) == 0:
-        raise DataError(f"{where}: holds no rows")
-    if prompt_key not in dataset.column_names:
+    path = [] if answer_key is None else answer_key.split(".")
+    names, rows = _read(file, where, {prompt_key, answer_key, *path[:1]})
+    columns = ", ".join(names)
+    if names and prompt_key not in names:
         raise DataError(f"{where}: no column {prompt_key!r} (data.prompt_key); its columns are: {columns}")
+    if not rows:
+        raise DataError(f"{where}: holds no rows")
     messages = [
-        _check_messages(value, f"{where}, row {row}, column {prompt_key!r}")
-        for row, value in enumerate(dataset[prompt_key], 1)
+        _check_messages(values.get(prompt_key), f"{where}, row {row}, column {prompt_key!r}")
+        for row, values in enumerate(rows, 1)
     ]
     if answer_key is None:
         return messages, [None] * len(messages)
-    column, *path = [answer_key] if answer_key in dataset.column_names else answer_key.split(".")
-    if column not in dataset.column_names:
+    column, *path = [answer_key] if answer_key in names else path
+    if column not in names:
         raise DataError(f"{where}: no column {column!r} (reward.answer_key={answer_key}); its columns are: {columns}")
     return messages, [
-        _answer(value, path, f"{where}, row {row}, answer {answer_key!r} (reward.answer_key)")
-        for row, value in enumerate(dataset[column], 1)
+        _answer(values.get(column), path, f"{where}, row {row}, answer {answer_key!r} (reward.answer_key)")
+        for row, values in enumerate(rows, 1)
     ]
 
 
-def _read(file: str, where: str) -> Dataset:
-    import datasets
-
+def _read(file: str, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+    """The names of all columns, and every row with the wanted ones."""
     path = Path(file).expanduser()
-    with _quiet_datasets(), tempfile.TemporaryDirectory() as scratch:
-        try:
-            if not path.is_file():
-                match = HUB_NAME.fullmatch(file)
-                assert match is not None  # _check_source
-                return datasets.load_dataset(match["name"], match["config"] or None, split=match["split"] or "train")
-            reader = READERS[path.suffix.lower()]
+    try:
+        if path.is_file():
             if path.stat().st_size < 4096 and not path.read_bytes().strip():
                 raise DataError(f"{where}: the file is empty")
-            # Into memory: a copy of the user's data that stays in a cache would be a surprise.
-            return datasets.load_dataset(
-                reader,
+            if path.suffix.lower() in (".jsonl", ".json"):
+                return _read_json(_text(path, where), where, wanted)
+            if path.suffix.lower() == ".csv":
+                return _read_csv(_text(path, where), where, wanted)
+        return _read_dataset(file, path, where, wanted)
+    except DataError:
+        raise
+    # The readers raise errors of pyarrow, fsspec and their own: all mean that the data is unreadable.
+    except Exception as error:
+        if "corresponds to no data" in str(error):  # what `datasets` says of a file without rows
+            raise DataError(f"{where}: holds no rows") from error
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise DataError(f"{where}: cannot be read: {reason}") from error
+
+
+def _text(path: Path, where: str) -> str:
+    content = path.read_bytes()
+    try:
+        return content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{where}, line {line}: must be UTF-8 text; got 0x{content[error.start]:02x} at byte {error.start}"
+        ) from error
+
+
+def _read_json(text: str, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Rows from one object per line, or from one list of objects, or from one object on several lines."""
+    values: Iterable[Any]
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("[") and error.msg != "Extra data":
+            raise DataError(f"{where}: cannot be read: {error}") from error
+        lines = (line.strip() for line in io.StringIO(text, newline=None))
+        values = (_json_object(line, f"{where}, row {row}") for row, line in enumerate(filter(None, lines), 1))
+    else:
+        values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
+    names: dict[str, None] = {}
+    rows = []
+    for row, value in enumerate(values, 1):
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: cannot be read: row {row} is not a JSON object; got {_short(value)}")
+        names |= dict.fromkeys(value)
+        rows.append({name: value[name] for name in value if name in wanted})
+        try:
+            json.dumps(rows[-1], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            bad = error.object[max(0, error.start - 20) : error.end]
+            raise DataError(f"{where}, row {row}: must not hold half of a surrogate pair; got {_short(bad)}") from error
+    return list(names), rows
+
+
+def _json_object(line: str, where: str) -> Any:
+    """The object that `line` holds, or `line` itself if it holds none."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            raise DataError(f"{where}: must not have two fields of one name; got {_short(line)}")
+        return fields
+
+    try:
+        value = json.loads(line, object_pairs_hook=distinct)
+    except ValueError:
+        return line
+    return value if isinstance(value, dict) else line
+
+
+def _read_csv(text: str, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)  # a long prompt may exceed the default, 128 KiB
+    # Strict: else a quote that is never closed would take the rest of the file as one field.
+    lines = (fields for fields in csv.reader(io.StringIO(text, newline=""), strict=True) if not _is_blank(fields))
+    header: list[str] = []
+    rows: list[dict[str, Any]] = []
+    try:
+        header = next(lines, [])
+        columns = [(name, header.index(name)) for name in header if name in wanted]
+        for fields in lines:
+            if len(fields) != len(header):
+                raise DataError(
+                    f"{where}, row {len(rows) + 1}: must have {len(header)} fields, as the header has; got "
+                    f"{len(fields)}: {_short(fields)}"
+                )
+            rows.append({name: fields[column] for name, column in columns})
+    except csv.Error as error:
+        place = f"row {len(rows) + 1}" if header else "the header"
+        raise DataError(f"{where}: cannot be read: {place}: {error}") from error
+    return header, rows
+
+
+def _is_blank(fields: list[str]) -> bool:
+    return not fields or (len(fields) == 1 and fields[0].isspace())
+
+
+def _read_dataset(file: str, path: Path, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Rows of a parquet file or of a hub data set."""
+    import datasets
+
+    with _quiet_datasets(), tempfile.TemporaryDirectory() as scratch:
+        if path.is_file():
+            dataset = datasets.load_dataset(
+                "parquet",
                 data_files=str(path),
                 split="train",
                 cache_dir=scratch,
+                # A copy of the user's data that stays in a cache would be a surprise.
                 keep_in_memory=True,
-                **(_text_columns(path) if reader == "csv" else {}),
+                # By default as many as the first group of rows has, and none is refused.
+                batch_size=1000,
             )
-        except DataError:
-            raise
-        # The readers raise errors of pyarrow, pandas, fsspec and their own: all mean that the data is unreadable.
-        except Exception as error:
-            if "corresponds to no data" in str(error):  # what the reader says of [] and of a csv with a header only
-                raise DataError(f"{where}: holds no rows") from error
-            cause = error.__cause__ or error
-            reason = _bad_line(path) or (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            raise DataError(f"{where}: cannot be read: {reason}") from error
-
-
-def _text_columns(path: Path) -> dict[str, Any]:
-    """Options that keep every csv field as it is written: 007 is no number, and an empty text no missing one."""
-    import datasets
-
-    with path.open(newline="", encoding="utf-8-sig") as lines:
-        header = next(csv.reader(lines))
-    return {
-        "features": datasets.Features({name: datasets.Value("string") for name in header}),
-        "keep_default_na": False,
-    }
-
-
-def _bad_line(path: Path) -> str:
-    """The first row of a JSON lines file that is no JSON object, which the reader's error does not name."""
-    if path.suffix.lower() != ".jsonl" or not path.is_file():
-        return ""
-    with path.open("rb") as lines:
-        for row, line in enumerate(lines, 1):
-            try:
-                bad = bool(line.strip()) and not isinstance(json.loads(line), dict)
-            except ValueError:
-                bad = True
-            if bad:
-                return f"row {row} is not a JSON object; got {_short(line.strip().decode(errors='replace'))}"
-    return ""
+        else:
+            match = HUB_NAME.fullmatch(file)
+            assert match is not None  # _check_source
+            dataset = datasets.load_dataset(match["name"], match["config"] or None, split=match["split"] or "train")
+        names = dataset.column_names
+        return names, list(dataset.select_columns([name for name in names if name in wanted]))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ import time
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hybrid_gkd.data.prompts import load_prompts
@@ -30,9 +32,9 @@ def load(*files, **changes):
 @pytest.fixture
 def write(tmp_path):
     def write(text, name="rows.jsonl"):
-        if not isinstance(text, str):
+        if isinstance(text, list):
             text = "".join(json.dumps(row) + "\n" for row in text)
-        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         return tmp_path / name
 
     return write
@@ -69,6 +71,86 @@ def test_json_array_and_csv(write, name, text):
 def test_csv_fields_stay_text(write):
     prompts = load(write('prompt,answer\n007,"1,5"\nNA,\n', "a.csv"), answer_key="answer")
     assert [(p.text, p.answer) for p in prompts] == [("007", "1,5"), ("NA", "")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,answer\na,1\n\n   \nb,2\n",
+        "\ufeffprompt,answer\r\na,1\r\nb,2",
+        '\nprompt,answer\n"a",1\n"b","2"\n',
+        "prompt,answer,\na,1,\nb,2,\n",
+    ],
+)
+def test_csv_with_blank_lines_a_byte_order_mark_or_an_unnamed_column(write, text):
+    prompts = load(write(text, "a.csv"), answer_key="answer")
+    assert [(p.text, p.answer) for p in prompts] == [("a", "1"), ("b", "2")]
+
+
+def test_a_csv_field_may_be_long_and_have_lines(write):
+    text = "a\n\n" + "b" * 200_000
+    [prompt] = load(write(f'prompt\n"{text}"\n', "a.csv"), max_prompt_length=300_000)
+    assert prompt.text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b,1\nc,d,2\n", r"row 1: must have 2 fields, as the header has; got 3: \['a', 'b', '1'\]"),
+        ("a,1,\nb,2,\n", r"row 1: must have 2 fields, as the header has; got 3: \['a', '1', ''\]"),
+        ("a,1\n\nb,2,3\n", r"row 2: must have 2 fields, as the header has; got 3"),
+        ("a,1\nb\n", r"row 2: must have 2 fields, as the header has; got 1: \['b'\]"),
+        ('a,1\nb,"2\nc,3\n', r"cannot be read: row 2: unexpected end of data"),
+    ],
+)
+def test_a_csv_row_has_as_many_fields_as_the_header(write, text, message):
+    with pytest.raises(DataError, match=r"data\.train_files: '.*a\.csv'.*" + message):
+        load(write("prompt,answer\n" + text, "a.csv"), answer_key="answer")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_values_keep_their_types(write, name):
+    rows = [
+        {"prompt": "2020-01-01", "answer": "000005", "reward": {"a": 1}},
+        {"prompt": [{"role": "user", "content": "2020-01-02"}], "answer": 5, "reward": "none"},
+        {"prompt": "2020-01-03", "answer": 7.5},
+        {"prompt": "2020-01-04", "answer": 12345678901234567890123},
+    ]
+    prompts = load(write(rows if name == "a.jsonl" else json.dumps(rows, indent=1), name), answer_key="answer")
+    assert [p.text for p in prompts] == ["2020-01-01", "2020-01-02", "2020-01-03", "2020-01-04"]
+    assert [p.answer for p in prompts] == ["000005", "5", "7.5", "12345678901234567890123"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_mixed_column_names_the_row_that_is_no_text(write, name):
+    rows = [{"prompt": "5"}, {"prompt": 7}, {"prompt": "6"}]
+    with pytest.raises(DataError, match=r"row 2, column 'prompt': must be a text.*got 7"):
+        load(write(rows if name == "a.jsonl" else json.dumps(rows), name))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": "x"}\n{"prompt": "y\u2028z"}\n',
+        '\ufeff\r\n{"prompt": "x"}\r\n \r\n{"prompt": "y\u2028z"}',
+        '[{"prompt": "x"}, {"prompt": "y\u2028z"}]',
+        '\ufeff [\n{"prompt":\n"x"},\n{"prompt": "y\u2028z"}\n]\n',
+    ],
+)
+def test_json_is_an_object_per_line_or_a_list(write, name, text):
+    assert [p.text for p in load(write(text, name))] == ["x", "y\u2028z"]
+    assert [p.text for p in load(write('{\n "prompt": "x"\n}', name))] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_text_that_is_not_utf_8_is_named_with_its_place(write, name):
+    text = 'prompt\n"ä"\n' if name == "a.csv" else '{"prompt": "x"}\n{"prompt": "ä"}\n'
+    offset = text.index("ä")
+    with pytest.raises(DataError, match=rf"{name}', line 2: must be UTF-8 text; got 0xe4 at byte {offset}"):
+        load(write(text.encode("latin-1"), name))
+    with pytest.raises(DataError, match=r"line 1: must be UTF-8 text; got 0xff at byte 0"):
+        load(write(text.encode("utf-16"), name))
 
 
 def test_several_files_are_numbered_through(write):
@@ -143,6 +225,13 @@ def test_hub_names(monkeypatch, file, expected):
         ('{"prompt": [{"role": "user"}]}\n', r"row 1.*'role' and 'content'; got \{'role': 'user'\}"),
         ('{"prompt": "x"}\n{"prompt": "y"\n', r"cannot be read: row 2 is not a JSON object; got '\{\"prompt\": \"y\"'"),
         ('{"prompt": "x"}\n[1]\n', r"cannot be read: row 2 is not a JSON object; got '\[1\]'"),
+        ('[1]\n{"prompt": "x"}\n', r"cannot be read: row 1 is not a JSON object; got '\[1\]'"),
+        ('{"prompt": "x"\n{"prompt": "y"}\n', r"cannot be read: row 1 is not a JSON object; got '\{\"prompt\": \"x\"'"),
+        ('{"prompt": "x"}\nnull\n', r"cannot be read: row 2 is not a JSON object; got 'null'"),
+        ('{"prompt": "x"}\n{"answer": 1}\n', r"row 2, column 'prompt': must be a text.*got None"),
+        ('{"prompt": "x"}\n{"prompt": "y", "prompt": "z"}\n', r"row 2: must not have two fields of one name; got"),
+        ('{"prompt": "x"}\n{"prompt": "y\\ud800"}\n', r"row 2: must not hold half of a surrogate pair; got"),
+        ('{"prompt": ' + "[" * 100_000, "cannot be read: maximum recursion depth exceeded"),
     ],
 )
 def test_bad_files_are_named_with_key_file_and_row(write, text, message):
@@ -154,6 +243,9 @@ def test_bad_files_are_named_with_key_file_and_row(write, text, message):
     ("name", "text", "message"),
     [
         ("a.json", "[]", "holds no rows"),
+        ("a.json", '[{"prompt": "x"},\n1]', "cannot be read: row 2 is not a JSON object; got 1"),
+        ("a.json", '[{"prompt": "x"},\n{"prompt"', "cannot be read: Expecting ':' delimiter: line 2 column 10"),
+        ("a.csv", "answer\n1\n", r"no column 'prompt' \(data.prompt_key\); its columns are: answer"),
         ("a.csv", "prompt,answer\n", "holds no rows"),
         ("a.parquet", "nonsense", "cannot be read"),
         ("a.txt", "x", r"must end in one of \.jsonl"),
@@ -162,6 +254,15 @@ def test_bad_files_are_named_with_key_file_and_row(write, text, message):
 def test_other_formats_are_checked_too(write, name, text, message):
     with pytest.raises(DataError, match=r"data\.train_files.*" + message):
         load(write(text, name))
+
+
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_a_parquet_file_without_rows(tmp_path, num_groups):
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("prompt", pa.string())])) as writer:
+        for _ in range(num_groups):
+            writer.write_table(pa.table({"prompt": pa.array([], pa.string())}))
+    with pytest.raises(DataError, match=r"a\.parquet': holds no rows"):
+        load(tmp_path / "a.parquet")
 
 
 def test_a_folder_is_no_file(tmp_path):
@@ -220,11 +321,13 @@ def test_filtering_leaves_long_rows_out_and_says_how_many(write, caplog):
 
 def test_reading_is_quiet_and_leaves_nothing_behind(write, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    file = write([{"prompt": "x"}])
+    datasets.Dataset.from_list([{"prompt": "x"}]).to_parquet(tmp_path / "rows.parquet")
+    bad = write("nonsense", "bad.parquet")
     before = sorted(tmp_path.iterdir())
-    load(file)
+    capfd.readouterr()
+    load(tmp_path / "rows.parquet")
     with pytest.raises(DataError):
-        load(write("{", "rows.jsonl"))
+        load(bad)
     assert sorted(tmp_path.iterdir()) == before
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
