@@ -106,18 +106,19 @@ class Clock:
             until: every request that began before is among these or earlier ones.
 
         Returns:
-            Seconds in which at least one was under way, which is `timing/get_teacher_knowledge`.
+            Seconds in which at least one was under way, which is `timing/get_teacher_knowledge`; without those that an
+            earlier call has counted.
         """
         spans = []
         for start, end in sorted(intervals):
             lane = next((n for n, free in enumerate(self._request_lanes) if free <= start), len(self._request_lanes))
             self._request_lanes[lane : lane + 1] = [end]
             spans.append(Span("teacher", "request", start, end, lane))
+        in_flight = seconds(intersect(intervals, gaps(self._requests)))
         self._requests += intervals
         self._requests_until = until
         if self.trace is not None:
             self.trace.write(spans)
-        in_flight = seconds(intervals)
         self.add("get_teacher_knowledge", in_flight)
         return in_flight
 

@@ -85,7 +85,7 @@ METRICS: dict[str, Metric] = {
     "timing/sync_rollout_weights": Metric("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": Metric("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": Metric("seconds", "Validation on held-out prompts"),
-    "timing/save_checkpoint": Metric("seconds", "Writing the checkpoint of the step before"),
+    "timing/save_checkpoint": Metric("seconds", "Writing the checkpoint of the step before, and publishing once more"),
     # The teacher service, seen from the trainer.
     "teacher/latency": Metric("seconds", "From sending a request to its reply, median over the requests of the step"),
     "teacher/latency_p95": Metric("seconds", "The same, 95th percentile"),

@@ -173,5 +173,6 @@ class GKDTrainer(PPOTrainer):
             for name, percent in (("latency", 50), ("latency_p95", 95), ("latency_p99", 99)):
                 seen[f"teacher/{name}"] = float(np.percentile(found.latencies, percent))
             seen["teacher/bytes_per_token"] = found.bytes_received / found.response_tokens
+        if in_flight:
             seen["teacher/tokens_per_second"] = found.tokens / in_flight
         return seen | {"teacher/retries": float(found.retries)}

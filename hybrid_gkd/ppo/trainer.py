@@ -99,6 +99,10 @@ class PPOTrainer:
         self.step = 0
         self.checkpoint: Path | None = None
         """The newest checkpoint that this run wrote or continued from."""
+        self._saved_step = 0
+        """The step that it was written after."""
+        self._unreported: dict[str, float] = {}
+        """Metrics of the update of `step`, until they are reported."""
         self.first_metrics: dict[str, float] = {}
         self.last_metrics: dict[str, float] = {}
         self.on_generate: list[Callable[[], None]] = []
@@ -123,12 +127,13 @@ class PPOTrainer:
         self._publish_weights()
         if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
             self._report(self._validate())
+        self.clock.take()  # the first step's times are its own
         try:
             for rollout in self._rollouts(self.step + 1, self.total_steps):
-                metrics = self._update_actor(rollout)
+                metrics = self._unreported = self._update_actor(rollout)
                 self.step, self._weights_are_whole = rollout.step, True
                 self._publish_weights()
-                metrics |= self._rollout_metrics(rollout)
+                metrics = metrics | self._rollout_metrics(rollout)
                 if self._due(self.config.trainer.test_freq) and self.val_prompts:
                     metrics |= self._validate()
                 self._report(metrics)
@@ -213,7 +218,7 @@ class PPOTrainer:
             for finished in self.group.generate(requests, sampling):
                 self._rollouts.news()
                 sequences |= {sequence.index: sequence for sequence in finished}
-                for listener in self.on_finished:
+                for listener in self.on_finished if finished else ():
                     listener(step, finished)
         ordered = tuple(sequences[request.index] for request in requests)
         return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered)
@@ -351,61 +356,77 @@ class PPOTrainer:
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise TrainingError(f"step {self.step}: {bad[0]} is {metrics[bad[0]]}")
+        self._remember(metrics)
+        self.tracking.log(metrics, self.step)
+        self._unreported = {}
+
+    def _remember(self, metrics: dict[str, float]) -> None:
         for name in ("actor/kl_loss", "val/accuracy"):
             if name in metrics:
                 self.first_metrics.setdefault(name, metrics[name])
                 self.last_metrics[name] = metrics[name]
-        self.tracking.log(metrics, self.step)
-
-    def _data_state(self) -> dict[str, Any]:
-        """What a checkpoint belongs to, and what decides, with the step, which prompts and seeds come next."""
-        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
-        return {
-            "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
-            "num_prompts": len(self.train_prompts),
-            "data.train_batch_size": data.train_batch_size,
-            "data.shuffle": data.shuffle,
-            "data.seed": data.seed,
-            "actor_rollout_ref.rollout.n": rollout.n,
-            "actor_rollout_ref.rollout.seed": rollout.seed,
-        }
 
     def _save(self) -> None:
-        self._write_checkpoint()
-        if self.step < self.total_steps and self.config.actor_rollout_ref.hybrid_engine:
-            self._publish_weights()  # the engine made room for the optimizer state and lost its weights
+        with self.clock.span("save_checkpoint"):
+            self._write_checkpoint()
+            if self.step < self.total_steps and self.config.actor_rollout_ref.hybrid_engine:
+                self.group.publish(self.step)  # the engine made room for the optimizer state and lost its weights
 
     def _save_last_state(self) -> None:
         """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""
-        saved = self.checkpoint is not None and load_state(self.checkpoint).step == self.step
-        if self.step == 0 or saved or not self._weights_are_whole or self.config.trainer.save_freq == 0:
+        nothing_new = self.step == self._saved_step or not self._weights_are_whole
+        if nothing_new or self.config.trainer.save_freq == 0:
             return
         try:
             if self.group.can_save():
+                self._remember(self._unreported)
                 self._write_checkpoint()
                 logger.warning("the state after step %d is saved: %s", self.step, self.checkpoint)
+                if self._unreported:  # a run that resumes here will not see this step again
+                    self.tracking.log(self._unreported | {"training/global_step": float(self.step)}, self.step)
         except Exception as error:  # what ended the run is what has to be reported
             logger.warning("the state after step %d could not be saved: %s", self.step, error)
 
     def _write_checkpoint(self) -> None:
-        state = TrainerState(step=self.step, data=self._data_state(), first_metrics=self.first_metrics)
+        data = data_state(self.config, len(self.train_prompts))
+        state = TrainerState(step=self.step, data=data, first_metrics=self.first_metrics)
         model = self.config.actor_rollout_ref.model
-        with self.clock.span("save_checkpoint"), self.store.writing(state) as folder:
+        with self.store.writing(state) as folder:
             self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
-        self.checkpoint = self.store.latest()
+        self.checkpoint, self._saved_step = self.store.latest(), self.step
 
     def _resume(self, folder: Path) -> None:
-        state = load_state(folder)
-        for key, now in self._data_state().items():
-            if state.data.get(key) != now:
-                raise CheckpointError(
-                    f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, so it would not "
-                    "go on with the same batches; use trainer.resume_mode=disable or another trainer.experiment_name"
-                )
+        state = state_to_resume(folder, self.config, len(self.train_prompts))
         self.group.load_checkpoint(folder)
-        self.step = state.step
+        self.step = self._saved_step = state.step
         self.first_metrics = dict(state.first_metrics)
         self.checkpoint = folder
+
+
+def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
+    """What a checkpoint belongs to, and what decides, with the step, which prompts and seeds come next."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    return {
+        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
+        "num_prompts": num_prompts,
+        "data.train_batch_size": data.train_batch_size,
+        "data.shuffle": data.shuffle,
+        "data.seed": data.seed,
+        "actor_rollout_ref.rollout.n": rollout.n,
+        "actor_rollout_ref.rollout.seed": rollout.seed,
+    }
+
+
+def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:
+    """Of a checkpoint. Raises CheckpointError if it cannot be read, or belongs to a run on other data."""
+    state = load_state(folder)
+    for key, now in data_state(config, num_prompts).items():
+        if state.data.get(key) != now:
+            raise CheckpointError(
+                f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, so it would not "
+                "go on with the same batches; use trainer.resume_mode=disable or another trainer.experiment_name"
+            )
+    return state
 
 
 def make_sampler(config: Config, num_prompts: int) -> PromptSampler:

@@ -146,6 +146,16 @@ def test_requests_under_way_at_once_are_in_lanes_of_their_own(tmp_path):
     assert [event["tid"] for event in events] == [0, 1, 1, 1]
 
 
+def test_requests_that_are_under_way_at_a_report_count_once():
+    """One of two seconds begins every second, so that there always is one; reports come every five seconds."""
+    clock = Clock()
+    counted = [
+        clock.requests([(end - 2, end) for end in range(now - 4, now + 1)], until=now - 1) for now in range(7, 28, 5)
+    ]
+    assert counted == [6, 5, 5, 5, 5]
+    assert clock.take() == {"timing/get_teacher_knowledge": 26}
+
+
 def test_a_trace_that_has_no_end_can_be_read_and_an_earlier_one_is_kept(tmp_path):
     path = tmp_path / "trace.json"
     file = TraceFile(path)

@@ -1,5 +1,6 @@
 """Generation ahead of the update, on a stand-in for the workers: what is generated, trained and published when."""
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -292,6 +293,35 @@ def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overr
     _, _, failure = fit("sync", 3, tmp_path, *pools, *overrides, "trainer.save_freq=-1", group=group)
     assert failure is error
     assert group.saved == saved
+
+
+@POOLS
+def test_a_failure_is_not_hidden_by_a_checkpoint_that_is_gone_and_leaves_no_gap_in_the_metrics(pools, tmp_path):
+    group, tracking = Group(), Tracking()
+    publish = group.publish
+
+    def fail_at_step_3(version):
+        if version == 3:
+            shutil.rmtree(tmp_path / "global_step_2")
+            raise WorkerError("rollout worker 0 died")
+        return publish(version)
+
+    group.publish = fail_at_step_3
+    trainer, _, failure = fit("sync", 5, tmp_path, *pools, "trainer.save_freq=2", group=group, tracking=tracking)
+    assert "rollout worker 0 died" in str(failure)
+    assert load_state(trainer.checkpoint).step == 3
+    _, _, failure = fit("sync", 5, tmp_path, *pools, resume_from=trainer.checkpoint, tracking=tracking)
+    assert failure is None
+    assert sorted(tracking.rows) == [0, 1, 2, 3, 4, 5]
+    assert tracking.rows[3]["actor/loss"] == 1.0
+
+
+def test_the_times_of_a_step_are_without_those_of_checkpoints_and_of_the_start(tmp_path):
+    group = Group()
+    publish = group.publish
+    group.publish = lambda version: publish(version) | {"offload": 1.0}
+    trainer, _, _ = fit("sync", 3, tmp_path, "trainer.save_freq=1", "trainer.val_before_train=false", group=group)
+    assert [trainer.tracking.rows[step]["timing/offload"] for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
 def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):
