@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as ended:
         if terminated:
             return terminated[0]
+        if ended.code == signal.SIGTERM:  # so Ray's own handler ends a process while Ray starts
+            return 128 + signal.SIGTERM
         print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
         return 1
     return 0

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.tokenizer import first_line
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import Config
@@ -117,7 +118,9 @@ def load_state(folder: Path) -> TrainerState:
     try:
         return TrainerState(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"trainer.resume_from_path: {file} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"trainer.resume_mode, trainer.resume_from_path: {file} cannot be read: {error}"
+        ) from error
 
 
 def save_actor(actor: Actor, folder: Path, *, tokenizer_path: str, config: Config) -> None:
@@ -149,8 +152,11 @@ def load_actor(actor: Actor, folder: Path) -> None:
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "updates_done": 0}
     try:
         dcp.load(state, checkpoint_id=folder / "actor")
-    except Exception as error:  # dcp wraps what a rank raised in types of its own
-        raise CheckpointError(f"{folder / 'actor'} cannot be loaded: {error}") from error
+    except dcp.api.CheckpointException as error:  # no Exception; holds what each rank raised
+        causes = {first_line(cause) for cause, _ in error.failures.values()}
+        raise CheckpointError(f"{folder / 'actor'} cannot be loaded: {'; '.join(sorted(causes))}") from None
+    except Exception as error:
+        raise CheckpointError(f"{folder / 'actor'} cannot be loaded: {first_line(error)}") from error
     set_state_dict(
         actor.model, actor.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )

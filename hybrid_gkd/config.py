@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,7 +263,7 @@ class TeacherConfig:
 
     @property
     def endpoints(self) -> list[str]:
-        """host:port of every given service; "" where server_ip has an empty entry."""
+        """host:port of every given service; empty where server_ip has an empty entry."""
         hosts = [host.strip() for host in (self.server_ip or "").split(",")]
         port = TEACHER_PORT if self.server_port is None else self.server_port
         return [host if ":" in host or not host else f"{host}:{port}" for host in hosts]
@@ -535,6 +537,8 @@ def _merge(base: Any, extra: DictConfig, key: str = "") -> Any:
     except OmegaConfBaseException as error:
         named = error.full_key or key or "config"
         raise ConfigError(str(named), _reason(error), show_value=False) from None
+    except TypeError as error:  # a part of a list, for example
+        raise ConfigError(key or "config", str(error), show_value=False) from None
 
 
 def _all_keys(node: Any, prefix: str = "") -> list[str]:
@@ -553,7 +557,10 @@ def _full_key(error: OmegaConfBaseException) -> str:
 
 
 def _reason(error: OmegaConfBaseException) -> str:
-    return str(error.msg or error).splitlines()[0]
+    reason = str(error.msg or error).splitlines()[0]
+    if "is not a ListConfig" in reason:
+        return "must be a list: items in brackets, with commas between them"
+    return reason
 
 
 def _demo_path(part: str) -> str:
@@ -564,6 +571,13 @@ def _demo_path(part: str) -> str:
 
 
 def _normalise(config: Config) -> None:
+    arr = config.actor_rollout_ref
+    for section, name in (
+        (arr.model, "path"), (arr.model, "tokenizer_path"), (arr.teacher.model, "path"), (arr.teacher, "keys")
+    ):
+        value = getattr(section, name)
+        if isinstance(value, str):  # the shell leaves the ~ behind a = alone
+            setattr(section, name, os.path.expanduser(value))
     for name in ("train_files", "val_files"):
         value = getattr(config.data, name)
         files = [value] if isinstance(value, str) else (value or [])
@@ -671,10 +685,20 @@ def _check_distillation(config: Config) -> None:
         )
     if teacher.server_ip is not None and teacher.server_port == 0:
         raise ConfigError("actor_rollout_ref.teacher.server_port", "must be given together with server_ip", 0)
-    if teacher.server_ip is not None and len(set(filter(None, teacher.endpoints))) < len(teacher.endpoints):
+    endpoints = teacher.endpoints
+    if teacher.server_ip is not None and (
+        len(set(endpoints)) < len(endpoints) or not all(re.fullmatch(r"[^\s:/]+:\d{1,5}", end) for end in endpoints)
+    ):
         raise ConfigError(
             "actor_rollout_ref.teacher.server_ip", "must be host, host:port, or several of them, all different, "
             "separated by commas", teacher.server_ip,
+        )
+    if teacher.server_ip is None and (teacher.max_model_len or math.inf) <= config.max_sequence_length:
+        raise ConfigError(
+            "actor_rollout_ref.teacher.max_model_len",
+            "must be above data.max_prompt_length + data.max_response_length "
+            f"({config.max_sequence_length}): vLLM scores a sequence by generating one token more",
+            teacher.max_model_len,
         )
     if teacher.keys is not None and teacher.server_ip is None:
         raise ConfigError("actor_rollout_ref.teacher.keys", "is for a running service (server_ip)", teacher.keys)
@@ -766,13 +790,23 @@ actor_rollout_ref.rollout.val_kwargs.temperature actor_rollout_ref.teacher.max_r
 actor_rollout_ref.rollout.seed data.seed trainer.seed trainer.log_val_generations
 """.split()
 _SHARES = """
-actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.rollout.top_p
-actor_rollout_ref.rollout.val_kwargs.top_p actor_rollout_ref.rollout.gpu_memory_utilization
+actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.rollout.gpu_memory_utilization
 actor_rollout_ref.teacher.gpu_memory_utilization distillation.beta
 """.split()
 
 
+def _check_finite(node: Any, prefix: str = "") -> None:
+    for entry in dataclasses.fields(node):
+        value, key = getattr(node, entry.name), f"{prefix}{entry.name}"
+        if dataclasses.is_dataclass(value):
+            _check_finite(value, f"{key}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(key, "must be finite", value)
+
+
 def _check_ranges(config: Config) -> None:
+    _check_finite(config)
+
     def value_of(key: str) -> Any:
         node: Any = config
         for part in key.split("."):
@@ -788,6 +822,16 @@ def _check_ranges(config: Config) -> None:
     require(_POSITIVE, "must be above 0", lambda value: value > 0)
     require(_NOT_NEGATIVE, "must be at least 0", lambda value: value >= 0)
     require(_SHARES, "must be between 0 and 1", lambda value: 0 <= value <= 1)
+    require(
+        ["actor_rollout_ref.rollout.top_p", "actor_rollout_ref.rollout.val_kwargs.top_p"],
+        "must be above 0 and at most 1", lambda value: 0 < value <= 1,
+    )
+    require(
+        ["actor_rollout_ref.actor.optim.betas"], "must be at least 0 and below 1 each",
+        lambda value: all(0 <= beta < 1 for beta in value),
+    )
+    seeds = ["actor_rollout_ref.rollout.seed", "data.seed", "trainer.seed"]
+    require(seeds, "must be below 2**32", lambda value: value < 2**32)
     require(["trainer.save_freq", "trainer.test_freq"], "must be -1, 0 or more", lambda value: value >= -1)
     require(["actor_rollout_ref.teacher.server_port"], "must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
     require(

@@ -65,50 +65,57 @@ class Size:
 def model_size(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
 ) -> Size:
-    """Count a model's parameters and what its tokens take from its config.json, without weights. Raises ModelError."""
+    """Count a model's parameters and what its tokens take from its config.json, without weights.
+
+    Raises:
+        ModelError: it cannot be read.
+        ConfigError: `override_config` names a field that it does not have.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
-        config = _read_config(path, trust_remote_code)
-        for name, value in override_config.items():
-            setattr(config, name, value)
+        config = read_config(path, trust_remote_code, override_config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: the model's configuration cannot be read: {first_line(error)}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a model raises whose numbers do not fit together
+        raise ModelError(f"{path}: the model's configuration cannot be used: {first_line(error)}") from error
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     stored = getattr(config, "dtype", None) or torch.float32  # text where another library read config.json
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kept = config.hidden_size
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kept = text.hidden_size
     if not checkpointing:
-        kept = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        kept = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     parameters = sum(p.numel() for p in model.parameters())
     return Size(
         parameters=parameters,
-        kv_bytes_per_token=2 * 2 * config.num_hidden_layers * heads * head_dim,
-        activation_bytes_per_token=2 * config.num_hidden_layers * kept,
+        kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
+        activation_bytes_per_token=2 * text.num_hidden_layers * kept,
         embedding_parameters=sum(p.numel() for p in torch.nn.ModuleList(ends).parameters()),
         tied_parameters=sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - parameters,
         stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
-        head_parameters=config.vocab_size * config.hidden_size,
-        attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
-        has_experts=any("expert" in name and value for name, value in config.to_dict().items()),
+        head_parameters=text.vocab_size * text.hidden_size,
+        attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
+        has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
     )
 
 
-def _read_config(path: str, trust_remote_code: bool) -> Any:
+def read_config(path: str, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
     """A model's configuration: of a folder, of the hub's cache, or of a hub that answers at once.
 
     Raises:
         OSError, ValueError: it is in none of them, or cannot be used.
+        ConfigError: `override_config` names a field that it does not have.
     """
     from huggingface_hub import get_session, hf_hub_url
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except OSError as error:
         if os.path.isdir(path):
             raise
@@ -116,7 +123,16 @@ def _read_config(path: str, trust_remote_code: bool) -> Any:
             get_session().head(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)
         except Exception:  # whatever the hub's transport raises
             raise error from None
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    for name, value in override_config.items():
+        if not hasattr(config, name):
+            raise ConfigError("actor_rollout_ref.model.override_config", f"{path} has no such field", name)
+        try:
+            setattr(config, name, value)
+        except Exception as error:  # transformers checks types with errors of its own
+            rule = f"{path} does not take this {name}: {first_line(error)}"
+            raise ConfigError("actor_rollout_ref.model.override_config", rule, value) from error
+    return config
 
 
 def engine_dtype(config: Config, device: str) -> str:
@@ -141,6 +157,15 @@ def _gathered_bytes(config: Config, size: Size) -> int:
     """
     reshards = config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward
     return 2 * (size.embedding_parameters if reshards else size.parameters)
+
+
+def _largest_micro_batch(config: Config) -> int:
+    """Tokens of the largest micro-batch that there can be on a GPU, if no sequence alone is larger."""
+    actor, longest = config.actor_rollout_ref.actor, config.max_sequence_length
+    whole = longest * math.ceil(config.mini_batch_size * config.actor_rollout_ref.rollout.n / config.world_size)
+    if actor.use_dynamic_bsz:
+        return min(whole, actor.ppo_max_token_len_per_gpu)
+    return min(whole, longest * (actor.ppo_micro_batch_size_per_gpu or 1))
 
 
 def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | None) -> dict[str, dict[str, float]]:
@@ -176,10 +201,8 @@ def phase_bytes(config: Config, size: Size, *, device: str, total_bytes: int | N
         if phase in ("update", "optimizer_step"):
             present["gradients"] = master
         if phase == "update" and device == "cuda":
-            sequences = config.data.train_batch_size * arr.rollout.n / config.world_size
-            tokens = min(arr.actor.ppo_max_token_len_per_gpu, sequences * config.max_sequence_length)
             present["gathered_params"] = _gathered_bytes(config, size)
-            present["activations"] = tokens * size.activation_bytes_per_token
+            present["activations"] = _largest_micro_batch(config) * size.activation_bytes_per_token
         if hybrid and device == "cuda" and "engine_weights" not in present:
             present["sleeping engine"] = SLEEPING_ENGINE_BYTES
         if total_bytes is not None and teacher_shares_gpu(config):

@@ -31,17 +31,18 @@ from hybrid_gkd.plan import (
     check_free_memory,
     disk_bytes,
     plan,
+    read_config,
     student_size,
     teacher_share,
     teacher_shares_gpu,
 )
 from hybrid_gkd.ppo.rewards import Reward, load_reward
-from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, total_steps
+from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, state_to_resume, total_steps
 from hybrid_gkd.report import RunSummary
 from hybrid_gkd.teacher.local import LocalTeacher
 from hybrid_gkd.teacher.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from hybrid_gkd.trace import TraceFile
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt
@@ -50,6 +51,8 @@ from hybrid_gkd.workers.placement import Placement, threads_per_process
 from hybrid_gkd.workers.rollout import resolve_engine
 
 logger = logging.getLogger(__name__)
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
@@ -74,6 +77,9 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
         store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         resume_from = find_checkpoint(config, store)
+        if resume_from is not None:
+            state_to_resume(resume_from, config, len(inputs.train_prompts))
+        (config.run_dir / "config.yaml").write_text(to_yaml(config))
         teacher, local, shares_gpu = None, None, False
         if config.distillation.enabled:
             local = start_local_teacher(config, device, stack)
@@ -138,10 +144,14 @@ class Inputs:
     def __init__(self, config: Config):
         arr = config.actor_rollout_ref
         check_model_folder("actor_rollout_ref.model.path", arr.model.path)
-        check_length("student", arr.model.path, config, config.max_sequence_length)
-        self.tokenizer = load_tokenizer(
-            arr.model.tokenizer_path or arr.model.path, trust_remote_code=arr.model.trust_remote_code
-        )
+        check_length("student", arr.model.path, config, config.max_sequence_length, arr.model.override_config)
+        try:
+            self.tokenizer = load_tokenizer(
+                arr.model.tokenizer_path or arr.model.path, trust_remote_code=arr.model.trust_remote_code
+            )
+        except ModelError as error:
+            key = "tokenizer_path" if arr.model.tokenizer_path else "path"
+            raise ModelError(f"actor_rollout_ref.model.{key}: {error}") from error
         self.stop_token_ids = find_stop_token_ids(arr.model.path, self.tokenizer)
         self.reward: Reward | None = None
         if config.reward.answer_key is not None:
@@ -157,7 +167,8 @@ class Inputs:
         path = config.actor_rollout_ref.teacher.model.path
         assert path is not None
         check_model_folder("actor_rollout_ref.teacher.model.path", path)
-        check_length("teacher", path, config, config.max_sequence_length + 1)  # vLLM has to generate a token to score
+        needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
+        check_length("teacher", path, config, needed, {})
         teacher = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
         if tokenizer_hash(teacher) != tokenizer_hash(self.tokenizer):
             raise TeacherMismatch(
@@ -201,21 +212,19 @@ def check_model_folder(key: str, path: str) -> None:
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ModelError(f"{key}: the folder has no config.json; got {path!r}")
+        if not any(file.suffix in WEIGHT_SUFFIXES for file in Path(path).iterdir()):
+            raise ModelError(f"{key}: the folder has no weights ({', '.join(WEIGHT_SUFFIXES)}); got {path!r}")
     elif looks_local:
         raise ModelError(f"{key}: no such folder; got {path!r}")
 
 
-def check_length(who: str, path: str, config: Config, needed: int) -> None:
+def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:
     """The longest possible sequence must fit the model. Raises ConfigError or ModelError."""
-    from transformers import AutoConfig
-
     try:
-        hf_config = AutoConfig.from_pretrained(
-            path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
-        ).get_text_config()
+        hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
     except (OSError, ValueError) as error:
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
-    limit = getattr(hf_config, "max_position_embeddings", None)
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and limit < needed:
         data = config.data
         raise ConfigError(
@@ -235,6 +244,10 @@ def find_stop_token_ids(path: str, tokenizer: Any) -> list[int]:
         configured = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the file is optional
         configured = None
+    except ValueError as error:
+        raise ModelError(
+            f"actor_rollout_ref.model.path: generation_config.json of {path} cannot be used: {first_line(error)}"
+        ) from error
     ids += configured if isinstance(configured, list) else [] if configured is None else [configured]
     if not ids:
         raise ModelError(f"actor_rollout_ref.model.path: {path} defines no end-of-sequence token")
@@ -278,7 +291,7 @@ def check_disk(config: Config, needed: int) -> str:
 
 @contextlib.contextmanager
 def locked_run_folder(config: Config) -> Iterator[None]:
-    """Create the run folder for this process alone and write the resolved configuration into it.
+    """Create the run folder for this process alone.
 
     With `trainer.resume_mode=disable` an earlier run of the same name is moved aside, never overwritten.
 
@@ -303,7 +316,6 @@ def locked_run_folder(config: Config) -> Iterator[None]:
             os.rename(run_dir, aside)
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(config))
         yield
 
 
@@ -386,15 +398,13 @@ def teacher_gpus(config: Config) -> list[int]:
 
 def connect(config: Config, inputs: Inputs, endpoints: list[str]) -> TeacherClient:
     """A client that has checked that this teacher fits this student."""
-    from transformers import AutoConfig
-
     teacher, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
-    hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     client = TeacherClient(
         endpoints,
         topk=config.distillation.topk,
         temperature=config.distillation.temperature,
-        vocab_size=hf_config.vocab_size,
+        vocab_size=hf_config.get_text_config().vocab_size,
         connect_timeout=teacher.connect_timeout,
         request_timeout=teacher.request_timeout,
         max_retries=teacher.max_retries,

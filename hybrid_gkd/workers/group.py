@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_d
 
 logger = logging.getLogger(__name__)
 
+REACH_SECONDS = 5.0
+"""How long a cluster may take to accept a connection."""
 CLOSE_SECONDS = 5.0
 """How long the cluster may take to stop the workers."""
 
@@ -293,6 +296,17 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
             )
 
 
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes. Raises WorkerError if `address` has a host and port, and nobody listens there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise WorkerError(f"ray_init.address: nothing answers at {address}: {error}") from error
+
+
 @contextlib.contextmanager
 def ray_cluster(config: Config, device: str) -> Iterator[None]:
     """Connect to the cluster of `ray_init.address`, or start one on this machine and stop it at the end.
@@ -301,6 +315,8 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         WorkerError: Ray could not start or be reached.
     """
     init = config.ray_init
+    if init.address is not None:
+        _reach(init.address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     options["address"] = init.address or "local"  # without one Ray joins whatever cluster it finds on this machine
     if init.address is None:

@@ -29,8 +29,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.errors import ModelError
 from hybrid_gkd.packed_attention import PACKED_ATTENTION
+from hybrid_gkd.plan import read_config
+from hybrid_gkd.tokenizer import first_line
 
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)
@@ -48,14 +50,10 @@ def build_model(
         ConfigError: `override_config` names a field that the model's configuration does not have.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        for name, value in override_config.items():
-            if not hasattr(hf_config, name):
-                raise ConfigError("actor_rollout_ref.model.override_config", f"{path} has no such field", name)
-            setattr(hf_config, name, value)
+        hf_config = read_config(path, trust_remote_code, override_config)
         if getattr(hf_config, "quantization_config", None) is not None:
             raise ModelError(f"{PATH_KEY}: {path!r} holds quantised weights, which cannot be trained")
         stored = getattr(hf_config, "dtype", None) or torch.float32  # text where another library read config.json
@@ -69,8 +67,25 @@ def build_model(
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     fuse_norms(model)
     with contextlib.suppress(OSError):  # not every folder has one; then it follows from config.json
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        model.generation_config = _saveable(GenerationConfig.from_pretrained(path), model.generation_config, path)
     return model
+
+
+def _saveable(found: Any, derived: Any, path: str) -> Any:
+    """A folder's generation_config.json, which transformers loads also where it would refuse to save it.
+
+    Most such files have a temperature and no `do_sample`, and mean that one should sample. Where that does not help,
+    an export has what follows from config.json.
+    """
+    for sampling in (found.do_sample, True):
+        found.do_sample = sampling
+        try:
+            found.validate(strict=True)
+            return found
+        except ValueError as error:
+            reason = first_line(error)
+    logger.warning("%s: generation_config.json is left out of exports: %s", path, reason)
+    return derived
 
 
 def fuse_norms(model: nn.Module) -> None:

@@ -222,10 +222,13 @@ def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, t
 
 
 def test_resuming_with_other_data_is_refused(finished, world):
+    written = next(finished[0].glob("*/*/config.yaml"))
+    before = written.read_text()
     code, _, errors = run(arguments(world, finished[0], "data.train_batch_size=4"))
     assert code == 1
     assert "data.train_batch_size" in errors
     assert "with 8, this run has 4" in errors
+    assert written.read_text() == before
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 from hybrid_gkd.checkpoint import load_actor, save_actor
 from hybrid_gkd.config import load_config
-from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
 from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers import loading
@@ -291,6 +291,23 @@ def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {"temperature": 0.9, "top_p": 0.6, "do_sample": True}),
+        ({"do_sample": True, "temperature": 0.7}, {"do_sample": True, "temperature": 0.7}),
+        ({"temperature": 0.9, "pad_token_id": -1}, {"temperature": None, "pad_token_id": 257}),
+    ],
+    ids=["temperature without sampling", "as it should be", "beyond help"],
+)
+def test_a_generation_config_that_transformers_would_not_save_does_not_end_a_run(written, kept, tmp_path):
+    tiny.make_model(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
+    config = build(tmp_path / "model").generation_config
+    config.save_pretrained(tmp_path)
+    assert {name: getattr(config, name) for name in kept} == kept
+
+
+@pytest.mark.parametrize(
     ("model_type", "fused"), [("qwen2", 5), ("llama", 5), ("qwen3", 9), ("gemma", 0)], ids=lambda value: str(value)
 )
 def test_norms_that_torch_has_a_kernel_for_are_that_and_compute_the_same(model_type, fused):
@@ -334,6 +351,22 @@ def random_mini_batch(seed):
         teacher = TeacherTopK(ids=ids, logprobs=scores, sampled_logprobs=scores[:, 0])
         micro_batches.append((TrainSequence(sequence=sequence, teacher=teacher),))
     return MiniBatch(micro_batches=tuple(micro_batches), num_tokens=24)
+
+
+def load_damaged(config, folder):
+    actor = Actor(config, device=CPU, num_updates=1)
+    actor.update(random_mini_batch(dist.get_rank()))
+    save_actor(actor, folder, tokenizer_path=config.actor_rollout_ref.model.path, config=config)
+    shard = folder / "actor" / f"__{dist.get_rank()}_0.distcp"
+    os.truncate(shard, shard.stat().st_size // 2)
+    dist.barrier()
+    load_actor(actor, folder)
+
+
+def test_a_damaged_checkpoint_is_named(ranks, tmp_path):
+    with pytest.raises(CheckpointError, match=r"saved/actor cannot be loaded: \w+") as caught:
+        ranks(load_damaged, make_config(tiny.make_model(tmp_path / "model")), tmp_path / "saved")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_moves_between_layouts(ranks, tmp_path):

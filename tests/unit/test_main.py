@@ -42,3 +42,10 @@ def test_an_exit_that_ray_has_decided_on_is_an_error_with_its_reason(run, capsys
 
     assert run(end) == 1
     assert "error: Ray ended the run: the raylet died" in capsys.readouterr().err
+
+
+def test_a_sigterm_while_ray_starts_is_the_exit_code(run):
+    def end(config):
+        raise SystemExit(signal.SIGTERM)  # of Ray's own handler
+
+    assert run(end) == 128 + signal.SIGTERM

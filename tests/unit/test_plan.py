@@ -3,7 +3,7 @@
 import huggingface_hub
 import pytest
 import tiny
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, Gemma3Config, Qwen2Config
 
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
@@ -200,6 +200,42 @@ def test_the_update_holds_what_fsdp_gathers():
         check_memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, total_bytes=135 * GIB)
 
 
+def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
+    def tokens(*overrides):
+        phases = phase_bytes(config("data.max_prompt_length=500", "data.max_response_length=524", *overrides), SEVEN_B,
+                             device="cuda", total_bytes=CARD)
+        return phases["update"]["activations"] / SEVEN_B.activation_bytes_per_token
+
+    actor = "actor_rollout_ref.actor"
+    fixed = f"{actor}.use_dynamic_bsz=false"
+    assert tokens(f"{actor}.ppo_max_token_len_per_gpu=2048") == 2048
+    assert tokens(f"{actor}.ppo_mini_batch_size=3") == 3 * 1024
+    assert tokens(f"{actor}.ppo_mini_batch_size=3", "trainer.n_gpus_per_node=2") == 2 * 1024
+    assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_max_token_len_per_gpu=2048") == 4096
+    assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_mini_batch_size=2") == 2048
+
+
+def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8,
+    }
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }
+    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    size = model_size(str(tmp_path), trust_remote_code=False, override_config={})
+    assert size.kv_bytes_per_token == 2 * 2 * 2 * 2 * 8
+    assert size.head_parameters == 64 * 32
+
+
+def test_a_field_that_the_model_does_not_have_is_refused(tmp_path):
+    tiny.make_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"override_config: .* has no such field; got 'rope_tehta'"):
+        model_size(str(tmp_path / "model"), trust_remote_code=False, override_config={"rope_tehta": 1.0})
+
+
 def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
     resident = ("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
     small = Size(parameters=1_543_714_304, kv_bytes_per_token=28_672)
@@ -335,10 +371,10 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
         f"actor_rollout_ref.teacher.model.path={tmp_path}/nowhere",
     ]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be read"):
+    with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be used"):
         teacher_share(load_config(lacking), total_bytes=CARD)
     (tmp_path / "student").mkdir()
-    with pytest.raises(ModelError, match="student: the model's configuration cannot be read"):
+    with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
         plan(load_config(lacking), device="cpu", engine="hf")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ import torch
 
 from hybrid_gkd import run, vllm_compat
 from hybrid_gkd.config import load_config
-from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
 from hybrid_gkd.plan import GIB
+from hybrid_gkd.workers.group import ray_cluster
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.rollout import VLLMEngine, resolve_engine
 
@@ -63,7 +65,7 @@ def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
         (folder / "metrics.jsonl").write_text(str(number))
     config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=disable"])
     with run.locked_run_folder(config):
-        assert [path.name for path in config.run_dir.iterdir()] == ["config.yaml"]
+        assert list(config.run_dir.iterdir()) == []
     kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in config.run_dir.parent.glob("gkd.*")}
     assert kept == {"gkd.1": "1", "gkd.2": "0"}
 
@@ -87,6 +89,45 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):
         run.run(runnable(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path):
+    config = runnable(tmp_path)
+    (tmp_path / "student" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path: the folder has no weights.*student"):
+        run.Inputs(config)
+
+
+def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
+    config = runnable(tmp_path)
+    (tmp_path / "student" / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    with pytest.raises(ModelError, match=r"model\.path: generation_config\.json of .*max_new_tokens"):
+        run.Inputs(config)
+
+
+def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
+    with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.tokenizer_path: /nowhere"):
+        run.Inputs(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
+
+
+def test_more_positions_by_override_are_enough(tmp_path):
+    many = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200000"
+    config = runnable(tmp_path, "data.max_response_length=100000", many)
+    with pytest.raises(ConfigError, match=r"data\.max_response_length"):
+        run.Inputs(config)
+    config.actor_rollout_ref.model.override_config["max_position_embeddings"] = 200000
+    run.Inputs(config)
+
+
+def test_a_cluster_that_nobody_answers_for_is_named(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with (
+        pytest.raises(WorkerError, match=rf"ray_init\.address: nothing answers at {address}"),
+        ray_cluster(runnable(tmp_path, f"ray_init.address={address}"), "cpu"),
+    ):
+        pass
 
 
 class Begun(Exception):
