@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -134,6 +134,40 @@ def full_sequences(engine: Any) -> float:
     """How many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
     capacity = getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None)
     return float("nan") if capacity is None else float(capacity)
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
+
+    A layer that has a kernel skips that (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32), and its
+    kernel would take plain weights for packed ones. On CUDA what a kernel wants is done at every loading.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def checkpoint_names(
+    weights: Iterable[tuple[str, torch.Tensor]], model_type: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights under the names that vLLM knows: of Mixtral, which transformers has renamed, those of the folder."""
+    if model_type != "mixtral":
+        yield from weights
+        return
+    for name, tensor in weights:
+        block, _, inner = name.partition(".mlp.")
+        experts = f"{block}.block_sparse_moe.experts"
+        if inner == "gate.weight":
+            yield f"{block}.block_sparse_moe.gate.weight", tensor
+        elif inner == "experts.gate_up_proj":
+            for index, both in enumerate(tensor):
+                for part, half in zip(("w1", "w3"), both.chunk(2), strict=True):
+                    yield f"{experts}.{index}.{part}.weight", half
+        elif inner == "experts.down_proj":
+            yield from ((f"{experts}.{index}.w2.weight", each) for index, each in enumerate(tensor))
+        else:
+            yield name, tensor
 
 
 def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:

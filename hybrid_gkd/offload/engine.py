@@ -17,14 +17,19 @@ if TYPE_CHECKING:
 
 
 class EngineTenant:
-    """`acquire` wakes one of the two; its size is known from the first time on. Nothing happens in the background."""
+    """`acquire` wakes one of the two; its size is known from the first time on. Nothing happens in the background.
 
-    def __init__(self, wake: Callable[[], None]):
+    Args:
+        wake: takes the memory.
+        num_bytes: size of one that never wakes because it never sleeps.
+    """
+
+    def __init__(self, wake: Callable[[], None], num_bytes: int = 0):
         self._wake = wake
-        self._num_bytes = 0
+        self._num_bytes = num_bytes
 
     def num_bytes(self) -> int:
-        """Bytes as measured when it last woke; 0 before."""
+        """Bytes as measured when it last woke; before, those that it was made with."""
         return self._num_bytes
 
     def start_acquire(self) -> bool:
@@ -49,8 +54,8 @@ class EngineTenant:
 class EngineWeights(EngineTenant):
     """The engine's weights, undefined after `acquire` until they are published."""
 
-    def __init__(self, engine: RolloutEngine):
-        super().__init__(engine.wake_weights)
+    def __init__(self, engine: RolloutEngine, num_bytes: int = 0):
+        super().__init__(engine.wake_weights, num_bytes)
 
     def release(self) -> None:
         """Nothing left to free: the weights never outlive the KV cache."""
@@ -62,10 +67,11 @@ class KVCache(EngineTenant):
     Args:
         engine: the engine.
         on_release: called after the weights have been lost.
+        num_bytes: see `EngineTenant`.
     """
 
-    def __init__(self, engine: RolloutEngine, on_release: Callable[[], None]):
-        super().__init__(engine.wake_kv_cache)
+    def __init__(self, engine: RolloutEngine, on_release: Callable[[], None], num_bytes: int = 0):
+        super().__init__(engine.wake_kv_cache, num_bytes)
         self._sleep = engine.sleep
         self._on_release = on_release
 

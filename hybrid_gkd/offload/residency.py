@@ -114,7 +114,7 @@ class Residency:
         for name in self._resident.difference(leaving):
             self._bytes[phase, name] = self._tenants[name].num_bytes()
 
-    def prepare(self, phase: str, *, reserve: int = 0) -> None:
+    def prepare(self, phase: str, *, reserve: int = 0) -> int:
         """Start the copies that entering `phase` will need, and return at once.
 
         What `phase` wants is brought in where it fits beside all that is there; what it does not want is copied
@@ -123,13 +123,18 @@ class Residency:
         Args:
             phase: one of `RESIDENCY`.
             reserve: bytes that have to stay free for what this phase still allocates.
+
+        Returns:
+            Bytes of what is brought in.
         """
-        wanted = RESIDENCY[phase]
+        wanted, arriving = RESIDENCY[phase], 0
         for name in [n for n in reversed(self._tenants) if n in wanted - self._resident - self._arriving]:
             if self._fits_beside(name, reserve + MARGIN_BYTES) and self._tenants[name].start_acquire():
                 self._arriving.add(name)
+                arriving += self._tenants[name].num_bytes()
         for name in self._unwanted(wanted):
             self._tenants[name].start_release()
+        return arriving
 
     def _unwanted(self, wanted: frozenset[str]) -> list[str]:
         present = self._resident | self._arriving

@@ -30,6 +30,8 @@ from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_d
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.1
+"""How long one looks for news of a generation at least."""
 REACH_SECONDS = 5.0
 """How long a cluster may take to accept a connection."""
 CLOSE_SECONDS = 5.0
@@ -148,10 +150,10 @@ class WorkerGroup:
         return Spans([span for part in parts for span in part.spans], min(part.until for part in parts))
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield finished sequences of all workers, in the order in which they finish.
+        """Yield finished sequences of all workers, in the order in which they finish; empty lists: it goes on.
 
         Raises:
-            WorkerError: a worker failed, or none had news for the timeout.
+            WorkerError: a worker failed, or had no news for the timeout.
         """
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -162,12 +164,19 @@ class WorkerGroup:
             stream = worker.generate.options(num_returns="streaming").remote(share, sampling)
             streams[stream] = rank
         missing = len(requests)
+        last_news = dict.fromkeys(streams, time.monotonic())
         while streams:
             ready: list[Any]
-            ready, _ = ray.wait(list(streams), num_returns=1, timeout=self.timeout, fetch_local=False)
+            patience = min(last_news[stream] for stream in streams) + self.timeout - time.monotonic()
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=max(LOOK_SECONDS, patience), fetch_local=False)
             if not ready:
-                raise pool.timeout_error("generate", list(streams.values()))
+                now = time.monotonic()
+                silent = [rank for stream, rank in streams.items() if now >= last_news[stream] + self.timeout]
+                if silent:
+                    raise pool.timeout_error("generate", silent)
+                continue
             stream = ready[0]
+            last_news[stream] = time.monotonic()
             rank = streams[stream]
             try:
                 finished = pool.get("generate", next(stream), rank)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -17,12 +18,14 @@ from torch import Tensor
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
-from hybrid_gkd.plan import engine_dtype, engine_length, rollout_share, student_size
+from hybrid_gkd.plan import engine_dtype, engine_length, read_config, rollout_share, student_size
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 from hybrid_gkd.workers.publish import tensor_parallel_share, verify
 
 logger = logging.getLogger(__name__)
 
+NEWS_SECONDS = 1.0
+"""How often a generation in which no sequence finishes says that it goes on."""
 PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """vLLM's quantisation methods that keep a weight as it is."""
 
@@ -34,11 +37,13 @@ class RolloutEngine(Protocol):
     """Type of the engine's weights: publish in it."""
     can_sleep: bool
     """Whether `sleep` and the wakes do anything."""
+    weight_bytes: int
+    """Size of the weights on this device."""
 
     def generate(
         self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
     ) -> Iterator[list[Sequence]]:
-        """Yield sequences as they finish."""
+        """Yield sequences as they finish, and now and then an empty list: the generation goes on."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take full tensors under their Hugging Face names."""
@@ -89,7 +94,6 @@ class VLLMEngine:
 
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
         vllm_compat.prepare_environment(device.type)
-        from transformers import AutoConfig
         from vllm import LLM
 
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -97,7 +101,7 @@ class VLLMEngine:
         self.can_sleep = device.type == "cuda" and takes_turns
         self.stop_token_ids = stop_token_ids
         max_model_len = engine_length(config)
-        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         arguments: dict[str, Any] = {
             "model": model.path,
             "skip_tokenizer_init": True,
@@ -110,7 +114,7 @@ class VLLMEngine:
             "distributed_executor_backend": "external_launcher",
             "disable_custom_all_reduce": True,  # it looks peers up by index, and each worker sees one GPU
             "enable_sleep_mode": self.can_sleep,
-            "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
+            "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len, rollout.max_num_seqs),
             "enforce_eager": rollout.enforce_eager,
             "seed": rollout.seed,
             "max_model_len": max_model_len,
@@ -132,9 +136,11 @@ class VLLMEngine:
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        self.weight_bytes: int = self.llm.apply_model(_num_bytes)[0]
         # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
         # are; the other way takes any model apart and puts it together again.
         self.copies_in_place: bool = device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]
+        self.on_cpu, self.model_type = device.type == "cpu", hf_config.model_type
         if rollout.verify_weights:
             self.layout: _VLLMLayout = self.llm.apply_model(_VLLMLayout)[0]
 
@@ -155,14 +161,16 @@ class VLLMEngine:
             )
             prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
             self.engine.add_request(str(request.index), prompt, parameters)
+        last_news = time.monotonic()
         while self.engine.has_unfinished_requests():
             finished = [
                 _to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
                 for output in self.engine.step()
                 if output.finished
             ]
-            if finished:
+            if finished or time.monotonic() > last_news + NEWS_SECONDS:
                 yield finished
+                last_news = time.monotonic()
         if prompts:
             raise WorkerError(f"the rollout engine lost {len(prompts)} of {len(requests)} sequences")
 
@@ -171,7 +179,10 @@ class VLLMEngine:
         if self.copies_in_place:
             self.llm.apply_model(lambda model: model.load_weights(iter(weights)))
         else:
-            arguments = {"weights_iterator": iter(weights), "weights_path": None, "is_checkpoint_format": True}
+            if self.on_cpu:
+                self.llm.apply_model(vllm_compat.forget_expert_kernels)
+            named = vllm_compat.checkpoint_names(weights, self.model_type)
+            arguments = {"weights_iterator": named, "weights_path": None, "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=arguments)
         if not self.llm.reset_prefix_cache():
             raise WorkerError("the prefix cache could not be reset: requests are still running")
@@ -302,6 +313,10 @@ def holds_plain_weights(model: Any) -> bool:
     return True
 
 
+def _num_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
 def _refuse_leftovers(names: set[str]) -> None:
     if names:
         raise WorkerError(f"publish left weights of the rollout engine unset: {sorted(names)[:3]}")
@@ -317,20 +332,19 @@ class HFEngine:
     can_sleep = False
 
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self.dtype = getattr(torch, engine_dtype(config, device.type))
         self.device = device
         self.stop_token_ids = stop_token_ids
         self.max_num_seqs = rollout.max_num_seqs
-        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        for name, value in model.override_config.items():
-            setattr(hf_config, name, value)
+        hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         with _random_states_kept():
             self.model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
             ).to(device).eval()
+        self.weight_bytes = _num_bytes(self.model)
 
     @torch.no_grad()
     def generate(

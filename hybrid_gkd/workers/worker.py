@@ -28,6 +28,9 @@ from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Seque
 from hybrid_gkd.workers.placement import Placement, Role, threads_per_process
 
 logger = logging.getLogger(__name__)
+
+ALL_REDUCE_SECONDS = 60.0
+"""For the first collective of a pool. In the doctor its workers import torch and find each other within it as well."""
 T = TypeVar("T")
 
 if TYPE_CHECKING:
@@ -60,8 +63,8 @@ class Worker:
         self.engine_pool_bytes = 0
         self.actor_rest_bytes = 0
         """What is left of the actor on the device after a publish, beyond what the engine alone had taken."""
-        self.activation_bytes = 0
-        """Most that a mini-batch has taken beside parameters and optimizer state."""
+        self.measured_tokens, self.measured_bytes = 0, 0
+        """Of the largest micro-batch so far; most that a mini-batch has taken beside parameters and optimizer state."""
         self.accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
         """Micro-batches behind the gradients that there are, kept until the optimizer step."""
 
@@ -112,21 +115,26 @@ class Worker:
         work = dist.all_reduce(number, async_op=True)
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise WorkerError(f"{self.role} {self.rank} waited {timeout:g} s for the others")
+                raise WorkerError(f"{self.role} {self.rank} waited {timeout:g} s for the others in an all-reduce")
             time.sleep(0.01)
         work.wait()
         expected = self.size * (self.size + 1) / 2
         if number.item() != expected:
-            raise WorkerError(f"{self.role} {self.rank} got {number.item()}, not {expected}")
+            raise WorkerError(f"{self.role} {self.rank}: an all-reduce gave {number.item()}, not {expected}")
 
     @spanned("initialize")
     def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
-        """Join the process group, build the engine and the actor.
+        """Join the process group, reach the others through it, build the engine and the actor.
 
         Returns:
             What runs here: device name, engine and versions.
+
+        Raises:
+            WorkerError: the others were not reached.
         """
         self._join(address, self.config.actor_rollout_ref.nccl_timeout)
+        if self.size > 1:
+            self.all_reduce(address, timeout=ALL_REDUCE_SECONDS)
         import torch
 
         from hybrid_gkd.offload.engine import EngineWeights, KVCache
@@ -159,8 +167,11 @@ class Worker:
             movable |= {"optimizer_state"} if on_gpu and fsdp.optimizer_offload else set()
         asleep: set[str] = set()
         if on_gpu and self.role == "worker":
-            tenants["engine_weights"] = EngineWeights(self.engine)
-            tenants["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights)
+            weights = rest = 0  # measured when they wake
+            if not self.engine.can_sleep:
+                weights, rest = self.engine.weight_bytes, max(0, self.built_engine_bytes - self.engine.weight_bytes)
+            tenants["engine_weights"] = EngineWeights(self.engine, weights)
+            tenants["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights, rest)
             asleep = {"kv_cache", "engine_weights"} if self.engine.can_sleep else set()
         self.takes_turns = bool(movable | asleep)
         self.residency = Residency(
@@ -182,7 +193,7 @@ class Worker:
         self.engine_pool_bytes = torch.cuda.memory_allocated() if self.engine.can_sleep else 0
         if self.engine.can_sleep:
             self.engine.sleep()
-        self.sleeping_engine_bytes = self.memory.used() - used_before
+        self.built_engine_bytes = self.memory.used() - used_before  # asleep, if it can sleep
         return {"engine": engine_name(self.engine), "engine_dtype": str(self.engine.dtype).removeprefix("torch.")}
 
     def _join(self, address: tuple[str, int], timeout: float) -> None:
@@ -233,7 +244,7 @@ class Worker:
         )
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield sequences as they finish, with the weights of the last publish.
+        """Yield sequences as they finish, with the weights of the last publish; empty lists: it goes on.
 
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them.
         """
@@ -243,8 +254,7 @@ class Worker:
             self.residency.enter("rollout")
             before = self.memory.used()
             for finished in self.engine.generate(requests, sampling, self.weight_version):
-                if first_of_replica:
-                    yield finished
+                yield finished if first_of_replica else []
             if not self.generated:  # what the first generation takes and keeps is the engine's
                 self.generated = True
                 self.memory.trim()
@@ -319,14 +329,20 @@ class Worker:
 
     def _update(self, batch: MiniBatch) -> dict[str, float]:
         self._enter_update()
+        micro_batches = (*self.accumulated, *batch.micro_batches)
+        tokens = max(sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in micro_batches)
+        arriving = 0
 
         def before_last() -> None:
-            if self.activation_bytes:  # known from an earlier mini-batch
-                self.activation_bytes = max(self.activation_bytes, self.memory.taken())
-                self.residency.prepare("optimizer_step", reserve=self.activation_bytes)
+            nonlocal arriving
+            self.measured_bytes = max(self.measured_bytes, self.memory.taken())
+            if self.measured_tokens:  # a larger micro-batch than any before may need more by as much as it is larger
+                reserve = round(self.measured_bytes * max(1.0, tokens / self.measured_tokens))
+                arriving = self.residency.prepare("optimizer_step", reserve=reserve)
 
         def before_step() -> None:
-            self.activation_bytes = self.activation_bytes or self.memory.taken()
+            self.measured_bytes = max(self.measured_bytes, self.memory.taken() - arriving)
+            self.measured_tokens = max(self.measured_tokens, tokens)
             self.residency.enter("optimizer_step")
 
         return self.actor.update(batch, before_last=before_last, before_step=before_step)
@@ -341,6 +357,7 @@ class Worker:
             f"GPU a smaller gpu_memory_utilization. {reason}"
         )
 
+    @spanned("update_actor")
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         """Sequence index -> log-probabilities float32 [R] of its response under the current weights.
 
@@ -451,7 +468,7 @@ class Worker:
         if self.device_type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = (self.memory.take_peak() - self.engine_pool_bytes) / 2**30
             if self.role == "worker" and self.engine.can_sleep:
-                metrics["memory/update/sleeping_engine_gb"] = self.sleeping_engine_bytes / 2**30
+                metrics["memory/update/sleeping_engine_gb"] = self.built_engine_bytes / 2**30
             if self.role == "worker":
                 metrics["memory/rollout/actor_rest_gb"] = self.actor_rest_bytes / 2**30
             for name, mirror in self.mirrors.items():

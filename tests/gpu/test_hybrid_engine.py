@@ -10,7 +10,7 @@ import pytest
 import ray
 import tiny
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybrid_gkd.config import load_config
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
@@ -143,6 +143,45 @@ def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
     assert tokens[0] != tokens[1]
     assert tokens[0] == tokens[2]
     assert tokens[0] == tokens[3]
+
+
+def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
+    """vLLM takes its layers of experts apart and puts them together again, which no comparison of weights follows."""
+    tokenizer = tiny.make_tokenizer()
+    shape = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=512, intermediate_size=1024, moe_intermediate_size=384, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=4096, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(shape).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = config_for(
+        tmp_path / "model", tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
+        "actor_rollout_ref.rollout.verify_weights=false", "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 20 + i).astype(np.int32), seed=i)
+        for i in range(16)
+    ]
+    drawn, differences = [], []
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+    ) as group:
+        for version in range(3):
+            group.publish(version)
+            sampling = SamplingParams(max_tokens=64, logprobs=True)
+            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
+            drawn.append([s.response_ids.tolist() for s in found])
+            logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in found),)])
+            differences.append(np.mean(np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])))
+            group.update(distil(found, version))
+    print("logprob differences", differences)
+    assert max(differences) < MEAN_LOGPROB_DIFFERENCE
+    assert drawn[0] != drawn[1] != drawn[2]
 
 
 def in_use(group):

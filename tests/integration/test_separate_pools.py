@@ -174,9 +174,23 @@ def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path)
 
 
 def test_a_rollout_worker_lost_in_a_generation_is_named_and_the_student_can_be_saved(model, tmp_path):
+    """Also while the other one goes on."""
+
+    def plant(worker):  # travels to the worker by value
+        def go_on(*_):
+            import time
+
+            for _ in range(60):
+                time.sleep(0.5)
+                yield []
+            raise RuntimeError("waited for to the end")
+
+        worker.engine.generate = go_on
+
     with make_group(separate(model, tmp_path, 1, 2)) as group:
         shorten_deadlines(group)
         group.publish(0)
+        ray.get(group.rollouts.workers[1].__ray_call__.remote(plant), timeout=60)
         os.kill(pids(group.rollouts)[0], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
             generate(group)

@@ -156,6 +156,12 @@ def test_a_worker_without_sequences_takes_part(model, tmp_path):
 @needs_vllm
 def test_vllm_generates_with_the_published_weights(model, tmp_path):
     """Sampled log-probabilities of engine and actor agree before and after an update, on two workers."""
+
+    def say_more(worker):  # travels to the worker by value
+        from hybrid_gkd.workers import rollout
+
+        rollout.NEWS_SECONDS = 0.0
+
     config = make_config(
         model, tmp_path, "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2",
     )
@@ -167,7 +173,10 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
         drawn = []
         for version in range(2):
             group.publish(version)
-            found = [s for part in group.generate(requests, SamplingParams(max_tokens=24, logprobs=True)) for s in part]
+            ray.get([worker.__ray_call__.remote(say_more) for worker in group.actors.workers], timeout=60)
+            parts = list(group.generate(requests, SamplingParams(max_tokens=24, logprobs=True)))
+            assert [] in parts  # while nothing finishes
+            found = [s for part in parts for s in part]
             found.sort(key=lambda sequence: sequence.index)
             drawn.append([s.response_ids.tolist() for s in found])
             assert [s.index for s in found] == list(range(10))

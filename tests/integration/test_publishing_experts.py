@@ -1,0 +1,82 @@
+"""Mixtures of experts published to vLLM on the CPU, whose kernels take packed weights, more than once."""
+
+import multiprocessing
+import os
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybrid_gkd import vllm_compat
+from hybrid_gkd.config import load_config
+from hybrid_gkd.types import GenerationRequest, SamplingParams
+from hybrid_gkd.workers.rollout import VLLMEngine
+
+pytestmark = [pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed"), pytest.mark.slow]
+MODELS = {
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+def make_model(model_type, seed):
+    config = AutoConfig.for_model(
+        model_type, vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, eos_token_id=256, pad_token_id=257,
+        bos_token_id=None, **MODELS[model_type],
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def largest_difference(engine, model):
+    """Of log-probabilities of drawn tokens, between the engine and transformers."""
+    requests = [GenerationRequest(index=i, prompt_ids=np.arange(i + 1, dtype=np.int32), seed=i) for i in range(4)]
+    found = []
+    for finished in engine.generate(requests, SamplingParams(max_tokens=12, logprobs=True), 0):
+        for sequence in finished:
+            ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids])).long()
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[len(sequence.prompt_ids) - 1 : -1]
+            expected = logprobs.gather(1, ids[len(sequence.prompt_ids) :, None])[:, 0]
+            found.append(np.abs(expected.numpy() - sequence.logprobs).max())
+    assert len(found) == len(requests)
+    return max(found)
+
+
+def publish_twice(model_type, folder, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "HF_HUB_OFFLINE": "1"}
+    make_model(model_type, 0).save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",
+            "actor_rollout_ref.teacher.server_ip=unused", "data.max_prompt_length=24", "data.max_response_length=24",
+            "actor_rollout_ref.rollout.max_num_seqs=4",
+        ]
+    )
+    dist.init_process_group("gloo")
+    engine = VLLMEngine(config, device=torch.device("cpu"), stop_token_ids=[256])
+    differences = []
+    for seed in (1, 2):
+        model = make_model(model_type, seed)
+        engine.load_weights(model.named_parameters(remove_duplicate=False))
+        differences.append(largest_difference(engine, model))
+    return differences
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_publish_gives_the_engine_the_students_experts(model_type, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # vLLM sets up the process that it is in: one of its own for each model.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        differences = pool.submit(publish_twice, model_type, str(tmp_path), port).result(timeout=180)
+    assert max(differences) < 1e-4, differences

@@ -1,0 +1,117 @@
+"""What the worker decides by itself about a device that it shares, on a stand-in for the device."""
+
+from types import SimpleNamespace
+
+import torch
+
+from hybrid_gkd.offload.engine import EngineWeights, KVCache
+from hybrid_gkd.offload.residency import Residency
+from hybrid_gkd.types import MiniBatch
+from hybrid_gkd.workers.worker import Worker
+
+GIB = 2**30
+PARAMS, STATE, GRADIENTS, PER_TOKEN = 14 * GIB, 28 * GIB, 14 * GIB, GIB // 256
+
+
+class Device:
+    """Runs out of memory, and counts as `DeviceMemory` does."""
+
+    def __init__(self, total):
+        self.total, self.used, self.peak, self.base = total, 0, 0, 0
+
+    def take(self, num_bytes):
+        if self.used + num_bytes > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory, stand-in")
+        self.used += num_bytes
+        self.peak = max(self.peak, self.used)
+
+    def start(self):
+        self.base = self.peak = self.used
+
+    def taken(self):
+        return self.peak - self.base
+
+    def trim(self):
+        pass
+
+
+class Tenant:
+    def __init__(self, device, size, there):
+        self.device, self.size, self.there, self.came_early = device, size, False, 0
+        if there:
+            self.acquire()
+
+    def num_bytes(self):
+        return self.size
+
+    def start_acquire(self):
+        self.came_early += 1
+        self.acquire()
+        return True
+
+    def acquire(self):
+        if not self.there:
+            self.device.take(self.size)
+        self.there = True
+
+    def start_release(self):
+        pass
+
+    def release(self):
+        self.device.used -= self.size
+        self.there = False
+
+    def changed(self):
+        pass
+
+
+def make_worker(total):
+    """One of two workers of a 7B student, with both offloads; its model is a stand-in that takes memory."""
+    worker = Worker.__new__(Worker)  # without the process that the constructor is for
+    worker.role, worker.rank, worker.size, worker.accumulated, worker.takes_turns = "worker", 0, 2, (), True
+    worker.measured_tokens = worker.measured_bytes = 0
+    device = worker.memory = Device(total)
+    tenants = {"actor_params": Tenant(device, PARAMS, True), "optimizer_state": Tenant(device, STATE, False)}
+    worker.residency = Residency(
+        tenants, movable=set(tenants), resident={"actor_params"}, free_bytes=lambda: device.total - device.used
+    )
+
+    def update(batch, *, before_last, before_step):
+        for number, micro_batch in enumerate(batch.micro_batches):
+            if number == len(batch.micro_batches) - 1:
+                before_last()
+            activations = PER_TOKEN * sum(item.sequence.num_tokens for item in micro_batch)
+            device.take(activations)
+            device.take(0 if number else GRADIENTS)
+            device.used -= activations
+        before_step()
+        device.used -= GRADIENTS
+        return {}
+
+    worker.actor = SimpleNamespace(update=update)
+    return worker, tenants["optimizer_state"]
+
+
+def train(worker, *micro_batches):
+    """One update; then what leaves for the rollout has left."""
+    items = tuple((SimpleNamespace(sequence=SimpleNamespace(num_tokens=tokens)),) for tokens in micro_batches)
+    worker._attempt(worker._update, MiniBatch(micro_batches=items, num_tokens=sum(micro_batches)))
+    worker.accumulated = ()
+    worker.residency.enter("publish")
+
+
+def test_the_optimizer_state_comes_early_only_where_the_micro_batch_leaves_room_for_it():
+    """Responses grow by and by, one micro-batch an update, until both together would not fit."""
+    worker, state = make_worker(80 * GIB)
+    for tokens, early in ((2000, 0), (2100, 1), (4000, 1), (6000, 1), (8000, 1)):
+        train(worker, tokens)
+        assert state.came_early == early, tokens
+    train(worker, 2000, 6000)
+
+
+def test_an_engine_that_stays_is_counted_with_what_it_was_built_with():
+    engine = SimpleNamespace(wake_weights=None, wake_kv_cache=None, sleep=None)
+    tenants = {"engine_weights": EngineWeights(engine, 3), "kv_cache": KVCache(engine, lambda: None, 5)}
+    residency = Residency(tenants, movable=set(), resident=set(tenants))
+    residency.enter("update")
+    assert residency.bytes_by_phase() == {("update", "engine_weights"): 3, ("update", "kv_cache"): 5}
