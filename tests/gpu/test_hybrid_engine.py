@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TOPK = 16
 MEAN_LOGPROB_DIFFERENCE = 0.015
 """Between bf16 in vLLM's kernels and in the actor's, mean over sampled tokens."""
+ROUTED_LOGPROB_DIFFERENCE = 0.05
+"""The same where rounding also picks another expert now and then; weights in the wrong places were 2 away."""
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
             differences.append(np.mean(np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])))
             group.update(distil(found, version))
     print("logprob differences", differences)
-    assert max(differences) < MEAN_LOGPROB_DIFFERENCE
+    assert max(differences) < ROUTED_LOGPROB_DIFFERENCE
     assert drawn[0] != drawn[1] != drawn[2]
 
 
