@@ -145,7 +145,7 @@ class ActorConfig:
     ppo_epochs: int = 1
     """Passes over each rollout."""
     grad_clip: float = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it."""
+    """Largest global gradient norm; larger gradients are scaled down to it, with .inf none."""
     clip_ratio: float = 0.2
     """Clip range of PPO's probability ratio."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -687,7 +687,9 @@ def _check_distillation(config: Config) -> None:
         raise ConfigError("actor_rollout_ref.teacher.server_port", "must be given together with server_ip", 0)
     endpoints = teacher.endpoints
     if teacher.server_ip is not None and (
-        len(set(endpoints)) < len(endpoints) or not all(re.fullmatch(r"[^\s:/]+:\d{1,5}", end) for end in endpoints)
+        len(set(endpoints)) < len(endpoints) or not all(
+            re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in endpoints
+        )
     ):
         raise ConfigError(
             "actor_rollout_ref.teacher.server_ip", "must be host, host:port, or several of them, all different, "
@@ -720,10 +722,10 @@ def _check_loss(config: Config) -> None:
     if (loss.loss_mode == "mixed") != bool(weights):
         raise ConfigError("distillation.mixed_weights", "goes together with distillation.loss_mode=mixed", weights)
     for name, weight in weights.items():
-        if name not in (*TOPK_MODES, *SAMPLED_TOKEN_MODES) or name == "k1" or not weight > 0:
+        if name not in (*TOPK_MODES, *SAMPLED_TOKEN_MODES) or name == "k1" or not 0 < weight < math.inf:
             raise ConfigError(
                 "distillation.mixed_weights",
-                f"must give {', '.join(TOPK_MODES)}, k2 or k3 weights above 0", f"{name}: {weight}",
+                f"must give {', '.join(TOPK_MODES)}, k2 or k3 finite weights above 0", f"{name}: {weight}",
             )
     sampled = loss.loss_mode in SAMPLED_TOKEN_MODES
     if loss.loss_mode == "k1" and not loss.use_policy_gradient:
@@ -789,6 +791,8 @@ actor_rollout_ref.actor.optim.weight_decay actor_rollout_ref.actor.optim.lr_warm
 actor_rollout_ref.rollout.val_kwargs.temperature actor_rollout_ref.teacher.max_retries
 actor_rollout_ref.rollout.seed data.seed trainer.seed trainer.log_val_generations
 """.split()
+NEVER_CLIPPED = "actor_rollout_ref.actor.grad_clip"
+"""May be infinite."""
 _SHARES = """
 actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.rollout.gpu_memory_utilization
 actor_rollout_ref.teacher.gpu_memory_utilization distillation.beta
@@ -800,7 +804,7 @@ def _check_finite(node: Any, prefix: str = "") -> None:
         value, key = getattr(node, entry.name), f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):
             _check_finite(value, f"{key}.")
-        elif isinstance(value, float) and not math.isfinite(value):
+        elif isinstance(value, float) and not math.isfinite(value) and key != NEVER_CLIPPED:
             raise ConfigError(key, "must be finite", value)
 
 

@@ -29,10 +29,11 @@ from hybrid_gkd.run import Inputs, check_disk, connect, refuse_teacher_gpu, reso
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.rollout import resolve_engine
-from hybrid_gkd.workers.worker import ALL_REDUCE_SECONDS
 
 NO_WORKERS = "not known, because no worker could be placed"
 Result = TypeVar("Result")
+ALL_REDUCE_SECONDS = 60.0
+"""For the first collective of a pool; workers import torch and find each other within it."""
 
 
 class Report:

@@ -115,9 +115,13 @@ def read_config(path: str, trust_remote_code: bool, override_config: dict[str, A
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        # A folder may name code on the hub, which is fetched then.
+        local_files_only = not os.path.isdir(path)
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     except OSError as error:
-        if os.path.isdir(path):
+        if not local_files_only:
             raise
         try:  # transformers would ask a hub out of reach again and again, for more than a minute
             get_session().head(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)

@@ -178,7 +178,7 @@ def _read_json(text: str, where: str, wanted: set[str | None]) -> tuple[list[str
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("[") and error.msg != "Extra data":
             raise DataError(f"{where}: cannot be read: {error}") from error
-        lines = (line.strip() for line in io.StringIO(text, newline=None))
+        lines = (match[0].strip() for match in re.finditer(r"[^\r\n]+", text))  # without a copy of all of it
         values = (_json_object(line, f"{where}, row {row}") for row, line in enumerate(filter(None, lines), 1))
     else:
         values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
@@ -208,7 +208,7 @@ def _json_object(line: str, where: str) -> Any:
 
     try:
         value = json.loads(line, object_pairs_hook=distinct)
-    except ValueError:
+    except json.JSONDecodeError:
         return line
     return value if isinstance(value, dict) else line
 

@@ -362,7 +362,7 @@ class PPOTrainer:
 
     def _remember(self, metrics: dict[str, float]) -> None:
         for name in ("actor/kl_loss", "val/accuracy"):
-            if name in metrics:
+            if math.isfinite(metrics.get(name, math.nan)):
                 self.first_metrics.setdefault(name, metrics[name])
                 self.last_metrics[name] = metrics[name]
 

@@ -167,13 +167,13 @@ class WorkerGroup:
         last_news = dict.fromkeys(streams, time.monotonic())
         while streams:
             ready: list[Any]
-            patience = min(last_news[stream] for stream in streams) + self.timeout - time.monotonic()
-            ready, _ = ray.wait(list(streams), num_returns=1, timeout=max(LOOK_SECONDS, patience), fetch_local=False)
+            patience = min(last_news.values()) + self.timeout - time.monotonic()
+            overdue = [stream for stream in streams if time.monotonic() >= last_news[stream] + self.timeout]
+            waiting = overdue or list(streams)  # who is overdue may have news that were not looked at
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(LOOK_SECONDS, patience), fetch_local=False)
             if not ready:
-                now = time.monotonic()
-                silent = [rank for stream, rank in streams.items() if now >= last_news[stream] + self.timeout]
-                if silent:
-                    raise pool.timeout_error("generate", silent)
+                if overdue:
+                    raise pool.timeout_error("generate", [streams[stream] for stream in overdue])
                 continue
             stream = ready[0]
             last_news[stream] = time.monotonic()
@@ -181,7 +181,7 @@ class WorkerGroup:
             try:
                 finished = pool.get("generate", next(stream), rank)
             except StopIteration:
-                del streams[stream]
+                del streams[stream], last_news[stream]
                 continue
             except WorkerDiedError:
                 raise
@@ -311,7 +311,7 @@ def _reach(address: str) -> None:
     if not host or not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise WorkerError(f"ray_init.address: nothing answers at {address}: {error}") from error
 

@@ -43,7 +43,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
     ) -> Iterator[list[Sequence]]:
-        """Yield sequences as they finish, and now and then an empty list: the generation goes on."""
+        """Yield sequences as they finish. vLLM also yields empty lists now and then: the generation goes on."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take full tensors under their Hugging Face names."""

@@ -28,9 +28,6 @@ from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Seque
 from hybrid_gkd.workers.placement import Placement, Role, threads_per_process
 
 logger = logging.getLogger(__name__)
-
-ALL_REDUCE_SECONDS = 60.0
-"""For the first collective of a pool. In the doctor its workers import torch and find each other within it as well."""
 T = TypeVar("T")
 
 if TYPE_CHECKING:
@@ -132,9 +129,10 @@ class Worker:
         Raises:
             WorkerError: the others were not reached.
         """
-        self._join(address, self.config.actor_rollout_ref.nccl_timeout)
+        timeout = self.config.actor_rollout_ref.nccl_timeout
+        self._join(address, timeout)
         if self.size > 1:
-            self.all_reduce(address, timeout=ALL_REDUCE_SECONDS)
+            self.all_reduce(address, timeout=timeout)
         import torch
 
         from hybrid_gkd.offload.engine import EngineWeights, KVCache

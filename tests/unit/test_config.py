@@ -1,5 +1,6 @@
 """Configuration: strictness, precedence, messages, and every recipe under config/."""
 
+import math
 import subprocess
 import sys
 
@@ -53,6 +54,8 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("trainer.resume_mode=resume_path", ["trainer.resume_from_path", "resume_path"]),
         ("actor_rollout_ref.rollout.top_p=1.5", ["actor_rollout_ref.rollout.top_p", "above 0 and at most 1", "1.5"]),
         ("actor_rollout_ref.rollout.val_kwargs.top_p=0", ["val_kwargs.top_p", "above 0 and at most 1", "0"]),
+        ("actor_rollout_ref.teacher.server_ip=a:99999", ["teacher.server_ip", "host:port", "99999"]),
+        ("actor_rollout_ref.actor.grad_clip=.nan", ["actor.grad_clip", "above 0", "nan"]),
         ("trainer.seed=4294967296", ["trainer.seed", "below 2**32", "4294967296"]),
         ("actor_rollout_ref.actor.optim.weight_decay=.inf", ["actor.optim.weight_decay", "finite", "inf"]),
         ("trainer.logger=console", ["trainer.logger", "must be a list"]),
@@ -103,6 +106,7 @@ def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():
     ("overrides", "parts"),
     [
         (["loss_mode=mixed", "mixed_weights={k1: 1}"], ["distillation.mixed_weights", "k2 or k3", "k1: 1.0"]),
+        (["loss_mode=mixed", "mixed_weights={k2: .inf}"], ["distillation.mixed_weights", "finite", "k2: inf"]),
         (["loss_mode=mixed", "mixed_weights={forward: 1}"], ["distillation.mixed_weights", "forward_kl", "forward: 1"]),
         (["loss_mode=mixed", "mixed_weights={jsd: 0}"], ["distillation.mixed_weights", "above 0", "jsd: 0.0"]),
         (["loss_mode=mixed", "mixed_weights={jsd: 1}", "use_policy_gradient=true"], ["use_policy_gradient", "mixed"]),
@@ -184,3 +188,7 @@ def test_teacher_endpoints():
             load_config([*OWN, f"{given}{wrong}"])
     with pytest.raises(ConfigError, match=r"teacher\.keys: is for a running service"):
         load_config([*OWN, "actor_rollout_ref.teacher.keys=folder"])
+
+
+def test_gradients_may_be_left_as_they_are():
+    assert load_config([*OWN, "actor_rollout_ref.actor.grad_clip=.inf"]).actor_rollout_ref.actor.grad_clip == math.inf

@@ -17,6 +17,7 @@ from hybrid_gkd.plan import (
     model_size,
     phase_bytes,
     plan,
+    read_config,
     rollout_share,
     student_size,
     teacher_share,
@@ -348,6 +349,17 @@ def test_the_plan_of_a_model_in_the_hubs_cache_asks_nobody(monkeypatch, tmp_path
     assert "memory of each worker by phase" in text
     assert calls == ["cache"]
     assert not hub.asked
+
+
+def test_the_configuration_of_a_folder_may_need_code_of_the_hub(monkeypatch, tmp_path):
+    read = AutoConfig.from_pretrained
+
+    def from_pretrained(path, *, trust_remote_code, local_files_only):
+        assert not local_files_only  # transformers would not fetch the code
+        return read(path)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    assert read_config(str(tiny.make_model(tmp_path / "model")), True, {}).vocab_size
 
 
 def test_the_plan_of_a_model_on_the_hub_reads_its_configuration(monkeypatch, tmp_path):
