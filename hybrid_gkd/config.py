@@ -277,7 +277,8 @@ class ActorRolloutRefConfig:
     """Student and rollout engine take turns on the same GPUs; false gives the engine a pool of its own (section
     rollout), where it generates while the student is updated (trainer.scheduler one_step_off or two_step_off)."""
     nccl_timeout: float = 600.0
-    """Seconds that any collective, and any call to a worker, may take before the run ends with an error."""
+    """Seconds that any collective, and any call to a worker, may take before the run ends with an error. A generation
+    may take longer: it is the time that a worker may say nothing in it (with rollout.name=hf, one batch)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -791,8 +792,7 @@ actor_rollout_ref.actor.optim.weight_decay actor_rollout_ref.actor.optim.lr_warm
 actor_rollout_ref.rollout.val_kwargs.temperature actor_rollout_ref.teacher.max_retries
 actor_rollout_ref.rollout.seed data.seed trainer.seed trainer.log_val_generations
 """.split()
-NEVER_CLIPPED = "actor_rollout_ref.actor.grad_clip"
-"""May be infinite."""
+_MAY_BE_INFINITE = "actor_rollout_ref.actor.grad_clip"
 _SHARES = """
 actor_rollout_ref.actor.optim.min_lr_ratio actor_rollout_ref.rollout.gpu_memory_utilization
 actor_rollout_ref.teacher.gpu_memory_utilization distillation.beta
@@ -804,7 +804,7 @@ def _check_finite(node: Any, prefix: str = "") -> None:
         value, key = getattr(node, entry.name), f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(value):
             _check_finite(value, f"{key}.")
-        elif isinstance(value, float) and not math.isfinite(value) and key != NEVER_CLIPPED:
+        elif isinstance(value, float) and not math.isfinite(value) and key != _MAY_BE_INFINITE:
             raise ConfigError(key, "must be finite", value)
 
 

@@ -68,8 +68,8 @@ def model_size(
     """Count a model's parameters and what its tokens take from its config.json, without weights.
 
     Raises:
-        ModelError: it cannot be read.
-        ConfigError: `override_config` names a field that it does not have.
+        ModelError: it cannot be read, or makes no model.
+        ConfigError: `override_config` names a field that it does not have, or gives one a value that it does not take.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -109,7 +109,7 @@ def read_config(path: str, trust_remote_code: bool, override_config: dict[str, A
 
     Raises:
         OSError, ValueError: it is in none of them, or cannot be used.
-        ConfigError: `override_config` names a field that it does not have.
+        ConfigError: see `model_size`.
     """
     from huggingface_hub import get_session, hf_hub_url
     from transformers import AutoConfig

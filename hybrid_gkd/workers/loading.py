@@ -47,7 +47,8 @@ def build_model(
 
     Raises:
         ModelError: there is no such model, or its weights are quantised.
-        ConfigError: `override_config` names a field that the model's configuration does not have.
+        ConfigError: `override_config` names a field that the model's configuration does not have, or gives one a value
+            that it does not take.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
