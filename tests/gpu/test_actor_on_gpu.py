@@ -5,11 +5,11 @@
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
 
 from hybrid_gkd.config import load_config
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.actor import Actor
 
@@ -34,7 +34,7 @@ def random_batch(seed):
 def test_nothing_waits_for_the_device_before_the_last_micro_batch_is_under_way(tmp_path):
     config = load_config(
         [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={tiny.make_model(tmp_path / 'model')}",
+            "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
             "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",
         ]
     )

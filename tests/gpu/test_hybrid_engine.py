@@ -8,11 +8,11 @@ import contextlib
 import numpy as np
 import pytest
 import ray
-import tiny
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybrid_gkd.config import load_config
+from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -30,7 +30,7 @@ from float32, 0.025. Weights in the wrong places were 2 away."""
 def model(tmp_path_factory):
     """Qwen2.5-0.5B's shape with random weights."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=1e6,
@@ -150,7 +150,7 @@ def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
 
 def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
     """vLLM takes its layers of experts apart and puts them together again, which no comparison of weights follows."""
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = make_tokenizer()
     shape = Qwen3MoeConfig(
         vocab_size=151936, hidden_size=512, intermediate_size=1024, moe_intermediate_size=384, num_experts=8,
         num_experts_per_tok=2, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,

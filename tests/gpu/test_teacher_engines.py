@@ -5,12 +5,12 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.teacher.engines import EngineOptions, load_engine
 from hybrid_gkd.teacher.topk import top_logprobs
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.vllm_compat import vllm_available
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ JOBS = {"one": (5, 1, 1.0), "few": (9, 64, 0.7), "many": (9, 256, 1.0), "more th
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny.make_model(folder, hidden=256, layers=4, std=0.05, num_words=39000, vocab_size=EMBEDDINGS)
+    make_tiny_model(folder, hidden=256, layers=4, std=0.05, num_words=39000, vocab_size=EMBEDDINGS)
     return str(folder)
 
 

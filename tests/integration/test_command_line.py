@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-import tiny
 
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.clock import Span, busy, intersect, seconds
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.trace import read_trace
 
 ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
@@ -25,9 +25,9 @@ ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
 def world(tmp_path_factory):
     """Student, teacher, a teacher of another vocabulary, and prompts."""
     root = tmp_path_factory.mktemp("world")
-    tiny.make_model(root / "student", seed=1, layers=1)
-    tiny.make_model(root / "teacher", seed=2, layers=2)
-    tiny.make_model(root / "stranger", seed=3, extra_tokens=("<|other|>",))
+    make_tiny_model(root / "student", seed=1, layers=1)
+    make_tiny_model(root / "teacher", seed=2, layers=2)
+    make_tiny_model(root / "stranger", seed=3, extra_tokens=("<|other|>",))
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:6]))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import tiny
 import torch
 
 from hybrid_gkd import doctor, run
@@ -17,6 +16,7 @@ from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
 from hybrid_gkd.plan import GIB, check_free_memory, checkpoint_bytes, student_size
 from hybrid_gkd.run import check_disk, refuse_teacher_gpu
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
@@ -25,7 +25,7 @@ from hybrid_gkd.workers.placement import Placement
 def world(tmp_path_factory):
     """A student and prompts."""
     root = tmp_path_factory.mktemp("world")
-    tiny.make_model(root / "student", seed=1, layers=1)
+    make_tiny_model(root / "student", seed=1, layers=1)
     rows = [{"prompt": f"What is {i} + {i}?"} for i in range(8)]
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root

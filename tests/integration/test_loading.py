@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -20,6 +19,7 @@ from hybrid_gkd.checkpoint import load_actor, save_actor
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
 from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers import loading
 from hybrid_gkd.workers.actor import Actor
@@ -86,14 +86,14 @@ def make_llama(folder, *, tied=False, dtype=torch.float32, max_shard_size="1GB")
 
 def make_base_model_only(folder):
     """Names without the prefix of the causal LM: transformers has to add it."""
-    AutoModel.from_pretrained(tiny.make_model(folder / "full")).save_pretrained(folder)
+    AutoModel.from_pretrained(make_tiny_model(folder / "full")).save_pretrained(folder)
     shutil.rmtree(folder / "full")
     assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
     return folder
 
 
 def make_pickled(folder):
-    tiny.make_model(folder)
+    make_tiny_model(folder)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     return folder
@@ -101,15 +101,15 @@ def make_pickled(folder):
 
 def make_tied_twice(folder):
     """Both names of a tied weight are in the file."""
-    weights = load_file(tiny.make_model(folder) / "model.safetensors")
+    weights = load_file(make_tiny_model(folder) / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 MAKERS = {
-    "qwen2 tied": tiny.make_model,
-    "qwen2 untied": lambda folder: tiny.make_model(folder, tied=False),
+    "qwen2 tied": make_tiny_model,
+    "qwen2 untied": lambda folder: make_tiny_model(folder, tied=False),
     "qwen2 tied, both names": make_tied_twice,
     "llama": make_llama,
     "llama tied": lambda folder: make_llama(folder, tied=True),
@@ -258,13 +258,13 @@ def load_only(config):
     ],
 )
 def test_a_broken_folder_is_refused_on_every_rank(breaks, message, ranks, tmp_path):
-    breaks(tiny.make_model(tmp_path))
+    breaks(make_tiny_model(tmp_path))
     with pytest.raises(ModelError, match=f"(?s){message}"):
         ranks(load_only, make_config(tmp_path))
 
 
 def test_a_missing_head_of_an_untied_model_is_named(ranks, tmp_path):
-    drop(tiny.make_model(tmp_path, tied=False), "lm_head.weight")
+    drop(make_tiny_model(tmp_path, tied=False), "lm_head.weight")
     with pytest.raises(ModelError, match=r"missing weights: lm_head\.weight"):
         ranks(load_only, make_config(tmp_path))
 
@@ -276,7 +276,7 @@ def build(folder, override_config=None):
 
 
 def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
-    tiny.make_model(tmp_path)
+    make_tiny_model(tmp_path)
     model = build(tmp_path, {"attention_dropout": 0.5})
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert {b.device.type for b in model.buffers()} == {"cpu"}
@@ -300,7 +300,7 @@ def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
     ids=["temperature without sampling", "as it should be", "beyond help"],
 )
 def test_a_generation_config_that_transformers_would_not_save_does_not_end_a_run(written, kept, tmp_path):
-    tiny.make_model(tmp_path / "model")
+    make_tiny_model(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
     config = build(tmp_path / "model").generation_config
     config.save_pretrained(tmp_path)
@@ -365,7 +365,7 @@ def load_damaged(config, folder):
 
 def test_a_damaged_checkpoint_is_named(ranks, tmp_path):
     with pytest.raises(CheckpointError, match=r"saved/actor cannot be loaded: \w+") as caught:
-        ranks(load_damaged, make_config(tiny.make_model(tmp_path / "model")), tmp_path / "saved")
+        ranks(load_damaged, make_config(make_tiny_model(tmp_path / "model")), tmp_path / "saved")
     assert "\n" not in str(caught.value)
 
 
@@ -374,7 +374,7 @@ def test_a_checkpoint_moves_between_layouts(ranks, tmp_path):
 
     So do weights that are gathered once for all micro-batches of an update.
     """
-    path = tiny.make_model(tmp_path / "model")
+    path = make_tiny_model(tmp_path / "model")
     settings = ["actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.model.enable_gradient_checkpointing=true"]
     sharded = make_config(path, *settings)
     fsdp = "actor_rollout_ref.actor.fsdp_config"

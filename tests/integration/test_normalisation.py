@@ -10,13 +10,13 @@ import os
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_gkd.config import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 TOPK = 8
@@ -59,7 +59,7 @@ def model(tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         GPT2LMHeadModel(config).save_pretrained(folder)
-    tiny.make_tokenizer().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 

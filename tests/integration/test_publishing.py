@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import ray
-import tiny
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers import publish
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -102,7 +102,7 @@ def test_gathered_tensors_are_the_originals(world_size, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """One Ray cluster with room for two workers."""
-    model = tiny.make_model(tmp_path_factory.mktemp("ray_model"))
+    model = make_tiny_model(tmp_path_factory.mktemp("ray_model"))
     with ray_cluster(make_config(model, tmp_path_factory.mktemp("ray"), "trainer.n_gpus_per_node=2"), "cpu"):
         yield
 
@@ -153,7 +153,7 @@ def drop_a_weight(worker, dropped):
     ],
 )
 def test_a_publish_is_verified_and_a_stale_weight_named(tmp_path, engine, workers, tensor_parallel, tied):
-    model = tiny.make_model(tmp_path / "model", tied=tied)
+    model = make_tiny_model(tmp_path / "model", tied=tied)
     config = make_config(
         model, tmp_path, f"actor_rollout_ref.rollout.name={engine}", f"trainer.n_gpus_per_node={workers}",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",

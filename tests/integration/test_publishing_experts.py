@@ -7,13 +7,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import load_config
+from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, SamplingParams
 from hybrid_gkd.workers.rollout import VLLMEngine
 
@@ -53,7 +53,7 @@ def publish_twice(model_type, folder, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "HF_HUB_OFFLINE": "1"}
     make_model(model_type, 0).save_pretrained(folder)
-    tiny.make_tokenizer().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     config = load_config(
         [
             "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",

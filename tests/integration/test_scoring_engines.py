@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
@@ -14,6 +13,7 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.teacher.engine_hf import HFEngine
 from hybrid_gkd.teacher.engine_vllm import ResponseScorer
 from hybrid_gkd.teacher.engines import EngineOptions, load_engine
+from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.vllm_compat import vllm_available
 
 PATIENCE = 900.0  # seconds; a bound on hanging, not an expectation
@@ -80,7 +80,7 @@ def load_with_shifted_rows(folder):
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return str(tiny.make_model(tmp_path_factory.mktemp("model"), vocab_size=EMBEDDINGS))
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=EMBEDDINGS))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_vllm_tensor_parallel(model_path, reference):
 )
 def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, options, padded):
     """What packed attention cannot do is padded; a head whose logits are changed afterwards is left to the model."""
-    tiny.make_tokenizer().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
     config = config_class(
         vocab_size=EMBEDDINGS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
@@ -178,6 +178,6 @@ def test_clear_forgets_what_was_queued(model_path, reference):
 
 
 def test_folder_without_a_model_is_named(tmp_path):
-    tiny.make_tokenizer().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(Exception, match=str(Path(tmp_path))):
         load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu"))

@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import tiny
 from test_workers import make_config, random_batch, shares
 
 from hybrid_gkd import vllm_compat
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -22,7 +22,7 @@ REQUESTS = [GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.make_model(tmp_path_factory.mktemp("model"))  # with a tied output embedding
+    return make_tiny_model(tmp_path_factory.mktemp("model"))  # with a tied output embedding
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +102,7 @@ def shorten_deadlines(group, seconds=10.0):
 
 def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_can_be_saved(tmp_path, caplog):
     """The weights are several buckets, so that the sender fails when its peer still has some to gather with it."""
-    model = tiny.make_model(tmp_path / "model", hidden=256, layers=4)
+    model = make_tiny_model(tmp_path / "model", hidden=256, layers=4)
     bucket = "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"
     with make_group(separate(model, tmp_path, 2, 2, bucket)) as group:
         shorten_deadlines(group)

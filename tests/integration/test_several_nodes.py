@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import ray
-import tiny
 from ray.cluster_utils import Cluster
 from test_workers import make_config, random_batch, shares
 
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 
@@ -35,7 +35,7 @@ def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path):
     def node(worker):
         return ray.get_runtime_context().get_node_id()
 
-    model = tiny.make_model(tmp_path / "model")
+    model = make_tiny_model(tmp_path / "model")
     given = f"ray_init.address={address}"
     with ray_cluster(configure(given), "cpu"):
         with pytest.raises(WorkerError, match=r"trainer\.nnodes: 2 workers on each of 1 node\(s\).*for 1, 1 of them"):

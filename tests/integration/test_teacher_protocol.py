@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import plain_client
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.local import LocalTeacher
 from hybrid_gkd.teacher.statistics import COUNTERS
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.tokenizer import load_tokenizer
 
 PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
@@ -22,7 +22,7 @@ TOPK, LIMIT = 7, 128
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return str(tiny.make_model(tmp_path_factory.mktemp("model")))
+    return str(make_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import sys
 import faults
 import numpy as np
 import pytest
-import tiny
 import zmq
 
 from hybrid_gkd.errors import TeacherUnreachable
@@ -18,6 +17,7 @@ from hybrid_gkd.teacher.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.testing import make_tiny_model
 
 PATIENCE = faults.PATIENCE
 HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", "128"]
@@ -32,7 +32,7 @@ def command(*words, **options):
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return str(tiny.make_model(tmp_path_factory.mktemp("model")))
+    return str(make_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import zmq
 from transformers import AutoModelForCausalLM
@@ -23,6 +22,7 @@ from hybrid_gkd.run import start_local_teacher
 from hybrid_gkd.teacher.connection import query_status
 from hybrid_gkd.teacher.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.types import Sequence
 from hybrid_gkd.vllm_compat import vllm_available
@@ -36,7 +36,7 @@ needs_vllm = pytest.mark.skipif(not vllm_available(), reason="vLLM is not instal
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return str(tiny.make_model(tmp_path_factory.mktemp("teacher_model")))
+    return str(make_tiny_model(tmp_path_factory.mktemp("teacher_model")))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import signal
 import numpy as np
 import pytest
 import ray
-import tiny
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
@@ -17,6 +16,7 @@ from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster, refuse_shared_gpus
 from hybrid_gkd.workers.placement import Placement
@@ -28,7 +28,7 @@ needs_vllm = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM i
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.make_model(tmp_path_factory.mktemp("model"), tied=False)
+    return make_tiny_model(tmp_path_factory.mktemp("model"), tied=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,11 +4,11 @@ import copy
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.actor import compile_blocks
 
 
@@ -30,7 +30,7 @@ def graphs(monkeypatch):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_blocks_equal_eager_ones_and_compile_once(tmp_path, graphs, checkpointing):
-    folder = tiny.make_model(tmp_path, layers=3)
+    folder = make_tiny_model(tmp_path, layers=3)
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION)
     if checkpointing:
         eager.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
@@ -9,6 +8,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 from hybrid_gkd.config import load_config
 from hybrid_gkd.metrics import METRICS, check_names, markdown_table, peak_flops, training_flops
 from hybrid_gkd.plan import Size, student_size
+from hybrid_gkd.testing import make_tiny_model
 
 
 def test_every_metric_is_documented():
@@ -77,7 +77,7 @@ def test_operations_of_a_student_are_what_torch_counts(tied, tmp_path):
 
 
 def test_the_student_is_the_one_that_is_trained(tmp_path):
-    tiny.make_model(tmp_path, layers=2, hidden=64)
+    make_tiny_model(tmp_path, layers=2, hidden=64)
     one, two = student(tmp_path, "actor_rollout_ref.model.override_config.num_hidden_layers=1"), student(tmp_path)
     assert (one.head_parameters, 2 * one.attention_width) == (two.head_parameters, two.attention_width)
     weights = [size.parameters - size.embedding_parameters for size in (one, two)]

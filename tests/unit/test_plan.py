@@ -2,7 +2,6 @@
 
 import huggingface_hub
 import pytest
-import tiny
 from transformers import AutoConfig, Gemma3Config, Qwen2Config
 
 from hybrid_gkd.config import load_config
@@ -22,6 +21,7 @@ from hybrid_gkd.plan import (
     student_size,
     teacher_share,
 )
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.placement import Placement
 
 SEVEN_B = Size(
@@ -140,7 +140,7 @@ def test_a_share_that_cannot_hold_the_engine_is_refused_with_the_numbers():
 
 
 def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(tmp_path, monkeypatch):
-    teacher = tiny.make_model(tmp_path, tied=True)
+    teacher = make_tiny_model(tmp_path, tied=True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     one_gpu = load_config(
         [
@@ -232,7 +232,7 @@ def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
 
 
 def test_a_field_that_the_model_does_not_have_is_refused(tmp_path):
-    tiny.make_model(tmp_path / "model")
+    make_tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"override_config: .* has no such field; got 'rope_tehta'"):
         model_size(str(tmp_path / "model"), trust_remote_code=False, override_config={"rope_tehta": 1.0})
 
@@ -279,7 +279,7 @@ def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
 
 def test_size_counts_tied_embeddings_once(tmp_path):
     for tied in (True, False):
-        folder = tiny.make_model(tmp_path / str(tied), tied=tied, vocab_size=1000)
+        folder = make_tiny_model(tmp_path / str(tied), tied=tied, vocab_size=1000)
         size = model_size(str(folder), trust_remote_code=False, override_config={})
         assert size.embedding_parameters == (1 if tied else 2) * 1000 * 64
         assert size.tied_parameters == (1000 * 64 if tied else 0)
@@ -329,7 +329,7 @@ class Hub:
 
 def plan_of_hub_id(monkeypatch, tmp_path, hub, *, cached):
     """The plan for a model of the hub, in the cache or only on the hub; how the configuration was asked for."""
-    folder, calls, read = tiny.make_model(tmp_path / "model"), [], AutoConfig.from_pretrained
+    folder, calls, read = make_tiny_model(tmp_path / "model"), [], AutoConfig.from_pretrained
 
     def from_pretrained(path, *, trust_remote_code, local_files_only=False):
         calls.append("cache" if local_files_only else "hub")
@@ -359,7 +359,7 @@ def test_the_configuration_of_a_folder_may_need_code_of_the_hub(monkeypatch, tmp
         return read(path)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    assert read_config(str(tiny.make_model(tmp_path / "model")), True, {}).vocab_size
+    assert read_config(str(make_tiny_model(tmp_path / "model")), True, {}).vocab_size
 
 
 def test_the_plan_of_a_model_on_the_hub_reads_its_configuration(monkeypatch, tmp_path):
@@ -392,7 +392,7 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
 
 def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     """They are known when the workers are placed, and this machine may have none."""
-    cluster = config(f"actor_rollout_ref.model.path={tiny.make_model(tmp_path)}", "ray_init.address=far:6379")
+    cluster = config(f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "ray_init.address=far:6379")
     text = plan(cluster, device="cuda", engine="vllm")
     assert "gathered_params" in text
     assert "kv_cache" not in text

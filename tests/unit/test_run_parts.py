@@ -7,13 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 
 from hybrid_gkd import run, vllm_compat
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
 from hybrid_gkd.plan import GIB
+from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import ray_cluster
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.rollout import VLLMEngine, resolve_engine
@@ -72,7 +72,7 @@ def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
 
 def runnable(folder, *overrides):
     """A configuration whose inputs are there."""
-    tiny.make_model(folder / "student")
+    make_tiny_model(folder / "student")
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)))
     return load_config(
         [
