@@ -39,13 +39,13 @@ import torch
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.checkpoint import CheckpointStore
-from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import BATCHES_AHEAD, Config, load_config
-from hybrid_gkd.plan import teacher_shares_gpu
+from hybrid_gkd.launch.run import Inputs, connect, locked_run_folder, start_local_teacher, start_tracking
+from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import total_steps as total_steps_of
-from hybrid_gkd.run import Inputs, connect, locked_run_folder, start_local_teacher, start_tracking
-from hybrid_gkd.teacher.local import LocalTeacher
-from hybrid_gkd.trace import TraceFile, read_trace
+from hybrid_gkd.reporting.trace import TraceFile, read_trace
+from hybrid_gkd.spans import Clock
+from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from models import SHAPES, full_tokenizer, make_model
 
-from hybrid_gkd.teacher.engines import EngineOptions, load_engine
-from hybrid_gkd.teacher.local import LocalTeacher
+from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.types import Sequence, TeacherTopK
 
 PATIENCE = 900.0

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hybrid_gkd.trace import read_trace  # noqa: E402 (the package may not be installed)
+from hybrid_gkd.reporting.trace import read_trace  # noqa: E402 (the package may not be installed)
 
 COLORS = {  # Okabe and Ito
     "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",

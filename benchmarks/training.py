@@ -6,9 +6,8 @@
 
 Forward KL to random top-64 teacher scores; prompts of 64 to 512 tokens, responses of 64 to 3,584, both uniform;
 packed micro-batches of at most 16,384 tokens, the same number of tokens on each GPU. Each variant runs in processes
-of its own; the first updates, which compile and allocate, are left out. Model FLOPs are those of
-`hybrid_gkd.metrics.training_flops`, as in perf/mfu. The card's rate is that of an 8192 x 8192 x 8192 product of random
-bf16 numbers in the same process.
+of its own; the first updates, which compile and allocate, are left out. Model FLOPs are those of `training_flops`, as
+in perf/mfu. The card's rate is that of an 8192 x 8192 x 8192 product of random bf16 numbers in the same process.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from models import SHAPES, make_model, random_scores
 
 from hybrid_gkd.config import Config, load_config
 from hybrid_gkd.data.packing import attention_cost, plan_micro_batches
-from hybrid_gkd.metrics import training_flops
-from hybrid_gkd.plan import model_size
+from hybrid_gkd.offload.budget import model_size
+from hybrid_gkd.reporting.metrics import training_flops
+from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.types import MiniBatch, Sequence, TrainSequence
-from hybrid_gkd.workers.actor import Actor
 
 TOPK = 64
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

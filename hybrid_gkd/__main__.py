@@ -73,9 +73,9 @@ def default_config_name(overrides: list[str]) -> str:
 
 def dry_run(config: Config) -> None:
     """Print what would happen."""
-    from hybrid_gkd.plan import plan
-    from hybrid_gkd.run import resolve_device
-    from hybrid_gkd.workers.rollout import resolve_engine
+    from hybrid_gkd.launch.run import resolve_device
+    from hybrid_gkd.offload.budget import plan
+    from hybrid_gkd.rollout.vllm import resolve_engine
 
     engine = resolve_engine(config.actor_rollout_ref.rollout.name)
     print(to_yaml(config))
@@ -84,9 +84,9 @@ def dry_run(config: Config) -> None:
 
 def train(config: Config) -> None:
     """Build the demo if it is used, train, print the final table."""
-    from hybrid_gkd import demo
-    from hybrid_gkd.report import final_table
-    from hybrid_gkd.run import run
+    from hybrid_gkd.demo import sorting as demo
+    from hybrid_gkd.launch.run import run
+    from hybrid_gkd.reporting.final_table import final_table
 
     teacher_accuracy = None
     paths, teacher = demo.DemoPaths.under(demo.demo_dir()), config.actor_rollout_ref.teacher.model.path
@@ -97,7 +97,7 @@ def train(config: Config) -> None:
 
 def build_demo(config: Config) -> bool:
     """Build the demo if `config` uses it and it is not there yet; whether it does."""
-    from hybrid_gkd import demo
+    from hybrid_gkd.demo import sorting as demo
 
     arr, root = config.actor_rollout_ref, demo.DemoPaths.under(demo.demo_dir()).root
     used = (arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files)

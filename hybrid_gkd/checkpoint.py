@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.tokenizer import first_line
+from hybrid_gkd.models.tokenizer import first_line
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import Config
-    from hybrid_gkd.workers.actor import Actor
+    from hybrid_gkd.student.actor import Actor
 
 LATEST = "latest_checkpointed_iteration.txt"
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def load_actor(actor: Actor, folder: Path) -> None:
 def _save_huggingface(actor: Actor, folder: Path, *, tokenizer_path: str, config: Config) -> None:
     import torch.distributed as dist
 
-    from hybrid_gkd.tokenizer import load_tokenizer
+    from hybrid_gkd.models.tokenizer import load_tokenizer
 
     tied = set(getattr(actor.hf_model, "_tied_weights_keys", None) or ())
     if not getattr(actor.hf_model.config, "tie_word_embeddings", False):

@@ -566,7 +566,7 @@ def _reason(error: OmegaConfBaseException) -> str:
 
 def _demo_path(part: str) -> str:
     """`${demo:student}` in YAML: where the demo keeps its student; nothing is built here."""
-    from hybrid_gkd.demo import DemoPaths, demo_dir
+    from hybrid_gkd.demo.sorting import DemoPaths, demo_dir
 
     return str(getattr(DemoPaths.under(demo_dir()), part))
 

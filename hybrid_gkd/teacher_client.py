@@ -25,9 +25,9 @@ import zmq
 
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
 from hybrid_gkd.teacher import network, protocol
-from hybrid_gkd.teacher.connection import CLOSE_MILLISECONDS, Connection, ServerInfo, StudentNeeds, query_status
+from hybrid_gkd.teacher.client.connection import CLOSE_MILLISECONDS, Connection, ServerInfo, StudentNeeds, query_status
+from hybrid_gkd.teacher.client.pending import Pair, PendingRequest, TeacherMetrics, Waiting, resolve
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.pending import Pair, PendingRequest, TeacherMetrics, Waiting, resolve
 from hybrid_gkd.teacher.protocol import ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
 

@@ -109,7 +109,7 @@ class LocalGroup:
         import torch
 
         from hybrid_gkd.data.packing import attention_cost
-        from hybrid_gkd.workers.actor import Actor
+        from hybrid_gkd.student.actor import Actor
 
         self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
         self.attention_cost = attention_cost(self.actor.hidden_size)

@@ -23,12 +23,13 @@ import numpy as np
 import zmq
 
 from hybrid_gkd.errors import TeacherTimeout
-from hybrid_gkd.teacher import broker, protocol, worker
-from hybrid_gkd.teacher.connection import query_status
+from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher.server import broker, worker
+from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.types import Sequence, TeacherTopK
 
 PATIENCE = 120.0

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
-from hybrid_gkd.clock import Clock
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import CheckpointError, TrainingError
-from hybrid_gkd.metrics import peak_flops, training_flops
-from hybrid_gkd.plan import Size, student_size
+from hybrid_gkd.offload.budget import Size, student_size
 from hybrid_gkd.ppo.advantages import group_relative_advantages
-from hybrid_gkd.ppo.ahead import RolloutsAhead
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.rewards import Reward
-from hybrid_gkd.tracking import Generation, Tracking
+from hybrid_gkd.ppo.scheduler import RolloutsAhead
+from hybrid_gkd.reporting.metrics import peak_flops, training_flops
+from hybrid_gkd.reporting.trackers import Generation, Tracking
+from hybrid_gkd.spans import Clock
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,

@@ -20,11 +20,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
-from hybrid_gkd.teacher.broker import Broker
-from hybrid_gkd.teacher.connection import query_status
+from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.network import is_loopback
-from hybrid_gkd.teacher.supervisor import Supervisor, WorkerFailed, gpu_shares
+from hybrid_gkd.teacher.server.broker import Broker
+from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, gpu_shares
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
@@ -132,8 +132,8 @@ def join(arguments: argparse.Namespace) -> int:
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
     # Here, so that the broker's process needs neither torch nor the time to import it.
-    from hybrid_gkd.teacher.engines import EngineOptions, load_engine
-    from hybrid_gkd.teacher.worker import Worker
+    from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+    from hybrid_gkd.teacher.server.worker import Worker
 
     try:
         engine = load_engine(

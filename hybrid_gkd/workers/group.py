@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from hybrid_gkd.clock import Spans
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.spans import Spans
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_dead, gather

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hybrid_gkd.clock import Clock, Spans, spanned
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
+from hybrid_gkd.spans import Clock, Spans, spanned
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role, threads_per_process
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from hybrid_gkd.workers.actor import Actor
-    from hybrid_gkd.workers.rollout import RolloutEngine
-    from hybrid_gkd.workers.weight_sync import WeightSpec
+    from hybrid_gkd.rollout.vllm import RolloutEngine
+    from hybrid_gkd.rollout.weight_sync import WeightSpec
+    from hybrid_gkd.student.actor import Actor
 
 
 class Worker:
@@ -135,11 +135,11 @@ class Worker:
             self.all_reduce(address, timeout=timeout)
         import torch
 
+        from hybrid_gkd.offload.device import DeviceMemory, free_device_bytes
         from hybrid_gkd.offload.engine import EngineWeights, KVCache
-        from hybrid_gkd.offload.host import HostMirror
-        from hybrid_gkd.offload.memory import DeviceMemory, free_device_bytes
+        from hybrid_gkd.offload.pinned import HostMirror
         from hybrid_gkd.offload.residency import Residency, Tenant
-        from hybrid_gkd.workers.actor import Actor
+        from hybrid_gkd.student.actor import Actor
 
         torch.manual_seed(self.config.trainer.seed)
         on_gpu = self.device_type == "cuda"
@@ -181,7 +181,7 @@ class Worker:
     def _build_engine(self, stop_token_ids: list[int]) -> dict[str, str]:
         import torch
 
-        from hybrid_gkd.workers.rollout import make_engine
+        from hybrid_gkd.rollout.vllm import make_engine
 
         used_before = self.memory.used()
         self.engine: RolloutEngine = make_engine(self.config, device=self.device, stop_token_ids=stop_token_ids)
@@ -206,7 +206,7 @@ class Worker:
         import torch
         import torch.distributed as dist
 
-        from hybrid_gkd.workers.weight_sync import ABORT_SECONDS
+        from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
 
         if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
@@ -233,7 +233,7 @@ class Worker:
         """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""
         import torch
 
-        from hybrid_gkd.workers.weight_sync import WeightSync
+        from hybrid_gkd.rollout.weight_sync import WeightSync
 
         arr = self.config.actor_rollout_ref
         self.weight_sync = WeightSync(
@@ -293,7 +293,7 @@ class Worker:
         """`compute` a part, or, if memory runs out, once more all there is of the mini-batch in halves."""
         import torch
 
-        from hybrid_gkd.workers.actor import split_micro_batches
+        from hybrid_gkd.student.actor import split_micro_batches
 
         whole = dataclasses.replace(part, micro_batches=(*self.accumulated, *part.micro_batches))
         try:
@@ -500,7 +500,7 @@ def describe(device: object) -> dict[str, str]:
 
 def engine_name(engine: RolloutEngine) -> str:
     """What generates, with its version."""
-    from hybrid_gkd import vllm_compat
+    from hybrid_gkd.models import vllm_compat
 
     is_vllm = type(engine).__name__ == "VLLMEngine"
     return f"vllm {vllm_compat.vllm_version()}" if is_vllm else "hf (transformers generation)"

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_gkd.config import load_config
+from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
-from hybrid_gkd.workers.actor import Actor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

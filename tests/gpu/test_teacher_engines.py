@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.teacher.engines import EngineOptions, load_engine
-from hybrid_gkd.teacher.topk import top_logprobs
+from hybrid_gkd.models.vllm_compat import vllm_available
+from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+from hybrid_gkd.teacher.engines.topk import top_logprobs
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.vllm_compat import vllm_available
 
 pytestmark = pytest.mark.gpu
 PATIENCE = 600.0

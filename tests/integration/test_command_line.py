@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from hybrid_gkd import vllm_compat
-from hybrid_gkd.clock import Span, busy, intersect, seconds
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.reporting.trace import read_trace
+from hybrid_gkd.spans import Span, busy, intersect, seconds
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.trace import read_trace
 
 ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
 

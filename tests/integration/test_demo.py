@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybrid_gkd import demo
+from hybrid_gkd.demo import sorting as demo
 from hybrid_gkd.errors import ConfigError
 
 TINY_MODEL = demo.ModelRecipe(

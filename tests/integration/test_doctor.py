@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from hybrid_gkd import doctor, run
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
-from hybrid_gkd.plan import GIB, check_free_memory, checkpoint_bytes, student_size
-from hybrid_gkd.run import check_disk, refuse_teacher_gpu
+from hybrid_gkd.launch import doctor, run
+from hybrid_gkd.launch.run import check_disk, refuse_teacher_gpu
+from hybrid_gkd.offload.budget import GIB, check_free_memory, checkpoint_bytes, student_size
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement

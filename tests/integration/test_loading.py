@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 from hybrid_gkd.checkpoint import load_actor, save_actor
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
-from hybrid_gkd.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.student import loading
+from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
-from hybrid_gkd.workers import loading
-from hybrid_gkd.workers.actor import Actor
 
 NUM_RANKS = 2
 CPU = torch.device("cpu")

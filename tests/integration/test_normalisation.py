@@ -113,7 +113,7 @@ def share(batch, cut, world_size, rank):
 
 def run_rank(rank, world_size, model, folder):
     """All losses, batches and cuts on one rank; rank 0 writes loss and gradients."""
-    from hybrid_gkd.workers import actor as actor_module
+    from hybrid_gkd.student import actor as actor_module
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -144,7 +144,7 @@ def run_rank(rank, world_size, model, folder):
 def computed(model, tmp_path_factory):
     """Number of ranks -> what `run_rank` computed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hybrid_gkd.workers.actor"])  # imported once for all ranks
+    context.set_forkserver_preload(["hybrid_gkd.student.actor"])  # imported once for all ranks
     results = {}
     for world_size in (1, 2, 4):
         folder = tmp_path_factory.mktemp(f"ranks{world_size}")

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.rollout import weights as publish
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.workers import publish
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file

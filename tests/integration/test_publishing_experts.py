@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import load_config
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.rollout.vllm import VLLMEngine
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, SamplingParams
-from hybrid_gkd.workers.rollout import VLLMEngine
 
 pytestmark = [pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed"), pytest.mark.slow]
 MODELS = {

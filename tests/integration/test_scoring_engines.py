@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.teacher.engine_hf import HFEngine
-from hybrid_gkd.teacher.engine_vllm import ResponseScorer
-from hybrid_gkd.teacher.engines import EngineOptions, load_engine
+from hybrid_gkd.models.vllm_compat import vllm_available
+from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+from hybrid_gkd.teacher.engines.hf import HFEngine
+from hybrid_gkd.teacher.engines.vllm import ResponseScorer
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
-from hybrid_gkd.vllm_compat import vllm_available
 
 PATIENCE = 900.0  # seconds; a bound on hanging, not an expectation
 TOKENS = 260  # of the tokenizer, with one that transformers adds for a Qwen2 model

@@ -11,8 +11,8 @@ import pytest
 import ray
 from test_workers import make_config, random_batch, shares
 
-from hybrid_gkd import vllm_compat
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster

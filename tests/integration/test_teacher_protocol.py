@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.local import LocalTeacher
-from hybrid_gkd.teacher.statistics import COUNTERS
+from hybrid_gkd.teacher.server.local import LocalTeacher
+from hybrid_gkd.teacher.server.statistics import COUNTERS
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.tokenizer import load_tokenizer
 
 PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
 TOPK, LIMIT = 7, 128

@@ -13,9 +13,9 @@ import zmq
 
 from hybrid_gkd.errors import TeacherUnreachable
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.connection import query_status
+from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys, make_keys
-from hybrid_gkd.teacher.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 

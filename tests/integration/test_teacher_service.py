@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
-from hybrid_gkd.run import start_local_teacher
-from hybrid_gkd.teacher.connection import query_status
-from hybrid_gkd.teacher.local import LocalTeacher, child_environment
+from hybrid_gkd.launch.run import start_local_teacher
+from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.models.vllm_compat import vllm_available
+from hybrid_gkd.teacher.client.connection import query_status
+from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.types import Sequence
-from hybrid_gkd.vllm_compat import vllm_available
 
 PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
 MAX_LENGTH = 128
@@ -327,7 +327,7 @@ def test_no_process_survives_the_service(own_teacher, how):
 
 def test_the_service_ends_with_its_parent(model_path, tmp_path):
     program = (
-        "import sys, time; from hybrid_gkd.teacher.local import LocalTeacher\n"
+        "import sys, time; from hybrid_gkd.teacher.server.local import LocalTeacher\n"
         f"teacher = LocalTeacher({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
         "teacher.__enter__().wait_ready(); print(teacher.pid, flush=True); time.sleep(1000)"
     )

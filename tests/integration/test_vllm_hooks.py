@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd import vllm_compat
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.teacher.engine_vllm import EXTRA_ARGS_KEY, ResponseScorer
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, ResponseScorer
 
 pytestmark = [
     pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed"),

@@ -12,10 +12,10 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 
-from hybrid_gkd import vllm_compat
 from hybrid_gkd.config import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
+from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster, refuse_shared_gpus
@@ -158,7 +158,7 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
     """Sampled log-probabilities of engine and actor agree before and after an update, on two workers."""
 
     def say_more(worker):  # travels to the worker by value
-        from hybrid_gkd.workers import rollout
+        from hybrid_gkd.rollout import vllm as rollout
 
         rollout.NEWS_SECONDS = 0.0
 

@@ -5,7 +5,8 @@ import pickle
 import pytest
 
 from hybrid_gkd.errors import ConfigError, HybridGKDError
-from hybrid_gkd.teacher import protocol, supervisor
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.server import supervisor
 from hybrid_gkd.workers import pool
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from hybrid_gkd.config import OptimConfig, load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
-from hybrid_gkd.metrics import training_flops
-from hybrid_gkd.plan import Size
+from hybrid_gkd.offload.budget import Size
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
+from hybrid_gkd.reporting.metrics import training_flops
+from hybrid_gkd.student.actor import learning_rate
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
-from hybrid_gkd.workers.actor import learning_rate
 
 NUM_PROMPTS, GROUP_SIZE = 6, 2
 SIZE = Size(

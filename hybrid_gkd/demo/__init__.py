@@ -1,0 +1,1 @@
+"""The models and data of the recipes that need none of the user's."""

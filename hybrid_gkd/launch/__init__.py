@@ -1,0 +1,1 @@
+"""Before and after training: check, assemble, train, stop."""

@@ -1,0 +1,1 @@
+"""What a run shows: metrics, trackers, trace, final table."""

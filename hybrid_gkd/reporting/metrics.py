@@ -1,0 +1,218 @@
+"""Every metric this package reports: its name, unit and meaning.
+
+The same names appear in the console, in metrics.jsonl, in Weights & Biases and in docs/metrics.md,
+which is this table printed:
+
+    python -m hybrid_gkd.metrics > docs/metrics.md
+
+A step reports the metrics that apply to it: the table is what may appear, not what must. At the end is what
+`perf/mfu` is computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybrid_gkd.offload.residency import RESIDENCY, TENANTS
+
+if TYPE_CHECKING:
+    from hybrid_gkd.offload.budget import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one number means."""
+
+    unit: str
+    """Empty for a plain number."""
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    # The learning signal. Means are over the response tokens of the whole batch, on all GPUs.
+    "actor/kl_loss": Metric(
+        "nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped, mean over response tokens"
+    ),
+    "actor/loss": Metric("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
+    "actor/grad_norm": Metric("", "Norm of the gradient before clipping, mean over the optimizer steps"),
+    "actor/lr": Metric("", "Learning rate of the last optimizer step"),
+    "actor/entropy": Metric("nats/token", "Entropy of the student's distribution, mean over response tokens"),
+    "actor/pg_loss": Metric("nats/token", "PPO's clipped loss on the task rewards, mean over response tokens"),
+    "actor/pg_clipfrac": Metric("fraction", "Response tokens whose PPO ratio was clipped"),
+    "actor/importance/mean": Metric("", "Weight of a response token (algorithm.rollout_is_threshold), mean over them"),
+    "actor/importance/effective_sample_size": Metric(
+        "fraction", "Of the importance weights: share of the response tokens that, weighted alike, would say as much"
+    ),
+    "actor/ppo_kl": Metric("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
+    "actor/distillation/forward_kl": Metric(
+        "nats/token", "KL(teacher, student) on the teacher's top-k tokens and the rest, whatever the loss is"
+    ),
+    "actor/distillation/reverse_kl": Metric(
+        "nats/token", "KL(student, teacher) on the teacher's top-k tokens and the rest, whatever the loss is"
+    ),
+    "actor/distillation/clamp_share": Metric(
+        "fraction", "Response tokens whose divergence, or advantage with use_policy_gradient, is beyond "
+        "distillation.loss_max_clamp"
+    ),
+    "actor/distillation/overlap_ratio": Metric(
+        "fraction", "Share of the teacher's top-k tokens that are in the student's own top k, on a sample of tokens"
+    ),
+    "actor/distillation/student_mass": Metric(
+        "fraction", "Probability that the student gives to the teacher's top-k tokens, mean over response tokens"
+    ),
+    "actor/distillation/teacher_mass": Metric(
+        "fraction", "Probability that the teacher gives to its top-k tokens, mean over response tokens"
+    ),
+    # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
+    # They may overlap, so they need not add up to timing/step.
+    "timing/step": Metric(
+        "seconds", "Generation (beside the update: waiting for it), waiting for the teacher, update and publish; "
+        "without validation and checkpoint"
+    ),
+    "timing/gen": Metric(
+        "seconds", "Drawing responses: of this batch, or with trainer.scheduler other than sync of one or two later"
+    ),
+    "timing/wait_prev_gen": Metric(
+        "seconds", "Waiting for responses with nothing else to do (the rollout engine in a pool of its own)"
+    ),
+    "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
+    "timing/get_teacher_knowledge": Metric(
+        "seconds", "Time in which at least one request was with the teacher: sent, and its scores not there"
+    ),
+    "timing/update_actor": Metric("seconds", "Forward, backward and optimizer steps"),
+    "timing/sync_rollout_weights": Metric("seconds", "Copying the new weights into the rollout engine"),
+    "timing/offload": Metric("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
+    "timing/testing": Metric("seconds", "Validation on held-out prompts"),
+    "timing/save_checkpoint": Metric("seconds", "Writing the checkpoint of the step before, and publishing once more"),
+    # The teacher service, seen from the trainer.
+    "teacher/latency": Metric("seconds", "From sending a request to its reply, median over the requests of the step"),
+    "teacher/latency_p95": Metric("seconds", "The same, 95th percentile"),
+    "teacher/latency_p99": Metric("seconds", "The same, 99th percentile"),
+    "teacher/tokens_per_second": Metric("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
+    "teacher/retries": Metric("", "Requests that were sent again"),
+    "teacher/bytes_per_token": Metric("bytes/token", "Size of the replies per response token"),
+    "teacher/queue_length": Metric("requests", "Requests of all clients that waited for a teacher worker, mean"),
+    "teacher/engine_busy": Metric(
+        "fraction", "Part of the last ten seconds in which a teacher worker had a request, mean over workers"
+    ),
+    "teacher/hidden_fraction": Metric(
+        "fraction", "Share of the time with a request at the teacher in which a worker was generating or updating, and "
+        "neither it nor the trainer waited for the teacher; from the spans of trace.json since the report before"
+    ),
+    "perf/tokens_per_second": Metric(
+        "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
+    ),
+    "perf/mfu": Metric(
+        "fraction", "Model FLOP/s utilization of the update: operations of forward and backward of the step's tokens, "
+        "recomputation not counted, per second of timing/update_actor, of what the GPUs that train do in dense bf16. "
+        "That time also holds optimizer steps, copies between GPU and host, passes for log-probabilities and the way "
+        "to the workers, but no waiting for the teacher. Absent on the CPU, unknown GPUs and for mixtures of experts"
+    ),
+    "perf/max_memory_allocated_gb": Metric(
+        "GiB", "Largest GPU memory that torch held during the step, on any GPU; without an engine that can sleep"
+    ),
+    "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
+    **{
+        f"perf/copy/{tenant}_{direction}": Metric("GB/s", f"Speed of the last copy of {tenant} {where} the GPU")
+        for tenant in ("actor_params", "optimizer_state")
+        for direction, where in (("in", "to"), ("out", "from"))
+    },
+    "memory/update/sleeping_engine_gb": Metric("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
+    "memory/rollout/actor_rest_gb": Metric(
+        "GiB", "GPU memory after a publish beyond what vLLM alone had taken, its first generation included: what the "
+        "student could not free"
+    ),
+    # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
+    # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
+    **{
+        f"memory/{phase}/{tenant}_gb": Metric("GiB", f"{tenant} on the device when the phase {phase} begins")
+        for phase in RESIDENCY
+        for tenant in TENANTS
+    },
+    # The batch.
+    "response_length/mean": Metric("tokens", "Mean response length"),
+    "response_length/max": Metric("tokens", "Longest response"),
+    "response_length/min": Metric("tokens", "Shortest response"),
+    "response_length/clip_ratio": Metric("fraction", "Responses cut at data.max_response_length"),
+    "prompt_length/mean": Metric("tokens", "Mean prompt length"),
+    "prompt_length/max": Metric("tokens", "Longest prompt"),
+    "reward/mean": Metric("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
+    "reward/std": Metric("", "Standard deviation of the same"),
+    "training/global_step": Metric("steps", "Training steps done"),
+    "training/epoch": Metric("epochs", "Pass over the prompt data that the batch belongs to"),
+    "training/staleness": Metric(
+        "steps", "How many steps old the weights were that wrote the responses, the oldest of the batch"
+    ),
+    # Validation, in the steps that have one.
+    "val/accuracy": Metric(
+        "fraction", "Mean reward of the answers to held-out prompts: with the built-in rules, the share that is right"
+    ),
+    "val/response_length": Metric("tokens", "Mean response length on held-out prompts"),
+    "val/num_prompts": Metric("prompts", "Held-out prompts asked"),
+}
+
+
+PEAK_FLOPS: dict[str, float] = {
+    "NVIDIA A10": 125e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+}
+"""Whole device name, so that neither a part of a GPU (MIG) nor a variant is taken for it -> dense bf16 operations per
+second according to the vendor's data sheets."""
+
+
+def check_names(metrics: Iterable[str]) -> None:
+    """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
+    unknown = sorted(set(metrics) - METRICS.keys())
+    if unknown:
+        raise AssertionError(f"metrics without an entry in hybrid_gkd/reporting/metrics.py: {', '.join(unknown)}")
+
+
+def peak_flops(devices: Iterable[str]) -> float:
+    """Dense bf16 operations per second of GPUs together; 0 if one of them is not known."""
+    peaks = [PEAK_FLOPS.get(device, 0.0) for device in devices]
+    return sum(peaks) if all(peaks) else 0.0
+
+
+def training_flops(size: Size, lengths: Iterable[int], response_tokens: int) -> float:
+    """Operations of forward and backward, nothing counted twice that is recomputed.
+
+    Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
+    weights beside embeddings and head, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers
+    sum(n^2). Attention counts as if no layer had a window.
+
+    Args:
+        size: of the model, which must not be a mixture of experts.
+        lengths: tokens of each sequence.
+        response_tokens: of all sequences.
+    """
+    lengths = list(lengths)
+    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+    weights = size.parameters - size.embedding_parameters
+    return 6.0 * (weights * tokens + size.head_parameters * response_tokens + size.attention_width * squares)
+
+
+def markdown_table() -> str:
+    """The table as the text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "The same names in the console, in `metrics.jsonl` and in Weights & Biases. A step reports those that",
+        "apply to it. In `metrics.jsonl`, a value that is not finite is the string `NaN`, `Infinity` or `-Infinity`.",
+        "This page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {metric.unit} | {metric.description} |" for name, metric in METRICS.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Rollout engines, and the ways in which weights reach them."""

@@ -1,0 +1,1 @@
+"""The student: its shards, its optimizer, its loss."""

@@ -1,0 +1,1 @@
+"""Parts of `hybrid_gkd/teacher_client.py`."""

@@ -1,0 +1,147 @@
+"""What the client keeps: one request until its outcome, and counters of what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybrid_gkd.teacher.client.connection import Connection
+from hybrid_gkd.types import Sequence, TeacherTopK
+
+GROUP_WAIT_SECONDS = 0.005
+"""A request that is not full leaves when its first sequence has waited this long."""
+TOKENS_PER_REQUEST = 16384
+"""A request takes no further sequence beyond this many tokens; two or more fill one call of the engine."""
+Pair = tuple[Sequence, Future[TeacherTopK]]
+
+
+@dataclass(kw_only=True)
+class TeacherMetrics:
+    """What happened since the last `drain_metrics`."""
+
+    requests: list[tuple[float, float]] = field(default_factory=list)
+    """time.monotonic of the first sending of a request and of its scores, one entry per request."""
+    complete_until: float = 0.0
+    """Every request that began before this is among these or earlier ones."""
+    tokens: int = 0
+    """Prompt and response tokens scored."""
+    response_tokens: int = 0
+    """Response tokens alone."""
+    retries: int = 0
+    """Requests sent again, for whatever reason."""
+    bad_replies: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    queue_lengths: list[int] = field(default_factory=list)
+    """Requests that waited for a worker, one entry per second and server."""
+    engine_busy: list[float] = field(default_factory=list)
+    """Part of the time in which the engines had work, likewise."""
+
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds of each request."""
+        return [end - start for start, end in self.requests]
+
+
+class Waiting:
+    """Sequences that are not in flight yet, oldest first."""
+
+    def __init__(self, group_size: int):
+        self._group_size = group_size
+        self._line: deque[tuple[float, Sequence, Future[TeacherTopK]]] = deque()
+        self.num_tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._line)
+
+    def add(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
+        self._line.append((time.monotonic(), sequence, future))
+        self.num_tokens += sequence.num_tokens
+
+    def seconds_until_due(self, now: float) -> float:
+        """Until the next group is to leave: 0 if it is full or has waited long enough."""
+        return 0.0 if self._next_group()[1] else max(0.0, self._line[0][0] + GROUP_WAIT_SECONDS - now)
+
+    def take_group(self) -> list[Pair]:
+        """The sequences of one request."""
+        return self._take(self._next_group()[0])
+
+    def take_all(self) -> list[Pair]:
+        return self._take(len(self._line))
+
+    def _take(self, count: int) -> list[Pair]:
+        taken = [self._line.popleft()[1:] for _ in range(count)]
+        self.num_tokens -= sum(sequence.num_tokens for sequence, _ in taken)
+        return taken
+
+    def _next_group(self) -> tuple[int, bool]:
+        """How many sequences make the next request, and whether no more would fit."""
+        num_tokens = 0
+        for index, (_, sequence, _) in enumerate(itertools.islice(self._line, self._group_size)):
+            num_tokens += sequence.num_tokens
+            if index > 0 and num_tokens > TOKENS_PER_REQUEST:
+                return index, True
+        size = min(self._group_size, len(self._line))
+        return size, size == self._group_size or num_tokens >= TOKENS_PER_REQUEST
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """Sequences that travel together, from their first sending to their scores or their error."""
+
+    id: str
+    sequences: list[Sequence]
+    futures: list[Future[TeacherTopK]]
+    array: np.ndarray
+    deadline: float
+    started: float
+    attempt: int = 0
+    attempt_deadline: float = 0.0
+    endpoint: Connection | None = None
+    """Where the current attempt is; None: to be sent, not before `send_at`."""
+    last_endpoint: Connection | None = None
+    sent_at_ping: int = 0
+    send_at: float = 0.0
+    num_failures: int = 0
+    problem: str = ""
+    """Why the last attempt came to nothing."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    def describe(self, now: float, endpoints: list[Connection]) -> str:
+        """Where the request is, what it waits for, and how long: the start of every error about it."""
+        place = self.endpoint or self.last_endpoint
+        where = place.address if place else ", ".join(each.address for each in endpoints)
+        return (
+            f"{where}: request {self.id} ({len(self.sequences)} sequences, {self.num_tokens} tokens): "
+            f"waited {now - self.started:.1f} s for its scores, {self.attempt} attempts"
+        )
+
+    def why_late(self, now: float, endpoints: list[Connection]) -> str:
+        """What is known when the deadline has passed."""
+        place = self.endpoint or self.last_endpoint
+        news = ["it was never sent: no server was alive"]
+        if place is not None:
+            news = [f"the last attempt got no answer; last heard of {place.address} {now - place.heard:.1f} s ago"]
+        news += [f"{each.address}: {each.problem}" for each in endpoints if each.problem]
+        return "; ".join(news + ([f"before that: {self.problem}"] if self.problem else []))
+
+    def resolve(self, outcome: list[TeacherTopK] | BaseException) -> None:
+        for index, future in enumerate(self.futures):
+            resolve(future, outcome if isinstance(outcome, BaseException) else outcome[index])
+
+
+def resolve(future: Future[TeacherTopK], outcome: TeacherTopK | BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled by its owner
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

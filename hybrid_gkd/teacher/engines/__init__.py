@@ -1,0 +1,1 @@
+"""Engines that score sequences."""

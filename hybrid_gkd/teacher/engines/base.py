@@ -1,0 +1,176 @@
+"""Scoring engines: what a model says about given responses. `hf` is plain transformers, `vllm` is fast.
+
+Both answer with the same numbers for the same model, up to the rounding of its dtype.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from hybrid_gkd.teacher.protocol import ModelInfo, TokenIds
+from hybrid_gkd.types import TeacherTopK
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a worker is started with."""
+
+    ckpt_path: str
+    backend: str = "auto"
+    """"hf", "vllm", or "auto": vllm where it is installed."""
+    n_logprobs: int = 64
+    """Largest K that a request may ask for."""
+    tp_size: int = 1
+    """GPUs that share one model (vllm)."""
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """Longest sequence in tokens; None: what the model was trained for."""
+    gpu_memory_utilization: float = 0.9
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Item:
+    """One sequence on its way through an engine."""
+
+    job: Any
+    """Whatever the caller knows it by, hashable."""
+    index: int
+    """Within the job."""
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    k: int
+    temperature: float
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """int32 [P + R - 1]: the last response token is predicted, never read."""
+        return np.concatenate([self.prompt_ids, self.response_ids[:-1]])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+class ScoringEngine(ABC):
+    """One model, ready to score: jobs are added, and come back from `step` in the order in which they are done.
+
+    A step leaves work for the device behind when it returns, so that the caller can deal with what has come back
+    while the device computes. After an exception from `add` or `step`, `clear` makes the engine usable again.
+    """
+
+    info: ModelInfo
+
+    def __init__(self, info: ModelInfo):
+        self.info = info
+        self.num_tokens = 0
+        """Prompt and response tokens of the jobs that have not come back."""
+        self._results: dict[Any, list[TeacherTopK | None]] = {}
+
+    def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
+        """Queue (prompt ids int32 [P], response ids int32 [R]) pairs with P, R >= 1, within the limits of `info`."""
+        self._results[job] = [None] * len(sequences)
+        for index, (prompt_ids, response_ids) in enumerate(sequences):
+            item = Item(
+                job=job, index=index, prompt_ids=prompt_ids, response_ids=response_ids, k=k, temperature=temperature
+            )
+            self.num_tokens += item.num_tokens
+            self._enqueue(item)
+
+    def step(self) -> list[tuple[Any, list[TeacherTopK]]]:
+        """Compute a little; returns the jobs that are done by now, often none.
+
+        One entry per sequence: ids int32 [R, k] (most likely first, below `info.vocab_size`), logprobs float32
+        [R, k] over the whole vocabulary, and sampled_logprobs float32 [R], all at the job's temperature.
+        """
+        done = []
+        for item, scores in self._step():
+            self.num_tokens -= item.num_tokens
+            results = self._results[item.job]
+            results[item.index] = scores
+            complete = [each for each in results if each is not None]
+            if len(complete) == len(results):
+                del self._results[item.job]
+                done.append((item.job, complete))
+        return done
+
+    def clear(self) -> list[Any]:
+        """Forget all jobs; returns those that had not come back."""
+        jobs = list(self._results)
+        self._results.clear()
+        self.num_tokens = 0
+        self._clear()
+        return jobs
+
+    def score(self, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> list[TeacherTopK]:
+        """Add one job to an idle engine and wait for it."""
+        assert not self._results, "the engine is busy"
+        self.add(None, sequences, k, temperature)
+        while True:
+            for _, scores in self.step():
+                return scores
+
+    @abstractmethod
+    def _enqueue(self, item: Item) -> None: ...
+
+    @abstractmethod
+    def _step(self) -> list[tuple[Item, TeacherTopK]]: ...
+
+    @abstractmethod
+    def _clear(self) -> None: ...
+
+
+def load_engine(options: EngineOptions) -> ScoringEngine:
+    """Load the model. Raises ModelError with the folder or the option at fault."""
+    backend = options.backend
+    if backend == "auto":
+        backend = "vllm" if vllm_compat.vllm_available() else "hf"
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: PyTorch sees no GPU here")
+    if device == "cpu" and options.dtype not in ("auto", "float32"):
+        raise ModelError(f"--dtype {options.dtype}: on the CPU the engines compute in float32")
+    if backend == "hf" and options.tp_size > 1:
+        raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
+    if backend == "vllm":
+        from hybrid_gkd.teacher.engines.vllm import VLLMEngine
+
+        return VLLMEngine(options, device)
+    from hybrid_gkd.teacher.engines.hf import HFEngine
+
+    return HFEngine(options, device)
+
+
+def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo]:
+    """The model's config and what a client is told. Raises ModelError for a folder that lacks either."""
+    from transformers import AutoConfig
+
+    tokenizer = load_tokenizer(options.ckpt_path, options.trust_remote_code)  # first: it finds a missing folder at once
+    try:
+        config = AutoConfig.from_pretrained(options.ckpt_path, trust_remote_code=options.trust_remote_code)
+    except Exception as error:  # whatever a broken folder raises
+        raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {first_line(error)}") from error
+    text = config.get_text_config()
+    return config, ModelInfo(
+        # Not the whole path: workers on other hosts may keep the same model elsewhere.
+        model=Path(options.ckpt_path).resolve().name,
+        backend=backend,
+        vocab_size=len(tokenizer),
+        num_embeddings=text.vocab_size,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
+        max_sequence_length=min(options.max_model_len or text.max_position_embeddings, text.max_position_embeddings),
+        any_temperature=True,
+    )

@@ -1,0 +1,189 @@
+"""A plain transformers forward: sequences packed without padding, response rows only into the head."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.teacher.engines.base import EngineOptions, Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.topk import TopLogprobs, top_logprobs
+from hybrid_gkd.types import TeacherTopK
+
+log = logging.getLogger(__name__)
+
+TOKENS_PER_FORWARD = 16384
+WHOLE_MODEL_TOKENS = 2048
+"""Tokens per forward of models that give logits only for all rows at once."""
+
+
+class HFEngine(ScoringEngine):
+    """Packed where the model's attention can be replaced; padded, and so slower, where it cannot."""
+
+    def __init__(self, options: EngineOptions, device: str):
+        config, info = describe_model(options, "hf")
+        super().__init__(info)
+        self._queue: deque[Item] = deque()
+        self._running: _Forward | None = None
+        self._packed = True
+        try:
+            self._model = _load(options, device, PACKED_ATTENTION)
+            self._check_packing()
+        except Exception as error:  # whatever an architecture raises for an attention that it does not know
+            log.warning("%s; sequences are padded, which is slower", first_line(error))
+            self._packed, self._model = False, None
+            # transformers' other implementations leave the cap away without a word.
+            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+            self._model = _load(options, device, "eager" if capped else None)
+        self._head: Any = self._model.get_output_embeddings() if self._head_is_separable() else None
+
+    @torch.inference_mode()
+    def _check_packing(self) -> None:
+        """Raises ModelError when neighbours in a pack see each other, or the model refuses packs."""
+        first, second = np.arange(5) % self.info.num_embeddings, np.arange(9) % self.info.num_embeddings
+        together, alone = (
+            self._model.base_model(**self._batch(batch))[0][0, -len(second) :].float()
+            for batch in ([first, second], [second])
+        )
+        # Neighbours that see each other are as far apart as two different hidden states.
+        if (together - alone).norm() > 0.1 * alone.norm():
+            raise ModelError(f"{type(self._model).__name__} does not keep packed sequences apart")
+
+    @torch.inference_mode()
+    def _head_is_separable(self) -> bool:
+        """Whether head(body(x)) equals the model's logits; some models scale or cap them in between."""
+        head = self._model.get_output_embeddings()
+        if head is None or self._model.base_model is self._model:
+            return False
+        batch = self._batch([np.arange(4)])
+        hidden = self._model.base_model(**batch)[0]
+        expected = self._model(**batch).logits
+        logits = head(hidden.to(head.weight.device))
+        return torch.allclose(logits.float(), expected.to(logits.device).float(), atol=1e-3, rtol=1e-3)
+
+    def _batch(self, inputs: list[np.ndarray]) -> dict[str, Any]:
+        """Keyword arguments of the forward: one packed row, or one padded row per sequence."""
+        device = self._model.get_input_embeddings().weight.device
+        if self._packed:
+            packed = pack(inputs, "cpu").model_kwargs()
+            return {name: _to(each, device) if isinstance(each, Tensor) else each for name, each in packed.items()}
+        ids = np.zeros((len(inputs), max(map(len, inputs))), np.int64)
+        mask = np.zeros_like(ids)
+        for row, tokens in enumerate(inputs):
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        return {"input_ids": _to(ids, device), "attention_mask": _to(mask, device), "use_cache": False}
+
+    def _enqueue(self, item: Item) -> None:
+        self._queue.append(item)
+
+    def _clear(self) -> None:
+        self._queue.clear()
+        self._running = None
+
+    def _step(self) -> list[tuple[Item, TeacherTopK]]:
+        """Start the next forward before the last one's numbers are waited for."""
+        items = self._take()
+        started = self._start(items) if items else None
+        done, self._running = self._running, started
+        return done.wait() if done is not None else []
+
+    def _take(self) -> list[Item]:
+        """What goes into the next forward, at least one sequence if any waits."""
+        limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
+        items: list[Item] = []
+        longest = total = 0
+        while self._queue:
+            length = self._queue[0].num_tokens
+            longest, total = max(longest, length), total + length
+            size = total if self._packed else longest * (len(items) + 1)
+            if items and size > limit:
+                break
+            items.append(self._queue.popleft())
+        return items
+
+    @torch.inference_mode()
+    def _start(self, items: list[Item]) -> _Forward:
+        inputs = [item.input_ids for item in items]
+        # [1, T, D] or [B, L, D] hidden states; logits where the head cannot be taken apart.
+        batch = self._batch(inputs)
+        output = self._model(**batch).logits if self._head is None else self._model.base_model(**batch)[0]
+        width = output.shape[1]
+        starts = np.cumsum([0, *map(len, inputs)])[:-1] if self._packed else width * np.arange(len(inputs))
+        rows = np.concatenate(
+            [np.arange(len(item.prompt_ids) - 1, len(ids)) + start
+             for item, ids, start in zip(items, inputs, starts, strict=True)]
+        )  # fmt: skip
+        lengths = [len(item.response_ids) for item in items]
+        device = output.device if self._head is None else self._head.weight.device
+        chosen = output.flatten(0, 1)[_to(rows, output.device)].to(device)
+        top = top_logprobs(
+            chosen, self._logits, _to(np.concatenate([item.response_ids for item in items]).astype(np.int64), device),
+            _to(np.repeat(np.array([item.temperature for item in items], np.float32), lengths), device),
+            max(item.k for item in items), self.info.vocab_size,
+        )  # fmt: skip
+        return _Forward(items, top)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[r, V]; float32 sums of products of a half-precision head, as the GPU has them anyway."""
+        head = self._head
+        if head is None:
+            return hidden
+        plain = type(head) is torch.nn.Linear and getattr(head, "bias", None) is None and not hasattr(head, "_hf_hook")
+        if plain and hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+        return head(hidden)
+
+
+class _Forward:
+    """Numbers that are being computed and copied to the host."""
+
+    def __init__(self, items: list[Item], top: TopLogprobs):
+        self._items = items
+        # A copy that does not wait goes to pinned memory.
+        self._host = [part.to("cpu", non_blocking=True) for part in top]
+        self._event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(top.ids.device))
+
+    def wait(self) -> list[tuple[Item, TeacherTopK]]:
+        if self._event is not None:
+            self._event.synchronize()
+        ids, logprobs, sampled = (part.numpy() for part in self._host)
+        scores, start = [], 0
+        for item in self._items:
+            rows = slice(start, start + len(item.response_ids))
+            start = rows.stop
+            own = TeacherTopK(
+                ids=ids[rows, : item.k], logprobs=logprobs[rows, : item.k], sampled_logprobs=sampled[rows]
+            )
+            scores.append((item, own))
+        return scores
+
+
+def _to(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """On the device; to a GPU from pinned memory, so that nothing waits."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _load(options: EngineOptions, device: str, attention: str | None) -> Any:
+    """Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            options.ckpt_path,
+            dtype=torch.float32 if device == "cpu" else options.dtype,
+            device_map="auto" if device == "cuda" else None,
+            trust_remote_code=options.trust_remote_code,
+            attn_implementation=attention,
+        ).eval()
+    except Exception as error:  # whatever a broken folder, too small a GPU or another attention raises
+        raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {first_line(error)}") from error

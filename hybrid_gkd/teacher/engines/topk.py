@@ -1,0 +1,116 @@
+"""From hidden states to a teacher's answer: the K most likely ids, their log-probabilities, the sampled token's.
+
+Never more than HEAD_ROWS rows of logits exist at a time. Which ids can be chosen and what the log-probabilities
+are normalised over are two questions. A model's matrix often has more rows than its tokenizer has tokens; such
+rows take part in the softmax of teacher and student alike, so the normaliser runs over all of them and a
+distribution is the one that `log_softmax` of the model's logits gives. But they stand for no token, and a student
+with the same tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
+
+Shapes: R rows, D hidden size, V columns of logits, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HEAD_ROWS = 1024
+"""Rows of logits held at a time: 0.6 GiB in float32 for a vocabulary of 152k."""
+
+
+class TopLogprobs(NamedTuple):
+    """What is said of R rows."""
+
+    ids: Tensor
+    """int32 [R, K], most likely first."""
+    logprobs: Tensor
+    """float32 [R, K]"""
+    sampled: Tensor
+    """float32 [R], log-probabilities of the given tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The part of the vocabulary whose logits a tensor-parallel rank computes."""
+
+    first_id: int
+    num_columns: int
+    """Columns beyond these are padding."""
+    gather: Callable[[Tensor], Tensor]
+    """[R, n] of every rank -> [R, ranks * n], rank after rank."""
+
+
+def top_logprobs(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, temperatures: Tensor, k: int, num_ids: int,
+    shard: Shard | None = None,
+) -> TopLogprobs:
+    """The k most likely of the ids below `num_ids`, normalised over all columns of the head.
+
+    Args:
+        hidden: [R, D] with R >= 1
+        head: hidden [r, D] -> logits [r, V], or those of the shard
+        targets: int64 [R], ids of the tokens that were sampled
+        temperatures: float32 [R], logits are divided by them
+        k: 1 <= k <= num_ids
+    """  # fmt: skip
+    inverse = temperatures.reciprocal()
+    chunks = [slice(start, start + HEAD_ROWS) for start in range(0, len(hidden), HEAD_ROWS)]
+    # Only what needs the logits is done chunk by chunk.
+    parts = [_of_logits(head(hidden[rows]), targets[rows], inverse[rows], k, num_ids, shard) for rows in chunks]
+    ids, values, normalizers, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+    normalizer = normalizers.logsumexp(1)
+    if shard is not None:
+        ids, values, normalizer, sampled = _gather(ids, values, normalizer, sampled, k, shard)
+    values, order = values.sort(dim=1, descending=True)
+    ids = ids.gather(1, order)[:, :k]
+    scale, shift = inverse[:, None], normalizer[:, None]
+    return TopLogprobs(ids, values[:, :k] * scale - shift, (sampled * scale - shift)[:, 0])
+
+
+def _of_logits(
+    logits: Tensor, targets: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int, shard: Shard | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids int32 [r, k] in any order, their logits float32 [r, k], normalisers float32 [r, n], targets' logits [r, 1].
+
+    The log-sum-exp at the temperature is that of the n normalisers. Of a shard that has fewer than k candidates
+    the rest are minus infinity, as is the logit of a target that it does not have.
+    """
+    if shard is not None:
+        logits, targets, num_ids = logits[:, : shard.num_columns], targets - shard.first_id, num_ids - shard.first_id
+    num_ids = max(0, min(num_ids, logits.shape[1]))
+    ids, values, normalizers = _select(logits, inverse_temperatures, min(k, num_ids), num_ids)
+    sampled = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None]).float()
+    if shard is not None:
+        sampled.masked_fill_(((targets < 0) | (targets >= shard.num_columns))[:, None], -torch.inf)
+        missing = k - ids.shape[1]
+        ids = torch.nn.functional.pad(ids + shard.first_id, (0, missing))
+        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+    return ids, values, normalizers, sampled
+
+
+def _select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first three of `_of_logits`."""
+    if logits.device.type == "cuda":
+        from hybrid_gkd.teacher.engines import topk_triton as topk_kernels
+
+        if 1 <= k <= topk_kernels.MAX_TOPK and 64 * k <= num_ids:
+            with torch.cuda.device_of(logits):  # Triton launches on the current device
+                return topk_kernels.select(logits, inverse_temperatures, k, num_ids)
+    logits = logits.float()
+    values, ids = logits[:, :num_ids].topk(k, dim=1, sorted=False)
+    return ids.int(), values, torch.logsumexp(logits * inverse_temperatures[:, None], dim=1, keepdim=True)
+
+
+def _gather(
+    ids: Tensor, values: Tensor, normalizer: Tensor, sampled: Tensor, k: int, shard: Shard
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments for the whole vocabulary, with k candidates of every rank."""
+    # The ids travel as the bits of floats: not every backend gathers integers.
+    numbers = torch.cat([ids.view(torch.float32), values, normalizer[:, None], sampled], dim=1)
+    ids, values, normalizer, sampled = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
+    return (ids.flatten(1).view(torch.int32), values.flatten(1), normalizer[..., 0].logsumexp(1),
+            sampled[..., 0].amax(1, keepdim=True))  # fmt: skip

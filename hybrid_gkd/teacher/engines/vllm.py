@@ -1,0 +1,216 @@
+"""vLLM in this process, as an engine that reads prompts: it never samples more than the one token it has to.
+
+A sequence is a prompt of vLLM, and how its response is to be scored travels with the request. In every vLLM worker
+a ResponseScorer takes the place of vLLM's own prompt log-probabilities: it sees the hidden states of a step and puts
+response rows, and no others, through the head and the top-k. Its arrays travel back as vLLM's would have.
+
+Prefix caching is off. A cached block comes back without hidden states, and two responses to one prompt often
+begin alike, so that a cache hit can reach into the rows that are to be scored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_gkd.errors import ModelError, TeacherError
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.teacher.engines.base import EngineOptions, Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.topk import Shard, TopLogprobs, top_logprobs
+from hybrid_gkd.types import TeacherTopK
+
+EXTRA_ARGS_KEY = "hybrid_gkd"
+TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
+SEQUENCES_PER_STEP = {"cuda": 256, "cpu": 8}
+
+
+class VLLMEngine(ScoringEngine):
+    """Any model that vLLM serves, tensor parallel over `tp_size` GPUs."""
+
+    def __init__(self, options: EngineOptions, device: str):
+        config, info = describe_model(options, "vllm")
+        super().__init__(info)
+        vllm_compat.check_version()
+        vllm_compat.prepare_environment(device)
+        self._items: dict[str, Item] = {}
+        self._ids = itertools.count()
+        try:
+            from vllm import LLM
+
+            vllm_compat.keep_raw_prompt_logprobs()
+            llm = LLM(
+                model=options.ckpt_path,
+                trust_remote_code=options.trust_remote_code,
+                tensor_parallel_size=options.tp_size,
+                # The last response token is not read, but vLLM insists on generating one.
+                max_model_len=info.max_sequence_length,
+                max_num_seqs=SEQUENCES_PER_STEP[device],
+                max_num_batched_tokens=TOKENS_PER_STEP[device],
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                enable_prefix_caching=False,
+                enable_chunked_prefill=True,
+                generation_config="vllm",
+                worker_extension_cls=f"{__name__}.WorkerExtension",
+                **vllm_compat.scoring_engine_args(device, config),
+                **vllm_compat.device_engine_args(
+                    device, dtype=options.dtype, max_model_len=info.max_sequence_length,
+                    max_num_seqs=SEQUENCES_PER_STEP[device], hf_config=config,
+                ),
+            )  # fmt: skip
+            self._engine = llm.llm_engine
+            self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
+            self._check_scores()
+        except ModelError:
+            raise
+        except Exception as error:  # whatever vLLM raises for a model or a device that it cannot use
+            raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {first_line(error)}") from error
+
+    def _check_scores(self) -> None:
+        """Raises ModelError when vLLM's own greedy answer is not what the scores call most likely."""
+        from vllm import SamplingParams
+
+        length = min(4, self.info.max_sequence_length // 2)
+        prompt = np.arange(length, dtype=np.int32) % self.info.num_embeddings
+        greedy = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._engine.add_request("check", {"prompt_token_ids": prompt.tolist()}, greedy)
+        answer: Any = None
+        while self._engine.has_unfinished_requests():
+            answer = next((output for output in self._engine.step() if output.finished), answer)
+        response = np.array(answer.outputs[0].token_ids, np.int32)
+        (scores,) = self.score([(prompt, response)], 1, 1.0)
+        # Rounding may swap neighbours.
+        vllm_compat.expect(
+            bool((scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()),
+            f"its greedy tokens {response.tolist()} to be the most likely, not {scores.ids[:, 0].tolist()}",
+        )
+
+    def _enqueue(self, item: Item) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        how = {
+            "first_row": len(item.prompt_ids) - 1,
+            "targets": item.response_ids.astype(np.int64).tobytes(),
+            "k": item.k,
+            "temperature": item.temperature,
+        }
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},
+        )  # fmt: skip
+        name = str(next(self._ids))
+        self._items[name] = item
+        self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
+
+    def _step(self) -> list[tuple[Item, TeacherTopK]]:
+        done = []
+        for output in self._engine.step():
+            item = self._items.pop(output.request_id, None)
+            if item is None:  # from before a `clear`
+                continue
+            if output.prompt_logprobs is None:
+                raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a sequence without its scores")
+            ids, logprobs, sampled = output.prompt_logprobs
+            assert ids.shape == (len(item.response_ids), item.k), ids.shape
+            done.append((item, TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=sampled)))
+        if self._items and not self._engine.has_unfinished_requests():
+            raise TeacherError(f"vLLM {vllm_compat.vllm_version()} lost {len(self._items)} sequences")
+        return done
+
+    def _clear(self) -> None:
+        self._engine.abort_request(list(self._items))
+        self._items.clear()
+
+
+class WorkerExtension:
+    """Becomes a base class of vLLM's worker, one per GPU."""
+
+    def install_response_scorer(self, num_ids: int) -> None:
+        """`num_ids`: candidates are below it. Raises ModelError."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
+        head, shard = model.compute_logits, None
+        if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
+            head, first_id, num_columns, gather = vllm_compat.local_head(model)
+            shard = Shard(first_id=first_id, num_columns=num_columns, gather=gather)
+            vllm_compat.unlink_shared_memory()
+        vllm_compat.install_scorer(runner, ResponseScorer(head, num_ids, shard))
+
+
+@dataclass(eq=False)
+class _Request:
+    first_row: int
+    """Position whose hidden state predicts the first response token."""
+    targets: np.ndarray
+    """int64 [R], the response."""
+    k: int
+    temperature: float
+    parts: list[TopLogprobs] = field(default_factory=list)
+    """Of the steps so far, on the device."""
+
+
+class ResponseScorer:
+    """Scores the response rows of every step; a response may be spread over several."""
+
+    def __init__(self, head: Any, num_ids: int, shard: Shard | None):
+        self._head, self._num_ids, self._shard = head, num_ids, shard
+        self._requests: dict[str, _Request] = {}
+
+    def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None:
+        how = dict((extra_args or {}).get(EXTRA_ARGS_KEY, {}))
+        if how:  # else one of vLLM's own, at start-up
+            self._requests[request_id] = _Request(**how | {"targets": np.frombuffer(how["targets"], np.int64)})
+
+    def remove_request(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    @torch.inference_mode()
+    def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
+        """See vllm_compat.PromptScorer; the arrays are ids, log-probabilities and those of the sampled tokens."""
+        found = []  # (request id, request, rows of `hidden`, their places within the response)
+        for name, first, count, row in spans:
+            request = self._requests.get(name)
+            if request is None:
+                continue
+            if first == 0:
+                request.parts.clear()  # it was preempted and starts again
+            start = max(first, request.first_row)
+            end = min(first + count, request.first_row + len(request.targets))
+            if start < end:
+                rows = np.arange(row + start - first, row + end - first)
+                found.append((name, request, rows, slice(start - request.first_row, end - request.first_row)))
+        if not found:
+            return {}
+        top = self._top(hidden, found)
+        complete, start = {}, 0
+        for name, request, rows, places in found:
+            mine = slice(start, start + len(rows))
+            start = mine.stop
+            request.parts.append(TopLogprobs(top.ids[mine, : request.k], top.logprobs[mine, : request.k],
+                                             top.sampled[mine]))  # fmt: skip
+            if places.stop == len(request.targets):
+                parts = request.parts
+                complete[name] = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+                request.parts = []
+        return complete
+
+    def _top(self, hidden: Tensor, found: list[tuple[str, _Request, np.ndarray, slice]]) -> TopLogprobs:
+        def to_device(values: list[np.ndarray]) -> Tensor:
+            tensor = torch.from_numpy(np.concatenate(values))
+            return tensor.pin_memory().to(hidden.device, non_blocking=True) if hidden.is_cuda else tensor
+
+        return top_logprobs(
+            hidden[to_device([rows for _, _, rows, _ in found])],
+            self._head,
+            to_device([request.targets[places] for _, request, _, places in found]),
+            to_device([np.full(len(rows), request.temperature, np.float32) for _, request, rows, _ in found]),
+            max(request.k for _, request, _, _ in found),
+            self._num_ids,
+            self._shard,
+        )

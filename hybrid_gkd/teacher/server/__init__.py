@@ -1,0 +1,1 @@
+"""The teacher service: broker, workers, and who watches them."""

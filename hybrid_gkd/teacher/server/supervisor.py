@@ -1,0 +1,126 @@
+"""The worker processes of `serve`: started with a GPU share each, replaced when they die, ended with the service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher.server.broker import Broker
+from hybrid_gkd.teacher.server.local import child_environment, stop_process
+
+log = logging.getLogger("hybrid_gkd.teacher")
+
+MAX_USELESS_STARTS = 5
+"""Of one worker in a row, without a single result; more often, and the cause is not an accident."""
+MAX_BACKOFF_SECONDS = 30.0
+
+
+@dataclass(eq=False)
+class Slot:
+    """One of the worker processes, and its successors."""
+
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    """None: to be started at `start_at`."""
+    start_at: float = 0.0
+    num_useless: int = 0
+    """Starts in a row that led to no result."""
+    has_delivered: bool = False
+    """Whether the current process has sent a result."""
+
+
+class Supervisor:
+    """Keeps `num_workers` processes that run `command` alive.
+
+    Args:
+        broker: which workers are ready, and what they have delivered.
+        command: starts one worker.
+        environments: added to the environment of each.
+    """
+
+    def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
+        self._broker, self._command = broker, command
+        self._slots = [Slot(environment) for environment in environments]
+        self.ready = False
+        """A worker has answered its test request; stays true."""
+
+    def check(self) -> None:
+        """Start what is to be started; called several times a second. Raises TeacherError if no worker can be had."""
+        now = time.monotonic()
+        self.ready = self.ready or self._broker.num_workers > 0
+        for slot in self._slots:
+            if slot.process is None:
+                if now >= slot.start_at:
+                    # Its own session: Ctrl-C in a terminal reaches this process, which then stops the worker.
+                    slot.process = subprocess.Popen(
+                        self._command, stdin=subprocess.DEVNULL, start_new_session=True,
+                        env=child_environment() | slot.environment,
+                    )  # fmt: skip
+                continue
+            name = f"{socket.gethostname()}:{slot.process.pid}"
+            slot.has_delivered = slot.has_delivered or self._broker.num_delivered(name) > 0
+            code = slot.process.poll()
+            if code is not None:
+                self._on_death(slot, code, now)
+
+    def _on_death(self, slot: Slot, code: int, now: float) -> None:
+        assert slot.process is not None
+        how = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with code {code}"
+        slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
+        hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
+        if not self.ready or hopeless:
+            raise WorkerFailed(how, told=code == 1)
+        wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
+        log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
+        slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
+
+    def stop(self) -> None:
+        for slot in self._slots:
+            if slot.process is not None and slot.process.poll() is None:
+                os.killpg(slot.process.pid, signal.SIGTERM)  # all of them at once; then wait for each
+        for slot in self._slots:
+            if slot.process is not None:
+                stop_process(slot.process, patience=5.0)
+
+
+class WorkerFailed(TeacherError):
+    """No worker can be had. `told`: it has printed the reason itself."""
+
+    def __init__(self, how: str, *, told: bool):
+        super().__init__(f"the teacher's worker {how}")
+        self.told = told
+
+
+def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, str]]:
+    """CUDA_VISIBLE_DEVICES of each worker: tp_size GPUs of its own. Raises TeacherError if there are too few.
+
+    One worker, and workers without GPUs, see what this process sees.
+    """
+    if num_workers == 1 or device == "cpu":
+        return [{}] * num_workers
+    gpus, visible = visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not gpus and visible is None and device == "auto":
+        return [{}] * num_workers
+    if len(gpus) < num_workers * tp_size:
+        raise TeacherError(
+            f"--workers {num_workers} with --tp-size {tp_size} needs {num_workers * tp_size} GPUs, {len(gpus)} are "
+            f"visible (CUDA_VISIBLE_DEVICES={'not set' if visible is None else visible})"
+        )
+    starts = range(0, num_workers * tp_size, tp_size)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[start : start + tp_size])} for start in starts]
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process in its order, each as CUDA_VISIBLE_DEVICES of a child would name it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    import torch  # several seconds and only needed here
+
+    return [str(index) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,282 @@
+"""A worker: one process with one scoring engine that serves one broker.
+
+The main thread belongs to the engine. A second thread owns the socket, so that pings are answered while
+the engine computes; the two hand each other messages through a queue (work) and an inproc socket (replies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zmq
+
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.keys import Keys
+from hybrid_gkd.teacher.protocol import Reply, ScoreError, ScoreRequest, ScoreResult, TokenIds
+from hybrid_gkd.teacher.server.statistics import RATE_SECONDS
+from hybrid_gkd.types import TeacherTopK
+
+if TYPE_CHECKING:  # the engines need torch, the link does not
+    from hybrid_gkd.teacher.engines.base import ScoringEngine
+
+log = logging.getLogger(__name__)
+
+CREDITS = 16
+"""Requests held at a time: enough to keep the engine fed while the next ones arrive."""
+TOKENS_AHEAD = 32768
+"""The engine gets more work while it has fewer tokens than this: a few of its steps, whatever the request size."""
+HUNG_SECONDS, HUNG_EXIT_CODE = 60.0, 70
+MAX_CONSECUTIVE_FAILURES = 3
+"""An engine that fails this often in a row is broken (a CUDA error stays); the process ends and is replaced."""
+
+
+@dataclass(eq=False)
+class Work:
+    """One request and the time by which its answer is of no more use."""
+
+    request: ScoreRequest
+    sequences: list[tuple[TokenIds, TokenIds]]
+    deadline: float
+
+
+@dataclass(eq=False)
+class Link:
+    """The worker's end of the connection to the broker; `serve` runs in its own thread.
+
+    It registers, registers again when the broker has been silent (restarted, or it took this worker for
+    dead), answers pings with what the worker holds, and turns away what cannot be scored.
+    """
+
+    address: str
+    registration: protocol.Register
+    keys: Keys | None = None
+    inbox: queue.SimpleQueue[Work | BaseException] = field(default_factory=queue.SimpleQueue)
+    """Work for the engine; an exception says that the link has ended."""
+
+    def __post_init__(self) -> None:
+        self._context = zmq.Context()
+        self._replies = self._context.socket(zmq.PAIR)
+        self._replies.bind("inproc://replies")
+        self._held: dict[str, float] = {}
+        """Requests without an answer, and until when it is wanted."""
+        self._heard = self._opened = time.monotonic()
+        self._next_registration = 0.0
+        self._busy_since: float | None = None
+        self._busy_times: deque[tuple[float, float]] = deque()
+        threading.Thread(target=self._serve, name="link", daemon=True).start()
+
+    def reply(self, message: Reply, arrays: list[np.ndarray]) -> None:
+        """Called by the engine's thread."""
+        self._replies.send_multipart(protocol.encode(message, arrays), copy=False)
+
+    def _busy_share(self) -> float:
+        """Part of the last ten seconds in which the engine had work."""
+        now, start = time.monotonic(), self._busy_since
+        while self._busy_times and self._busy_times[0][1] < now - RATE_SECONDS:
+            self._busy_times.popleft()
+        spans = [*self._busy_times, *([(start, now)] if start is not None else [])]
+        return min(1.0, sum(end - max(begin, now - RATE_SECONDS) for begin, end in spans) / RATE_SECONDS)
+
+    def _note_busy(self) -> None:
+        if self._held and self._busy_since is None:
+            self._busy_since = time.monotonic()
+        elif not self._held and self._busy_since is not None:
+            self._busy_times.append((self._busy_since, time.monotonic()))
+            self._busy_since = None
+
+    def _serve(self) -> None:
+        try:
+            replies = self._context.socket(zmq.PAIR)
+            replies.connect("inproc://replies")
+            name = uuid.uuid4().bytes
+            while True:  # until an error ends it; a connection is replaced when libzmq has given it up
+                broker, monitor = network.connect(
+                    self._context, self.address, protocol.MAX_REQUEST_BYTES, keys=self.keys, name=name
+                )
+                self._opened = time.monotonic()
+                self._use(broker, monitor, replies)
+                network.close(broker, monitor)
+        except BaseException as error:
+            self.inbox.put(error)
+
+    def _use(self, broker: zmq.Socket, monitor: network.Monitor, replies: zmq.Socket) -> None:
+        poller = zmq.Poller()
+        for each in (broker, monitor.socket, replies):
+            poller.register(each, zmq.POLLIN)
+        while time.monotonic() - max(self._heard, self._opened) < 2 * protocol.LIVENESS_SECONDS:
+            ready = dict(poller.poll(200))
+            if monitor.socket in ready:
+                if monitor.read():  # the broker may be a new one, or may have lost what was under way
+                    self._register(broker)
+                if monitor.problem:
+                    raise TeacherError(f"{self.address}: the broker cannot be joined: {monitor.problem}")
+            if replies in ready:
+                self._forward(broker, replies.recv_multipart(copy=False))
+            if broker in ready:
+                self._receive(broker)
+            self._note_busy()
+            self._keep_registered(broker)
+            self._end_if_hung()
+
+    def _register(self, broker: zmq.Socket) -> None:
+        self._next_registration = time.monotonic() + protocol.PING_INTERVAL_SECONDS
+        _send(broker, protocol.encode(self.registration))
+
+    def _keep_registered(self, broker: zmq.Socket) -> None:
+        now = time.monotonic()
+        if now >= self._next_registration and now - self._heard > protocol.LIVENESS_SECONDS:
+            self._register(broker)
+
+    def _end_if_hung(self) -> None:
+        """An engine that keeps a request long after anybody wants its answer will never give it back."""
+        if self._held and min(self._held.values()) < time.monotonic() - HUNG_SECONDS:
+            log.critical("the engine has not answered %.0f s after a request's deadline: it hangs", HUNG_SECONDS)
+            os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be asked
+
+    def _forward(self, broker: zmq.Socket, frames: list[zmq.Frame]) -> None:
+        message = protocol.decode_header(frames[0].buffer)
+        assert isinstance(message, ScoreResult | ScoreError)
+        self._held.pop(message.id, None)
+        _send(broker, frames)
+
+    def _receive(self, broker: zmq.Socket) -> None:
+        frames = broker.recv_multipart(copy=False)
+        try:
+            message = protocol.decode_header(frames[0].buffer)
+        except protocol.ForeignVersion as error:
+            raise TeacherError(f"{self.address}: the broker speaks {error}") from error
+        except protocol.ProtocolError as error:
+            log.debug("dropped a malformed message: %s", error)
+            return
+        self._heard = time.monotonic()
+        match message:
+            case protocol.Ping():
+                pong = protocol.Pong(
+                    number=message.number, pending=list(self._held), engine_busy=self._busy_share()
+                )
+                _send(broker, protocol.encode(pong))
+            case protocol.Registered():
+                log.info("registered with the broker at %s", self.address)
+                with contextlib.suppress(queue.Empty):
+                    while True:  # the broker has given all of it to others, or is a new one
+                        self.inbox.get_nowait()
+                self._held.clear()
+            case ScoreRequest():
+                self._take(broker, message, frames[1:])
+            case protocol.Rejected():
+                raise TeacherError(message.reason)
+
+    def _take(self, broker: zmq.Socket, request: ScoreRequest, frames: list[zmq.Frame]) -> None:
+        try:
+            sequences = protocol.unpack_request(request, [frame.buffer for frame in frames])
+        except protocol.ProtocolError as error:
+            code, reason = "failed", str(error)
+        else:
+            code, reason = "refused", protocol.refusal(request, sequences, self.registration.model) or ""
+        if reason:
+            self._forward(broker, [zmq.Frame(frame) for frame in protocol.encode(_error(request, code, reason))])
+        else:
+            deadline = time.monotonic() + request.timeout_seconds
+            self._held[request.id] = deadline
+            self.inbox.put(Work(request, sequences, deadline))
+
+
+class Worker:
+    """Scores what the broker at `address` (host:port) hands out, until the link ends or the engine breaks.
+
+    The engine computes ahead: what a step returns is encoded and sent while the device works on the next one.
+    """
+
+    def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None):
+        self._engine = engine
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        self._name = f"teacher worker {name}"
+        self._link = Link(address, protocol.Register(name=name, model=engine.info, credits=CREDITS), keys)
+        self._num_failures = 0
+
+    def run(self) -> None:
+        """Raises TeacherError when the broker turns this worker away or the engine keeps failing."""
+        while True:
+            batch = self._next_batch()
+            try:
+                for work in batch:
+                    self._engine.add(work, work.sequences, work.request.topk, work.request.temperature)
+                done = self._engine.step()
+            except Exception as error:
+                self._recover(error, batch)
+                continue
+            for work, scores in done:
+                self._answer(work, scores)
+
+    def _next_batch(self) -> list[Work]:
+        """What is waiting, as much as the engine needs; waits if it has nothing to do."""
+        batch: list[Work] = []
+        num_tokens = self._engine.num_tokens
+        while num_tokens < TOKENS_AHEAD:
+            try:
+                # No deadline: an idle worker waits for work for as long as its broker or its parent lives.
+                work = _checked(self._link.inbox.get(block=num_tokens == 0))
+            except queue.Empty:
+                break
+            if work.deadline > time.monotonic():
+                batch.append(work)
+                num_tokens += work.request.num_tokens
+            else:  # the broker has answered it already; this frees the credit
+                self._link.reply(_error(work.request, "expired", "the deadline passed at the worker"), [])
+        return batch
+
+    def _recover(self, error: Exception, batch: list[Work]) -> None:
+        """After an exception, find the request that the engine cannot bear by scoring one at a time."""
+        pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
+        log.warning("the engine failed with %d requests: %s: %s", len(pending), type(error).__name__, error)
+        for work in pending:
+            try:
+                scores = self._engine.score(work.sequences, work.request.topk, work.request.temperature)
+            except Exception as own_error:
+                self._engine.clear()
+                self._on_failure(work, own_error)
+            else:
+                self._answer(work, scores)
+
+    def _answer(self, work: Work, scores: list[TeacherTopK]) -> None:
+        self._num_failures = 0
+        result = ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
+        self._link.reply(result, protocol.result_arrays(scores))
+
+    def _on_failure(self, work: Work, error: Exception) -> None:
+        log.error("the engine failed on request %s", work.request.id, exc_info=error)
+        self._num_failures += 1
+        reason = f"{self._name}: the engine failed: {type(error).__name__}: {error}"
+        self._link.reply(_error(work.request, "failed", reason), [])
+        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+            time.sleep(0.5)  # let the link send the reply
+            raise TeacherError(f"the engine failed {self._num_failures} times in a row, last with {error}") from error
+
+
+def _checked(work: Work | BaseException) -> Work:
+    if isinstance(work, BaseException):
+        raise work
+    return work
+
+
+def _error(request: ScoreRequest, code: str, reason: str) -> ScoreError:
+    return ScoreError(id=request.id, attempt=request.attempt, code=code, reason=reason[:2000])
+
+
+def _send(broker: zmq.Socket, frames: list) -> None:
+    try:
+        broker.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        log.debug("the broker is away; it asks again for what it misses")

@@ -1,0 +1,333 @@
+import json
+import logging
+import time
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybrid_gkd.data.prompts import load_prompts
+from hybrid_gkd.demo.sorting import make_tokenizer
+from hybrid_gkd.errors import ConfigError, DataError
+
+TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
+
+
+def load(*files, **changes):
+    arguments = {
+        "key": "data.train_files",
+        "prompt_key": "prompt",
+        "answer_key": None,
+        "tokenizer": TOKENIZER,
+        "max_prompt_length": 64,
+        "truncation": "error",
+        "filter_overlong_prompts": False,
+        "apply_chat_template_kwargs": {},
+    }
+    return load_prompts([str(file) for file in files], **(arguments | changes))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="rows.jsonl"):
+        if isinstance(text, list):
+            text = "".join(json.dumps(row) + "\n" for row in text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return tmp_path / name
+
+    return write
+
+
+def decode(prompt):
+    return TOKENIZER.decode(prompt.token_ids)
+
+
+def test_strings_become_one_user_message_with_answers_as_text(write):
+    file = write([{"prompt": "1+1", "answer": 2}, {"prompt": "äö €", "answer": 7}])
+    prompts = load(file, answer_key="answer")
+    assert [decode(p) for p in prompts] == ["<|user|>1+1<|end|><|assistant|>", "<|user|>äö €<|end|><|assistant|>"]
+    assert [(p.index, p.text, p.answer) for p in prompts] == [(0, "1+1", "2"), (1, "äö €", "7")]
+    assert prompts[0].token_ids.dtype == np.int32
+
+
+def test_messages_and_a_nested_answer_in_parquet(tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "42"}}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    [prompt] = load(tmp_path / "rows.parquet", answer_key="reward_model.ground_truth")
+    assert decode(prompt) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+    assert (prompt.text, prompt.answer) == ("hi", "42")
+    with pytest.raises(DataError, match=r"row 1, answer 'reward_model.truth'.*no field 'truth'"):
+        load(tmp_path / "rows.parquet", answer_key="reward_model.truth")
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '[{"prompt": "x"}]'), ("a.csv", "prompt\nx\n")])
+def test_json_array_and_csv(write, name, text):
+    assert [p.text for p in load(write(text, name))] == ["x"]
+
+
+def test_csv_fields_stay_text(write):
+    prompts = load(write('prompt,answer\n007,"1,5"\nNA,\n', "a.csv"), answer_key="answer")
+    assert [(p.text, p.answer) for p in prompts] == [("007", "1,5"), ("NA", "")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,answer\na,1\n\n   \nb,2\n",
+        "\ufeffprompt,answer\r\na,1\r\nb,2",
+        '\nprompt,answer\n"a",1\n"b","2"\n',
+        "prompt,answer,\na,1,\nb,2,\n",
+    ],
+)
+def test_csv_with_blank_lines_a_byte_order_mark_or_an_unnamed_column(write, text):
+    prompts = load(write(text, "a.csv"), answer_key="answer")
+    assert [(p.text, p.answer) for p in prompts] == [("a", "1"), ("b", "2")]
+
+
+def test_a_csv_field_may_be_long_and_have_lines(write):
+    text = "a\n\n" + "b" * 200_000
+    [prompt] = load(write(f'prompt\n"{text}"\n', "a.csv"), max_prompt_length=300_000)
+    assert prompt.text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b,1\nc,d,2\n", r"row 1: must have 2 fields, as the header has; got 3: \['a', 'b', '1'\]"),
+        ("a,1,\nb,2,\n", r"row 1: must have 2 fields, as the header has; got 3: \['a', '1', ''\]"),
+        ("a,1\n\nb,2,3\n", r"row 2: must have 2 fields, as the header has; got 3"),
+        ("a,1\nb\n", r"row 2: must have 2 fields, as the header has; got 1: \['b'\]"),
+        ('a,1\nb,"2\nc,3\n', r"cannot be read: row 2: unexpected end of data"),
+    ],
+)
+def test_a_csv_row_has_as_many_fields_as_the_header(write, text, message):
+    with pytest.raises(DataError, match=r"data\.train_files: '.*a\.csv'.*" + message):
+        load(write("prompt,answer\n" + text, "a.csv"), answer_key="answer")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_values_keep_their_types(write, name):
+    rows = [
+        {"prompt": "2020-01-01", "answer": "000005", "reward": {"a": 1}},
+        {"prompt": [{"role": "user", "content": "2020-01-02"}], "answer": 5, "reward": "none"},
+        {"prompt": "2020-01-03", "answer": 7.5},
+        {"prompt": "2020-01-04", "answer": 12345678901234567890123},
+    ]
+    prompts = load(write(rows if name == "a.jsonl" else json.dumps(rows, indent=1), name), answer_key="answer")
+    assert [p.text for p in prompts] == ["2020-01-01", "2020-01-02", "2020-01-03", "2020-01-04"]
+    assert [p.answer for p in prompts] == ["000005", "5", "7.5", "12345678901234567890123"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_mixed_column_names_the_row_that_is_no_text(write, name):
+    rows = [{"prompt": "5"}, {"prompt": 7}, {"prompt": "6"}]
+    with pytest.raises(DataError, match=r"row 2, column 'prompt': must be a text.*got 7"):
+        load(write(rows if name == "a.jsonl" else json.dumps(rows), name))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": "x"}\n{"prompt": "y\u2028z"}\n',
+        '\ufeff\r\n{"prompt": "x"}\r\n \r\n{"prompt": "y\u2028z"}',
+        '[{"prompt": "x"}, {"prompt": "y\u2028z"}]',
+        '\ufeff [\n{"prompt":\n"x"},\n{"prompt": "y\u2028z"}\n]\n',
+    ],
+)
+def test_json_is_an_object_per_line_or_a_list(write, name, text):
+    assert [p.text for p in load(write(text, name))] == ["x", "y\u2028z"]
+    assert [p.text for p in load(write('{\n "prompt": "x"\n}', name))] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_text_that_is_not_utf_8_is_named_with_its_place(write, name):
+    text = 'prompt\n"ä"\n' if name == "a.csv" else '{"prompt": "x"}\n{"prompt": "ä"}\n'
+    offset = text.index("ä")
+    with pytest.raises(DataError, match=rf"{name}', line 2: must be UTF-8 text; got 0xe4 at byte {offset}"):
+        load(write(text.encode("latin-1"), name))
+    with pytest.raises(DataError, match=r"line 1: must be UTF-8 text; got 0xff at byte 0"):
+        load(write(text.encode("utf-16"), name))
+
+
+def test_several_files_are_numbered_through(write):
+    prompts = load(write([{"prompt": "a"}], "a.jsonl"), write([{"prompt": "b"}], "b.jsonl"))
+    assert [(p.index, p.text) for p in prompts] == [(0, "a"), (1, "b")]
+
+
+def test_template_arguments_and_a_tokenizer_without_a_template(write):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
+    [prompt] = load(write([{"prompt": "x"}]), tokenizer=tokenizer, apply_chat_template_kwargs={"shout": "hey"})
+    assert decode(prompt) == "HEY"
+    tokenizer.chat_template = None
+    [prompt] = load(write([{"prompt": "plain"}]), tokenizer=tokenizer)
+    assert decode(prompt) == "plain"
+    tokenizer.chat_template = "{{ raise_exception('only pairs') }}"
+    with pytest.raises(DataError, match=r"row 1: the chat template refuses it: only pairs"):
+        load(write([{"prompt": "x"}]), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("file", ["missing.jsonl", "a/b.parquet", "/no/such/file", "./org/name", "~/x/y", "x.jsonl.gz"])
+def test_a_missing_file_is_an_error_at_once_and_before_others_are_read(file):
+    started = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        load("some-org/some-data-set-on-the-hub", file)
+    assert str(caught.value) == f"data.train_files: file not found: {file!r}"
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("file", ["gsm8k", "a b/c", "a/b/c", "org/name:config:split:more"])
+def test_what_is_neither_file_nor_hub_name_is_refused(file):
+    with pytest.raises(DataError, match=r"data\.train_files: .*org/name\[:config\]\[:split\]"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("org/name", ("org/name", None, "train")),
+        ("org/name:main", ("org/name", "main", "train")),
+        ("org/name:main:test[:10]", None),
+        ("org/name:main:test", ("org/name", "main", "test")),
+        ("org/name::test", ("org/name", None, "test")),
+    ],
+)
+def test_hub_names(monkeypatch, file, expected):
+    calls = []
+
+    def load_dataset(name, config, split):
+        calls.append((name, config, split))
+        return datasets.Dataset.from_list([{"prompt": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    if expected is None:
+        with pytest.raises(DataError, match="hub data set"):
+            load(file)
+    else:
+        assert len(load(file)) == 1
+        assert calls == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        (" \n\n", "the file is empty"),
+        ('{"question": "x", "level": 1}\n', r"no column 'prompt' \(data.prompt_key\).*question, level"),
+        ('{"prompt": "x"}\n{"prompt": " "}\n', r"row 2, column 'prompt': the prompt is empty; got ' '"),
+        ('{"prompt": "x"}\n{"prompt": null}\n', r"row 2, column 'prompt': must be a text.*got None"),
+        ('{"prompt": 7}\n', r"row 1.*must be a text or a list of chat messages; got 7"),
+        ('{"prompt": []}\n', r"row 1.*must be a text or a list of chat messages; got \[\]"),
+        ('{"prompt": [{"role": "user"}]}\n', r"row 1.*'role' and 'content'; got \{'role': 'user'\}"),
+        ('{"prompt": "x"}\n{"prompt": "y"\n', r"cannot be read: row 2 is not a JSON object; got '\{\"prompt\": \"y\"'"),
+        ('{"prompt": "x"}\n[1]\n', r"cannot be read: row 2 is not a JSON object; got '\[1\]'"),
+        ('[1]\n{"prompt": "x"}\n', r"cannot be read: row 1 is not a JSON object; got '\[1\]'"),
+        ('{"prompt": "x"\n{"prompt": "y"}\n', r"cannot be read: row 1 is not a JSON object; got '\{\"prompt\": \"x\"'"),
+        ('{"prompt": "x"}\nnull\n', r"cannot be read: row 2 is not a JSON object; got 'null'"),
+        ('{"prompt": "x"}\n{"answer": 1}\n', r"row 2, column 'prompt': must be a text.*got None"),
+        ('{"prompt": "x"}\n{"prompt": "y", "prompt": "z"}\n', r"row 2: must not have two fields of one name; got"),
+        ('{"prompt": "x"}\n{"prompt": "y\\ud800"}\n', r"row 2: must not hold half of a surrogate pair; got"),
+        ('{"prompt": ' + "[" * 100_000, "cannot be read: maximum recursion depth exceeded"),
+    ],
+)
+def test_bad_files_are_named_with_key_file_and_row(write, text, message):
+    with pytest.raises(DataError, match=r"data\.train_files: '.*rows\.jsonl'.*" + message):
+        load(write(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[]", "holds no rows"),
+        ("a.json", '[{"prompt": "x"},\n1]', "cannot be read: row 2 is not a JSON object; got 1"),
+        ("a.json", '[{"prompt": "x"},\n{"prompt"', "cannot be read: Expecting ':' delimiter: line 2 column 10"),
+        ("a.csv", "answer\n1\n", r"no column 'prompt' \(data.prompt_key\); its columns are: answer"),
+        ("a.csv", "prompt,answer\n", "holds no rows"),
+        ("a.parquet", "nonsense", "cannot be read"),
+        ("a.txt", "x", r"must end in one of \.jsonl"),
+    ],
+)
+def test_other_formats_are_checked_too(write, name, text, message):
+    with pytest.raises(DataError, match=r"data\.train_files.*" + message):
+        load(write(text, name))
+
+
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_a_parquet_file_without_rows(tmp_path, num_groups):
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("prompt", pa.string())])) as writer:
+        for _ in range(num_groups):
+            writer.write_table(pa.table({"prompt": pa.array([], pa.string())}))
+    with pytest.raises(DataError, match=r"a\.parquet': holds no rows"):
+        load(tmp_path / "a.parquet")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="must be a file, not a folder"):
+        load(tmp_path)
+
+
+def test_an_answer_column_must_exist_only_if_it_was_asked_for(write):
+    file = write([{"prompt": "x", "solution": "1"}])
+    assert load(file)[0].answer is None
+    with pytest.raises(DataError, match=r"no column 'answer' \(reward.answer_key=answer\).*prompt, solution"):
+        load(file, answer_key="answer")
+    with pytest.raises(DataError, match=r"row 2, answer 'a'.*got None"):
+        load(write([{"prompt": "x", "a": "1"}, {"prompt": "x", "a": None}]), answer_key="a")
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [("left", "cdef<|end|><|assistant|>"), ("right", "<|user|>abcde"), ("middle", "<|user|>abf<|end|><|assistant|>")],
+)
+def test_truncation_cuts_where_it_says(write, truncation, expected):
+    [prompt] = load(write([{"prompt": "abcdef"}]), truncation=truncation, max_prompt_length=6)
+    assert decode(prompt) == expected
+    assert prompt.text == "abcdef"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_truncation_keeps_exactly_the_limit(write, truncation, limit):
+    [prompt] = load(write([{"prompt": "abcdef"}]), truncation=truncation, max_prompt_length=limit)
+    assert len(prompt.token_ids) == limit
+
+
+def test_a_long_prompt_is_an_error_that_names_the_ways_out(write):
+    file = write([{"prompt": "abc"}, {"prompt": "abcd"}])
+    assert len(load(file, max_prompt_length=7)) == 2
+    with pytest.raises(DataError) as caught:
+        load(file, max_prompt_length=6)
+    message = str(caught.value)
+    for part in ("rows.jsonl", "row 2", "7 tokens", "data.max_prompt_length=6", "data.truncation",
+                 "data.filter_overlong_prompts"):  # fmt: skip
+        assert part in message
+    with pytest.raises(ConfigError, match=r"data\.truncation"):
+        load(file, truncation="top")
+
+
+def test_filtering_leaves_long_rows_out_and_says_how_many(write, caplog):
+    file = write([{"prompt": "abc"}, {"prompt": "abcdefg"}, {"prompt": "de"}])
+    with caplog.at_level(logging.INFO):
+        prompts = load(file, max_prompt_length=6, filter_overlong_prompts=True)
+    assert [(p.index, p.text) for p in prompts] == [(0, "abc"), (2, "de")]
+    assert "left out 1 of 3" in caplog.text
+    with pytest.raises(DataError, match=r"all 3 prompts are longer than data.max_prompt_length=2"):
+        load(file, max_prompt_length=2, filter_overlong_prompts=True)
+
+
+def test_reading_is_quiet_and_leaves_nothing_behind(write, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.Dataset.from_list([{"prompt": "x"}]).to_parquet(tmp_path / "rows.parquet")
+    bad = write("nonsense", "bad.parquet")
+    before = sorted(tmp_path.iterdir())
+    capfd.readouterr()
+    load(tmp_path / "rows.parquet")
+    with pytest.raises(DataError):
+        load(bad)
+    assert sorted(tmp_path.iterdir()) == before
+    assert capfd.readouterr() == ("", "")
+    assert not datasets.are_progress_bars_disabled()

@@ -1,0 +1,205 @@
+"""What a run decides before it starts anything."""
+
+import json
+import logging
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybrid_gkd.config import load_config
+from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
+from hybrid_gkd.launch import run
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.rollout.vllm import VLLMEngine, resolve_engine
+from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.workers.group import ray_cluster
+from hybrid_gkd.workers.placement import Placement
+
+LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "overrides", "expected"),
+    [
+        (None, 1, [], "0"),  # the worker's own
+        (None, 2, [], "1"),  # the one after the worker's
+        ("1", 1, [], "1"),
+        ("3,5,2", 3, ["trainer.n_gpus_per_node=2"], "2"),
+        ("GPU-a,GPU-b", 2, ["actor_rollout_ref.teacher.tensor_model_parallel_size=2"], "GPU-a,GPU-b"),
+    ],
+)
+def test_a_local_teacher_gets_gpus_of_those_that_the_run_sees(monkeypatch, visible, count, overrides, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = load_config([*LOCAL, *overrides])
+    assert run.teacher_environment(config, "cuda") == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.tensor_model_parallel_size=2"])
+    with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
+        run.teacher_environment(config, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
+    with pytest.raises(ConfigError, match=r"teacher.device.* no CUDA device is visible; got 'cuda'"):
+        run.teacher_environment(config, "cpu")
+
+
+def test_a_local_teacher_on_the_cpu_shares_the_cores_with_workers_there():
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cpu"])
+    assert run.teacher_environment(config, "cuda") == {}
+    assert set(run.teacher_environment(config, "cpu")) == {"OMP_NUM_THREADS"}
+
+
+def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
+    earlier = [tmp_path / "hybrid_gkd" / name for name in ("gkd", "gkd.1")]
+    for number, folder in enumerate(earlier):
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(str(number))
+    config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=disable"])
+    with run.locked_run_folder(config):
+        assert list(config.run_dir.iterdir()) == []
+    kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in config.run_dir.parent.glob("gkd.*")}
+    assert kept == {"gkd.1": "1", "gkd.2": "0"}
+
+
+def runnable(folder, *overrides):
+    """A configuration whose inputs are there."""
+    make_tiny_model(folder / "student")
+    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)))
+    return load_config(
+        [
+            f"actor_rollout_ref.model.path={folder}/student", "actor_rollout_ref.teacher.server_ip=far",
+            f"data.train_files={folder}/train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=32",
+            "data.max_response_length=16", f"trainer.default_local_dir={folder}/out", "trainer.device=cpu",
+            "actor_rollout_ref.rollout.name=hf", *overrides,
+        ]
+    )
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):
+        run.run(runnable(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path):
+    config = runnable(tmp_path)
+    (tmp_path / "student" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path: the folder has no weights.*student"):
+        run.Inputs(config)
+
+
+def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
+    config = runnable(tmp_path)
+    (tmp_path / "student" / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    with pytest.raises(ModelError, match=r"model\.path: generation_config\.json of .*max_new_tokens"):
+        run.Inputs(config)
+
+
+def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
+    with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.tokenizer_path: /nowhere"):
+        run.Inputs(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
+
+
+def test_more_positions_by_override_are_enough(tmp_path):
+    many = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200000"
+    config = runnable(tmp_path, "data.max_response_length=100000", many)
+    with pytest.raises(ConfigError, match=r"data\.max_response_length"):
+        run.Inputs(config)
+    config.actor_rollout_ref.model.override_config["max_position_embeddings"] = 200000
+    run.Inputs(config)
+
+
+def test_a_cluster_that_nobody_answers_for_is_named(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with (
+        pytest.raises(WorkerError, match=rf"ray_init\.address: nothing answers at {address}"),
+        ray_cluster(runnable(tmp_path, f"ray_init.address={address}"), "cpu"),
+    ):
+        pass
+
+
+class Begun(Exception):
+    """A run has passed its first checks."""
+
+
+def begin(config):
+    """A run up to where it takes its folder."""
+
+    def locked_run_folder(config):
+        raise Begun
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "locked_run_folder", locked_run_folder)
+        with pytest.raises(Begun):
+            run.run(config)
+
+
+def test_a_run_says_what_it_will_hold(tmp_path, caplog, monkeypatch):
+    """And one that saves nothing needs no disk."""
+    monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
+    with caplog.at_level(logging.INFO, "hybrid_gkd"):
+        begin(runnable(tmp_path, "trainer.save_freq=0"))
+    assert caplog.text.count("memory of each worker by phase") == 1
+    assert "optimizer_state" in caplog.text
+
+
+def test_a_run_on_a_cluster_is_checked_against_the_gpus_that_it_gets(tmp_path):
+    """All of them, and although they are empty."""
+    config = runnable(
+        tmp_path, "ray_init.address=far:6379", "trainer.device=cuda",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=5e-6",  # of 140 GiB 0.7 MiB, of 10 GiB a third of the weights
+    )
+    begin(config)  # no GPU of this machine is asked
+    worker = {"host": "a", "pid": 1, "wall_minus_monotonic": 0.0, "visible_devices": "0", "device": "H200"}
+    large = Placement(**worker, gpu="a 0", free_bytes=139 * GIB, total_bytes=140 * GIB)
+    run.check_placement(config, [large], teacher_loaded=False)
+    small = Placement(**worker, rank=1, gpu="a 1", free_bytes=10 * GIB, total_bytes=10 * GIB)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization: 5e-06 of a GPU of 10\.0 GiB"):
+        run.check_placement(config, [large, small], teacher_loaded=False)
+
+
+@pytest.mark.parametrize("name", ["auto", "vllm"])
+def test_a_vllm_that_is_not_supported_is_refused_before_anything_starts(monkeypatch, name):
+    monkeypatch.setattr(vllm_compat, "vllm_version", lambda: "0.25.1")
+    with pytest.raises(ModelError, match=r"vLLM 0\.25\.1 is not supported"):
+        resolve_engine(name)
+    assert resolve_engine("hf") == "hf"
+    monkeypatch.setattr(vllm_compat, "vllm_version", lambda: "0.26.0")
+    assert resolve_engine(name) == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cuda", "auto", "bfloat16"),  # the actor's compute, not the type of the files, which may be float16
+        ("cuda", "float16", "float16"), ("cuda", "float32", "float32"), ("cpu", "auto", "float32"),
+    ],
+)  # fmt: skip
+def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, device, dtype, expected):
+    given = {}
+
+    def build(**arguments):
+        given.update(arguments)
+        raise Begun
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=build))
+    monkeypatch.setattr(vllm_compat, "prepare_environment", lambda device: None)
+    config = runnable(
+        tmp_path, f"actor_rollout_ref.rollout.dtype={dtype}", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
+    )
+    with pytest.raises(Begun):
+        VLLMEngine(config, device=torch.device(device), stop_token_ids=[0])
+    assert given["dtype"] == expected

@@ -1,0 +1,92 @@
+"""The head's Triton kernels against their plain-torch counterparts, run by Triton's interpreter. CPU, seconds."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = [
+    # rows, vocabulary, ids per row, temperature, dtype
+    (3, 5000, 64, 1.0, "bfloat16"),
+    (2, 4096, 1, 0.7, "float32"),
+    (4, 777, 5, 1.5, "float32"),
+    (2, 9001, 256, 0.7, "bfloat16"),
+    (1, 8, 8, 1.0, "float32"),
+    (2, 1, 1, 0.7, "bfloat16"),  # nothing outside of the ids
+]
+
+
+def test_kernels_under_the_interpreter():
+    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["same"] * len(CASES)
+
+
+def compare(rows, vocabulary, num_ids, temperature, dtype):
+    import torch
+
+    from hybrid_gkd.losses import head, head_triton
+
+    gen = torch.Generator().manual_seed(vocabulary)
+    dtype = getattr(torch, dtype)
+    values = 4 * torch.randn(rows, vocabulary, generator=gen)
+
+    def in_buffer():
+        return head._logits_buffer(torch.zeros(rows, 1, dtype=dtype), torch.zeros(vocabulary, 1), rows).copy_(values)
+
+    logits = in_buffer()
+    ids = torch.randint(vocabulary, (rows, num_ids), generator=gen)
+    ids[0] = ids[0, 0]  # repeated
+    grad_logprobs = torch.randn(rows, num_ids, generator=gen)
+    got = head_triton.row_statistics(logits, ids, temperature, True)
+    want = head.row_statistics(logits, ids, temperature, True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert head_triton.row_statistics(logits, ids, temperature, False)[2] is None
+    dz = [
+        module.logit_gradient_(in_buffer(), ids, *want[:2], grad_logprobs, temperature)
+        for module in (head_triton, head)
+    ]
+    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5  # the interpreter cuts the last bits off
+    torch.testing.assert_close(*dz, rtol=rtol, atol=1e-6)
+    compare_with_tail(values.to(dtype), in_buffer, grad_logprobs, temperature, rtol)
+    factor = torch.tensor(0.3)
+    scaled = [module.scaled(dz[1].contiguous(), factor, dtype) for module in (head_triton, head)]
+    torch.testing.assert_close(*scaled, rtol=rtol, atol=0)
+    print("same")
+
+
+def compare_with_tail(values, in_buffer, grad_logprobs, temperature, rtol):
+    """The first k ids are distinct, the last one is the first of them, or outside of them."""
+    import torch
+
+    from hybrid_gkd.losses import head, head_triton
+
+    rows, num_ids = grad_logprobs.shape
+    ids = torch.stack([torch.randperm(values.shape[1])[:num_ids] for _ in range(rows)])
+    k = max(1, num_ids - 1)
+    if num_ids > 1:
+        ids[0, -1] = ids[0, 0]
+    grad = torch.cat([grad_logprobs, torch.full((rows, 1), -0.3)], 1)
+    results = []
+    for backend in (head_triton, head):
+        logits = in_buffer()
+        statistics = backend.row_statistics(logits, ids, temperature, True, k)
+        assert torch.equal(logits, values)
+        known = ids, *statistics[:2], grad, temperature, k
+        statistics[0].clamp_(min=-100)  # a mass of nothing is some -1e30
+        results.append((*statistics, backend.logit_gradient_(logits, *known)))
+    for a, b in zip(results[0][:3], results[1][:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][3], results[1][3], rtol=rtol, atol=1e-6)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        compare(*case)

@@ -1,0 +1,344 @@
+"""The loss of a run, through the fused head, against full logits and autograd. CPU, a few seconds."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_gkd.config import DistillationConfig
+from hybrid_gkd.losses.head import head_loss
+from hybrid_gkd.losses.objective import Objective, Targets
+from hybrid_gkd.reporting.metrics import check_names
+
+VOCAB, DIM = 31, 8
+MODES = {
+    "forward_kl": {},
+    "forward_kl none": {"loss_mode": "forward_kl", "tail": "none"},
+    "reverse_kl": {},
+    "reverse_kl renormalise": {"loss_mode": "reverse_kl", "tail": "renormalise"},
+    "jsd": {"beta": 0.3},
+    "mixed": {"mixed_weights": {"forward_kl": 0.5, "reverse_kl": 0.3, "k2": 0.2}},
+    "k1": {"use_policy_gradient": True},
+    "k2": {},
+    "k3": {},
+    "k2 policy": {"loss_mode": "k2", "use_policy_gradient": True},
+    "k3 policy": {"loss_mode": "k3", "use_policy_gradient": True},
+    "forward_kl and rewards": {"loss_mode": "forward_kl", "use_task_rewards": True, "distillation_loss_coef": 0.4},
+    "k1 and rewards": {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": True},
+    "ppo": {"loss_mode": "forward_kl", "enabled": False},
+}
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def config(mode):
+    return DistillationConfig(**({"loss_mode": mode} | MODES[mode]))
+
+
+class Problem:
+    """Hidden states, a head, a teacher, sampled tokens, advantages; all float64 and random."""
+
+    def __init__(self, rows=13, topk=6, seed=0, temperature=1.0):
+        gen = torch.Generator().manual_seed(seed)
+        self.hidden, self.weight, self.teacher_hidden = (
+            torch.randn(n, DIM, generator=gen, dtype=torch.float64) for n in (rows, VOCAB, rows)
+        )
+        self.temperature = temperature
+        self.teacher = (self.teacher_hidden @ self.weight.T / temperature).log_softmax(-1)
+        self.topk_ids = self.teacher.topk(topk, -1).indices
+        self.sampled = torch.randint(VOCAB, (rows,), generator=gen)
+        self.sampled[: rows // 2] = self.topk_ids[: rows // 2, 0]  # an id that the head gets twice
+        self.advantages = torch.randn(rows, generator=gen, dtype=torch.float64)
+        self.old_noise = 0.3 * torch.randn(rows, generator=gen, dtype=torch.float64)
+        self.importance = torch.ones(rows, dtype=torch.float64)
+        self.hidden.requires_grad_()
+        self.weight.requires_grad_()
+
+    def student(self):
+        return (self.hidden @ self.weight.T / self.temperature).log_softmax(-1)
+
+    def old_logprobs(self):
+        return self.student().gather(1, self.sampled[:, None])[:, 0].detach() + self.old_noise
+
+    def targets(self, loss, rows=slice(None)):
+        values = {}
+        if loss.enabled:
+            values["teacher_logprobs"] = self.teacher.gather(1, self.topk_ids)
+            values["teacher_sampled"] = self.teacher.gather(1, self.sampled[:, None])[:, 0]
+        if not loss.enabled or loss.use_task_rewards:
+            values["advantages"] = self.advantages
+        values |= {"old_logprobs": self.old_logprobs(), "importance_weights": self.importance}
+        return Targets(**values)[rows]
+
+    def product(self, loss, *, chunk_rows=5, rows=slice(None)):
+        objective = Objective(loss, clip_ratio=0.2)
+        ids = [self.topk_ids] if loss.enabled else []
+        ids += [self.sampled[:, None]] if objective.uses_sampled else []
+        return head_loss(
+            self.hidden[rows], self.weight, torch.cat(ids, 1)[rows],
+            objective.loss_fn(self.targets(loss, rows)), temperature=self.temperature, chunk_rows=chunk_rows,
+            tail_topk=self.topk_ids.shape[1] if loss.enabled else 0,
+        )
+
+    def naive(self, loss):
+        """[R], from full distributions and the formulas; nothing shared with the product code."""
+        student, teacher = self.student(), self.teacher
+        q_full, p_full = student.exp(), teacher.exp()
+        q, p = q_full.gather(1, self.topk_ids), p_full.gather(1, self.topk_ids)
+        if loss.tail == "bucket":
+            q, p = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], 1) for x in (q, p))
+        if loss.tail == "renormalise":
+            q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
+        m = loss.beta * p + (1 - loss.beta) * q
+        log_ratio = (teacher - student).gather(1, self.sampled[:, None])[:, 0]
+        values = {
+            "forward_kl": (p * (p / q).log()).sum(-1),
+            "reverse_kl": (q * (q / p).log()).sum(-1),
+            "jsd": loss.beta * (p * (p / m).log()).sum(-1) + (1 - loss.beta) * (q * (q / m).log()).sum(-1),
+            "k1": -log_ratio,
+            "k2": log_ratio**2 / 2,
+            "k3": log_ratio.exp() - 1 - log_ratio,
+        }
+        values["mixed"] = sum(values[name] * weight for name, weight in loss.mixed_weights.items())
+        ratio = (student.gather(1, self.sampled[:, None])[:, 0] - self.old_logprobs()).exp()
+
+        def policy(advantages):
+            return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+        total = torch.zeros(len(student), dtype=torch.float64)
+        if loss.enabled:
+            value = values[loss.loss_mode]
+            if loss.use_policy_gradient:  # the value and, but for the constant slope of k1, its slope in log q
+                slope = {"k1": torch.zeros_like(log_ratio), "k2": -log_ratio, "k3": 1 - log_ratio.exp()}[loss.loss_mode]
+                value = policy(-(value + slope).detach()) - slope.detach()
+            total = total + loss.distillation_loss_coef * value
+        if not loss.enabled or loss.use_task_rewards:
+            total = total + policy(self.advantages)
+        return total * self.importance
+
+    def grads(self, value):
+        return torch.autograd.grad(value, (self.hidden, self.weight))
+
+
+def assert_equal(problem, loss):
+    value, _ = problem.product(loss)
+    want = problem.naive(loss).sum()
+    torch.testing.assert_close(value, want, rtol=1e-9, atol=1e-9)
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+
+
+@each_mode
+def test_value_and_gradients_equal_full_logits(mode):
+    assert_equal(Problem(), config(mode))
+
+
+@each_mode
+def test_importance_weights_are_factors_of_every_loss(mode):
+    problem = Problem()
+    problem.importance = torch.linspace(0, 2, len(problem.sampled), dtype=torch.float64)
+    assert_equal(problem, config(mode))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(list(MODES)), rows=st.integers(1, 9), topk=st.integers(1, 30), seed=st.integers(0, 999),
+    temperature=st.floats(0.5, 2),
+)
+def test_any_sizes_and_temperatures(mode, rows, topk, seed, temperature):
+    problem = Problem(rows, topk, seed, temperature)
+    mass = torch.stack([x.exp().gather(1, problem.topk_ids).sum(-1) for x in (problem.teacher, problem.student())])
+    if (1 - mass).amin() > 1e-4:  # closer to the floor of the tail the plain formula loses digits
+        assert_equal(problem, config(mode))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not {"rewards", "none", "ppo"} & set(mode.split())])
+def test_one_temperature_on_both_sides(mode):
+    """A student with the teacher's logits is at the optimum at every temperature."""
+    loss = config(mode)
+    for temperature in (0.5, 1.0, 3.0):
+        problem = Problem(temperature=temperature)
+        problem.hidden = problem.teacher_hidden.clone().requires_grad_()
+        problem.old_noise.zero_()
+        value, _ = problem.product(loss)
+        assert value.item() == pytest.approx(0, abs=1e-9)
+        for grad in problem.grads(value):
+            torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-9)
+
+
+@each_mode
+def test_the_cut_into_chunks_and_micro_batches_does_not_matter(mode):
+    problem, loss = Problem(), config(mode)
+    whole, reported = problem.product(loss, chunk_rows=13)
+    grads = problem.grads(whole)
+    cuts = [slice(0, 1), slice(1, 8), slice(8, 8), slice(8, 13)]  # one of them empty
+    parts = [problem.product(loss, chunk_rows=2, rows=rows) for rows in cuts]
+    torch.testing.assert_close(sum(value for value, _ in parts), whole, rtol=1e-13, atol=1e-13)
+    for got, want in zip(problem.grads(sum(value for value, _ in parts)), grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for name, value in reported.items():
+        assert value.item() == pytest.approx(sum(sums[name].item() for _, sums in parts if sums)), name
+
+
+@each_mode
+def test_logit_gradients_sum_to_zero_per_row(mode):
+    problem, loss = Problem(), config(mode)
+    logits = (problem.hidden @ problem.weight.T).detach()
+    problem.hidden, problem.weight = logits.requires_grad_(), torch.eye(VOCAB, dtype=torch.float64)
+    value, _ = problem.product(loss)
+    (dz,) = torch.autograd.grad(value, problem.hidden)
+    assert dz.abs().max() > 1e-3
+    assert dz.sum(-1).abs().max() < 1e-14 * VOCAB * dz.abs().max()
+
+
+@each_mode
+def test_what_is_reported_is_known_before_and_documented(mode):
+    problem, loss = Problem(), config(mode)
+    objective = Objective(loss, clip_ratio=0.2)
+    _, reported = problem.product(loss)
+    assert sorted(objective.reported) == sorted(reported)
+    check_names(reported)
+    assert all(not value.requires_grad for value in reported.values())
+
+
+def test_reported_values():
+    problem = Problem()
+    _, reported = problem.product(config("k3"))
+    for name, logprobs in (("student", problem.student()), ("teacher", problem.teacher)):
+        mass = logprobs.detach().exp().gather(1, problem.topk_ids).sum()
+        assert reported[f"actor/distillation/{name}_mass"].item() == pytest.approx(mass.item())
+    for name in ("forward_kl", "reverse_kl"):  # in every mode, so that runs with different losses can be compared
+        want = problem.naive(DistillationConfig(loss_mode=name)).sum().item()
+        assert reported[f"actor/distillation/{name}"].item() == pytest.approx(want)
+
+
+def test_without_old_logprobs_the_policy_is_the_one_being_trained():
+    """The exact policy gradient -A d log q, and nothing is clipped."""
+    problem, loss = Problem(), config("ppo")
+    objective = Objective(loss, clip_ratio=0.2)
+    targets = Targets(advantages=problem.advantages)
+    value, reported = head_loss(problem.hidden, problem.weight, problem.sampled[:, None], objective.loss_fn(targets))
+    want = -(problem.advantages * problem.student().gather(1, problem.sampled[:, None])[:, 0]).sum()
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert reported["actor/pg_clipfrac"].item() == reported["actor/ppo_kl"].item() == 0
+
+
+@pytest.mark.parametrize("mode", ["forward_kl", "k2"])
+def test_a_clamped_token_is_counted_and_has_no_gradient(mode):
+    problem, loss = Problem(), config(mode)
+    each = problem.naive(loss)
+    loss.loss_max_clamp = each.median().item()
+    value, reported = problem.product(loss)
+    assert value.item() == pytest.approx(each.clamp(max=loss.loss_max_clamp).sum().item())
+    assert reported["actor/distillation/clamp_share"].item() == 6
+    assert reported["actor/kl_loss"].item() == pytest.approx(each.sum().item())  # reported as it is
+    kept = each[each <= loss.loss_max_clamp].sum()
+    for got, want in zip(problem.grads(value), problem.grads(kept), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_clamped_advantage_still_teaches():
+    problem, loss = Problem(), config("k1")
+    problem.old_noise.zero_()
+    loss.loss_max_clamp = 0.1
+    value, _ = problem.product(loss)
+    log_q, log_p = (x.gather(1, problem.sampled[:, None])[:, 0] for x in (problem.student(), problem.teacher))
+    want = ((log_q - log_p).detach().clamp(-0.1, 0.1) * log_q).sum()
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_no_clamp_by_default():
+    assert DistillationConfig().loss_max_clamp is None
+    assert "actor/distillation/clamp_share" not in Objective(DistillationConfig(), clip_ratio=0.2).reported
+
+
+class Exact:
+    """A student of free logits [1, V], and every token as a row that counts as often as the student samples it."""
+
+    def __init__(self, mode, seed=0, spread=1.0):
+        gen = torch.Generator().manual_seed(seed)
+        self.teacher, self.logits = torch.randn(2, 1, 7, generator=gen, dtype=torch.float64)
+        self.teacher = self.teacher.log_softmax(-1)
+        self.logits = (self.teacher + spread * (2 * torch.rand(1, 7, generator=gen, dtype=torch.float64) - 1))
+        self.logits.requires_grad_()
+        self.mode = mode
+        loss = DistillationConfig(loss_mode=mode, use_policy_gradient=True)
+        self.objective = Objective(loss, clip_ratio=0.2)
+
+    def product(self, old=None):
+        """The expected loss; `old` [1, V] is the policy that the tokens were sampled from, by default the student."""
+        logprobs = self.logits.log_softmax(-1)
+        sampled_from = logprobs.detach() if old is None else old
+        ids = torch.arange(7)[:, None]
+        targets = Targets(
+            teacher_logprobs=self.teacher.amax(-1, keepdim=True).expand(7, 1), teacher_sampled=self.teacher[0],
+            old_logprobs=None if old is None else old[0], importance_weights=sampled_from[0].exp(),
+        )
+        first = self.teacher.argmax(-1, keepdim=True).expand(7, 1)
+        eye = torch.eye(7, dtype=torch.float64)
+        return head_loss(
+            self.logits.expand(7, 7), eye, torch.cat([first, ids], 1), self.objective.loss_fn(targets), tail_topk=1
+        )
+
+    def closed_form(self):
+        """KL(q || p), or of k2 E_q[(log q - log p)^2 / 2], by sums over the vocabulary."""
+        logprobs = self.logits.log_softmax(-1)
+        log_ratio = logprobs - self.teacher
+        return (logprobs.exp() * (log_ratio.square() / 2 if self.mode == "k2" else log_ratio)).sum()
+
+    def gradient(self, value):
+        return torch.autograd.grad(value, self.logits)[0]
+
+
+each_estimator = pytest.mark.parametrize("mode", ["k1", "k2", "k3"])
+
+
+@each_estimator
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_policy_gradient_is_the_gradient_of_the_estimators_expectation(mode, stale):
+    problem = Exact(mode)
+    old = None
+    if stale:  # not by so much that a ratio would be clipped
+        old = (problem.logits.detach() + torch.linspace(-0.08, 0.08, 7, dtype=torch.float64)).log_softmax(-1)
+    value, _ = problem.product(old)
+    want = problem.gradient(problem.closed_form())
+    assert want.abs().max() > 1e-2
+    torch.testing.assert_close(problem.gradient(value), want, rtol=1e-9, atol=1e-12)
+
+
+@each_estimator
+def test_a_policy_gradient_reports_the_estimators_mean(mode):
+    problem = Exact(mode)
+    value, reported = problem.product()
+    assert value.item() == pytest.approx(problem.closed_form().item())
+    log_ratio = (problem.logits.log_softmax(-1) - problem.teacher).detach()
+    each = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[mode]
+    assert reported["actor/kl_loss"].item() == pytest.approx(each.sum().item())
+
+
+@each_estimator
+@pytest.mark.parametrize("seed", range(3))
+def test_descent_on_a_policy_gradient_reaches_the_teacher(mode, seed):
+    problem = Exact(mode, seed)
+    assert (problem.logits.softmax(-1) - problem.teacher.exp()).abs().max() > 0.02
+    for _ in range(3000):
+        gradient = problem.gradient(problem.product()[0])
+        with torch.no_grad():
+            problem.logits -= 0.5 * gradient
+    torch.testing.assert_close(problem.logits.softmax(-1), problem.teacher.exp(), rtol=0, atol=1e-6)
+
+
+@each_estimator
+def test_a_clamped_advantage_keeps_its_direction(mode):
+    problem = Problem(rows=40)
+    problem.old_noise.zero_()
+    loss = DistillationConfig(loss_mode=mode, use_policy_gradient=True, loss_max_clamp=0.1)
+    value, reported = problem.product(loss)
+    log_q, log_p = (x.gather(1, problem.sampled[:, None])[:, 0] for x in (problem.student(), problem.teacher))
+    weight = (log_q - log_p).detach()
+    weight = weight + weight**2 / 2 if mode == "k2" else weight
+    want = (weight.clamp(-0.1, 0.1) * log_q).sum()
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert reported["actor/distillation/clamp_share"].item() == (weight.abs() > 0.1).sum().item()

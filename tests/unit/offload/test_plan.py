@@ -1,0 +1,430 @@
+"""The plan: what the residency table, the offload keys and the checkpoints add up to."""
+
+import huggingface_hub
+import pytest
+from transformers import AutoConfig, Gemma3Config, Qwen2Config
+
+from hybrid_gkd.config import load_config
+from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.offload.budget import (
+    GIB,
+    Size,
+    check_free_memory,
+    check_memory,
+    checkpoint_bytes,
+    disk_bytes,
+    model_size,
+    phase_bytes,
+    plan,
+    read_config,
+    rollout_share,
+    student_size,
+    teacher_share,
+)
+from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.workers.placement import Placement
+
+SEVEN_B = Size(
+    parameters=7_615_616_512, kv_bytes_per_token=57_344, activation_bytes_per_token=4_386_816,
+    embedding_parameters=1_089_994_752, stored_itemsize=2,
+)
+SHAPES = {
+    # Qwen2.5: hidden, intermediate, layers, heads, kv heads, vocabulary, tied embeddings
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+CARD = 140 * GIB
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+
+
+OFFLOAD = (f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
+COMPUTED = "actor_rollout_ref.rollout.gpu_memory_utilization=null"
+MANY = "actor_rollout_ref.rollout.max_num_seqs=4096"
+
+
+def config(*overrides):
+    return load_config(
+        [
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused",
+            "actor_rollout_ref.teacher.server_ip=elsewhere", "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+            *overrides,
+        ]
+    )
+
+
+def test_seven_billion_on_one_card_fit_with_offload_and_are_refused_without():
+    check_memory(config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B, total_bytes=CARD)
+    with pytest.raises(ConfigError, match=r"optimizer_offload.*phase rollout.*optimizer_state 56\.7.*has 140\.0"):
+        check_memory(config(), SEVEN_B, total_bytes=CARD)
+    # A smaller engine would fit beside them, but then the update does not.
+    with pytest.raises(ConfigError, match=r"optimizer_offload.*phase update.*activations 6\d\..*has 140\.0"):
+        check_memory(config(COMPUTED), SEVEN_B, total_bytes=CARD)
+
+
+def test_each_phase_holds_what_the_table_says_and_what_may_not_move():
+    moving = phase_bytes(
+        config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B, device="cuda", total_bytes=CARD
+    )
+    assert set(moving["rollout"]) == {"engine_weights", "kv_cache"}
+    assert set(moving["update"]) == {
+        "actor_params", "gradients", "gathered_params", "activations", "sleeping engine"
+    }
+    assert moving["optimizer_step"]["optimizer_state"] == 8 * SEVEN_B.parameters
+    assert sum(moving["rollout"].values()) == pytest.approx(0.6 * CARD)
+    staying = phase_bytes(
+        config("actor_rollout_ref.rollout.free_cache_engine=false"), SEVEN_B, device="cuda", total_bytes=CARD
+    )
+    assert all({"actor_params", "optimizer_state", "kv_cache"} <= set(tenants) for tenants in staying.values())
+
+
+def test_shards_and_tensor_parallel_engines_split_the_bytes():
+    two = config("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    tenants = phase_bytes(two, SEVEN_B, device="cuda", total_bytes=None)["publish"]
+    assert tenants["actor_params"] == 2 * SEVEN_B.parameters
+    assert tenants["engine_weights"] == SEVEN_B.parameters
+    assert "kv_cache" not in tenants
+    replicated = config("trainer.n_gpus_per_node=2", f"{FSDP}.fsdp_size=1")
+    assert phase_bytes(replicated, SEVEN_B, device="cuda", total_bytes=None)["publish"]["actor_params"] == (
+        4 * SEVEN_B.parameters
+    )
+
+
+def test_pools_of_their_own_hold_what_is_theirs():
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
+    separate = config(*pools, COMPUTED, MANY, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
+    phases = phase_bytes(separate, SEVEN_B, device="cuda", total_bytes=CARD)
+    assert set(phases["rollout"]) == {"engine_weights", "kv_cache"}
+    assert sum(phases["rollout"].values()) == pytest.approx(0.92 * CARD)  # the card is the engine's alone
+    assert set(phases["update"]) == {"actor_params", "gradients", "gathered_params", "activations"}
+    assert set(phases["optimizer_step"]) == {"actor_params", "gradients", "optimizer_state"}
+    assert phases["publish"] == {"actor_params": 2 * SEVEN_B.parameters}  # they stay: nobody else wants the room
+    check_memory(separate, SEVEN_B, total_bytes=CARD)
+
+
+def test_nothing_moves_on_the_cpu():
+    tenants = phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]
+    assert set(tenants) == {"actor_params", "optimizer_state", "engine_weights"}
+
+
+def test_the_engine_takes_what_is_free_beside_what_stays():
+    free = CARD - GIB
+    assert rollout_share(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, total_bytes=CARD, free_bytes=free) == 0.92
+    assert rollout_share(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, total_bytes=CARD, free_bytes=CARD // 2) == 0.45
+    kept = config(OFFLOAD[0], COMPUTED, MANY)  # the optimizer state stays: 56.7 GiB
+    assert rollout_share(kept, SEVEN_B, total_bytes=CARD, free_bytes=free) == pytest.approx(0.54)
+    resident = config("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
+    small = Size(parameters=494_000_000, kv_bytes_per_token=12_288)  # 7.4 GiB with gradients and moments
+    assert rollout_share(resident, small, total_bytes=CARD, free_bytes=free) == pytest.approx(0.44)
+
+
+def test_the_engine_takes_no_more_than_its_sequences_can_use():
+    # Weights 14.2, 256 sequences of 1024 + 1024 tokens and a block 29.8, workspace 8 GiB.
+    assert rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.38
+    two = config(
+        *OFFLOAD, COMPUTED, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    )
+    assert rollout_share(two, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.22
+    longer = config(*OFFLOAD, COMPUTED, "actor_rollout_ref.rollout.max_model_len=4096")
+    assert rollout_share(longer, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.58
+
+
+def test_a_share_that_cannot_hold_the_engine_is_refused_with_the_numbers():
+    rule = r"gpu_memory_utilization.*0\.1 of a GPU of 140\.0 GiB is 14\.0 GiB, but .*weights take 14\.2 GiB"
+    with pytest.raises(ConfigError, match=rule):
+        check_memory(
+            config(*OFFLOAD, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"), SEVEN_B, total_bytes=CARD
+        )
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization"):
+        rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=16 * GIB)
+
+
+def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(tmp_path, monkeypatch):
+    teacher = make_tiny_model(tmp_path, tied=True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    one_gpu = load_config(
+        [
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused",
+            f"actor_rollout_ref.teacher.model.path={teacher}", *OFFLOAD, MANY,
+        ]
+    )
+    assert teacher_share(one_gpu, total_bytes=CARD) == 0.05  # 6 GiB of workspace
+    phases = phase_bytes(one_gpu, SEVEN_B, device="cuda", total_bytes=CARD)
+    assert phases["rollout"]["teacher"] == pytest.approx(0.05 * CARD)
+    assert sum(phases["rollout"].values()) == pytest.approx(0.97 * CARD, abs=0.02 * CARD)
+    check_memory(one_gpu, SEVEN_B, total_bytes=CARD)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
+
+
+def placed(role="worker", total=CARD, free=None):
+    """A worker on a GPU of its own."""
+    return Placement(
+        role=role, host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="0", device="H200", gpu=f"a {role}",
+        total_bytes=total, free_bytes=total - GIB if free is None else free,
+    )
+
+
+def test_a_card_that_is_too_small_is_not_blamed_on_others():
+    small = config(*OFFLOAD, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1")
+    with pytest.raises(ConfigError, match=r"0\.1 of a GPU of 140\.0 GiB is 14\.0 GiB, but the engine's weights"):
+        check_free_memory(small, SEVEN_B, [placed()])
+    with pytest.raises(ConfigError, match=r"in the phase update a GPU would have to hold .* it has 80\.0"):
+        check_free_memory(config(*OFFLOAD), SEVEN_B, [placed(total=80 * GIB)])
+    with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, holds"):
+        check_free_memory(config(*OFFLOAD), SEVEN_B, [placed(free=20 * GIB)])
+    check_free_memory(config(*OFFLOAD), SEVEN_B, [placed()])
+
+
+def test_a_card_has_to_hold_the_phases_of_its_own_worker_alone():
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1", "trainer.n_gpus_per_node=1")
+    separate = config(*pools, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048")
+    check_free_memory(separate, SEVEN_B, [placed("actor worker"), placed("rollout worker", 48 * GIB)])
+    with pytest.raises(ConfigError, match=r"in the phase update .* it has 48\.0"):
+        check_free_memory(separate, SEVEN_B, [placed("actor worker", 48 * GIB), placed("rollout worker", 48 * GIB)])
+
+
+def test_the_update_holds_what_fsdp_gathers():
+    """All of it for all micro-batches without `reshard_after_forward`, on one GPU too; else embedding and head."""
+    for gpus in (1, 2):
+        base = (*OFFLOAD, f"trainer.n_gpus_per_node={gpus}")
+        keeps = phase_bytes(config(*base, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, device="cuda",
+                            total_bytes=CARD)  # fmt: skip
+        assert keeps["update"]["gathered_params"] == 2 * SEVEN_B.parameters
+        frees = phase_bytes(config(*base), SEVEN_B, device="cuda", total_bytes=CARD)
+        assert frees["update"]["gathered_params"] == 2 * SEVEN_B.embedding_parameters
+        assert [phase for phase in keeps if "gathered_params" in keeps[phase]] == ["update"]
+    assert "gathered_params" not in phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["update"]
+    # 28.4 GiB of parameters, as much of gradients, 66.9 of activations, 2 of the engine: 14.2 more do not fit into 135.
+    check_memory(config(*OFFLOAD), SEVEN_B, total_bytes=135 * GIB)
+    with pytest.raises(ConfigError, match=r"reshard_after_forward.*phase update.*gathered_params 14\.2"):
+        check_memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, total_bytes=135 * GIB)
+
+
+def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
+    def tokens(*overrides):
+        phases = phase_bytes(config("data.max_prompt_length=500", "data.max_response_length=524", *overrides), SEVEN_B,
+                             device="cuda", total_bytes=CARD)
+        return phases["update"]["activations"] / SEVEN_B.activation_bytes_per_token
+
+    actor = "actor_rollout_ref.actor"
+    fixed = f"{actor}.use_dynamic_bsz=false"
+    assert tokens(f"{actor}.ppo_max_token_len_per_gpu=2048") == 2048
+    assert tokens(f"{actor}.ppo_mini_batch_size=3") == 3 * 1024
+    assert tokens(f"{actor}.ppo_mini_batch_size=3", "trainer.n_gpus_per_node=2") == 2 * 1024
+    assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_max_token_len_per_gpu=2048") == 4096
+    assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_mini_batch_size=2") == 2048
+
+
+def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8,
+    }
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }
+    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    size = model_size(str(tmp_path), trust_remote_code=False, override_config={})
+    assert size.kv_bytes_per_token == 2 * 2 * 2 * 2 * 8
+    assert size.head_parameters == 64 * 32
+
+
+def test_a_field_that_the_model_does_not_have_is_refused(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"override_config: .* has no such field; got 'rope_tehta'"):
+        model_size(str(tmp_path / "model"), trust_remote_code=False, override_config={"rope_tehta": 1.0})
+
+
+def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
+    resident = ("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
+    small = Size(parameters=1_543_714_304, kv_bytes_per_token=28_672)
+    shares = [
+        rollout_share(config(*resident, f"{FSDP}.reshard_after_forward={reshards}"), small, total_bytes=CARD,
+                      free_bytes=CARD)
+        for reshards in ("true", "false")
+    ]  # fmt: skip
+    assert shares[0] - shares[1] == pytest.approx(small.parameters / CARD, abs=0.01)  # half of 2.9 GiB
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("0.5b", "1.5b")])
+def test_the_recipe_for_one_gpu_is_accepted(tmp_path, monkeypatch, student, teacher):
+    for name in (student, teacher):
+        hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
+        Qwen2Config(
+            vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, dtype="bfloat16",
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    recipe = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path / student}",
+            f"actor_rollout_ref.teacher.model.path={tmp_path / teacher}",
+        ],
+        config_name="one_gpu",
+    )
+    check_memory(recipe, student_size(recipe), total_bytes=CARD)
+
+
+def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
+    """32 prompts of 256 tokens and 128 new ones: the tensors of the update took 113.9 GiB."""
+    measured = config(
+        *OFFLOAD, COMPUTED, "data.train_batch_size=32", "data.max_prompt_length=256", "data.max_response_length=128"
+    )
+    phases = phase_bytes(measured, SEVEN_B, device="cuda", total_bytes=CARD)
+    assert sum(phases["update"].values()) == pytest.approx(113.9 * GIB, rel=0.05)
+    check_memory(measured, SEVEN_B, total_bytes=CARD)
+
+
+def test_size_counts_tied_embeddings_once(tmp_path):
+    for tied in (True, False):
+        folder = make_tiny_model(tmp_path / str(tied), tied=tied, vocab_size=1000)
+        size = model_size(str(folder), trust_remote_code=False, override_config={})
+        assert size.embedding_parameters == (1 if tied else 2) * 1000 * 64
+        assert size.tied_parameters == (1000 * 64 if tied else 0)
+        assert size.stored_itemsize == 4
+        assert model_size(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
+
+
+def test_an_engine_in_float32_takes_twice_as_much():
+    wide = config(*OFFLOAD, "actor_rollout_ref.rollout.dtype=float32", COMPUTED)
+    for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float16", 2), ("float32", 4)):
+        phases = phase_bytes(config(f"actor_rollout_ref.rollout.dtype={dtype}"), SEVEN_B, device="cuda",
+                             total_bytes=None)  # fmt: skip
+        assert phases["rollout"]["engine_weights"] == itemsize * SEVEN_B.parameters
+    assert phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]["engine_weights"] == (
+        4 * SEVEN_B.parameters
+    )
+    # Weights 28.4, sequences 59.5, workspace 8 GiB.
+    assert rollout_share(wide, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.69
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"
+    check_memory(config(*OFFLOAD, share), SEVEN_B, total_bytes=CARD)
+    with pytest.raises(ConfigError, match=r"engine's weights take 28\.4 GiB and the KV cache of one sequence 0\.22"):
+        check_memory(config(*OFFLOAD, share, "actor_rollout_ref.rollout.dtype=float32"), SEVEN_B, total_bytes=CARD)
+
+
+def test_one_sequence_has_the_length_that_the_engine_is_built_for():
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.12"  # 16.8 GiB, 14.2 of them weights
+    check_memory(config(*OFFLOAD, share), SEVEN_B, total_bytes=CARD)
+    longer = config(*OFFLOAD, share, "actor_rollout_ref.rollout.max_model_len=65536")
+    with pytest.raises(ConfigError, match=r"the KV cache of one sequence 3\.50 GiB"):
+        check_memory(longer, SEVEN_B, total_bytes=CARD)
+
+
+HUB_ID = "someone/some-model"
+
+
+class Hub:
+    """A hub that answers, or does not."""
+
+    def __init__(self, error=None):
+        self.error, self.asked = error, []
+
+    def head(self, url, timeout):
+        self.asked.append((url, timeout))
+        if self.error is not None:
+            raise self.error
+
+
+def plan_of_hub_id(monkeypatch, tmp_path, hub, *, cached):
+    """The plan for a model of the hub, in the cache or only on the hub; how the configuration was asked for."""
+    folder, calls, read = make_tiny_model(tmp_path / "model"), [], AutoConfig.from_pretrained
+
+    def from_pretrained(path, *, trust_remote_code, local_files_only=False):
+        calls.append("cache" if local_files_only else "hub")
+        assert path == HUB_ID
+        if local_files_only and not cached:
+            raise OSError(f"cannot find {path} in the cache")
+        return read(folder)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
+    return plan(config(f"actor_rollout_ref.model.path={HUB_ID}"), device="cpu", engine="hf"), calls
+
+
+def test_the_plan_of_a_model_in_the_hubs_cache_asks_nobody(monkeypatch, tmp_path):
+    hub = Hub(ConnectionError("no network"))
+    text, calls = plan_of_hub_id(monkeypatch, tmp_path, hub, cached=True)
+    assert "memory of each worker by phase" in text
+    assert calls == ["cache"]
+    assert not hub.asked
+
+
+def test_the_configuration_of_a_folder_may_need_code_of_the_hub(monkeypatch, tmp_path):
+    read = AutoConfig.from_pretrained
+
+    def from_pretrained(path, *, trust_remote_code, local_files_only):
+        assert not local_files_only  # transformers would not fetch the code
+        return read(path)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    assert read_config(str(make_tiny_model(tmp_path / "model")), True, {}).vocab_size
+
+
+def test_the_plan_of_a_model_on_the_hub_reads_its_configuration(monkeypatch, tmp_path):
+    hub = Hub()
+    text, calls = plan_of_hub_id(monkeypatch, tmp_path, hub, cached=False)
+    assert "memory of each worker by phase" in text
+    assert calls == ["cache", "hub"]
+    assert [HUB_ID in url and timeout <= 5 for url, timeout in hub.asked] == [True]
+
+
+def test_the_plan_does_not_wait_for_a_hub_out_of_reach(monkeypatch, tmp_path):
+    text, calls = plan_of_hub_id(monkeypatch, tmp_path, Hub(ConnectionError("no network")), cached=False)
+    assert "memory: not computed, someone/some-model: " in text.splitlines()[-1]
+    assert "cannot find" in text.splitlines()[-1]
+    assert calls == ["cache"]
+
+
+def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
+    lacking = [
+        "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path}/student",
+        f"actor_rollout_ref.teacher.model.path={tmp_path}/nowhere",
+    ]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be used"):
+        teacher_share(load_config(lacking), total_bytes=CARD)
+    (tmp_path / "student").mkdir()
+    with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
+        plan(load_config(lacking), device="cpu", engine="hf")
+
+
+def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
+    """They are known when the workers are placed, and this machine may have none."""
+    cluster = config(f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "ray_init.address=far:6379")
+    text = plan(cluster, device="cuda", engine="vllm")
+    assert "gathered_params" in text
+    assert "kv_cache" not in text
+    assert text.endswith("computed when the cluster has placed the workers")
+
+
+def test_a_checkpoint_holds_weights_and_moments_and_the_export():
+    assert checkpoint_bytes(config(), SEVEN_B) == 14 * SEVEN_B.parameters
+    without = config("actor_rollout_ref.actor.checkpoint.save_hf_model=false")
+    assert checkpoint_bytes(without, SEVEN_B) == 12 * SEVEN_B.parameters
+    tied = Size(parameters=100, kv_bytes_per_token=1, tied_parameters=10, stored_itemsize=2)
+    assert checkpoint_bytes(config(), tied) == 4 * (3 * 100 + 10) + 2 * 100
+
+
+def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
+    model = Size(parameters=1000, kv_bytes_per_token=1)
+    one, folder = 16 * 1000, f"trainer.default_local_dir={tmp_path}"
+
+    def needed(save_freq, keep, steps=None, *overrides):
+        keys = (f"trainer.save_freq={save_freq}", f"trainer.max_actor_ckpt_to_keep={keep}", folder, *overrides)
+        return disk_bytes(config(*keys), model, steps=steps)
+
+    assert needed(0, 2) == 0
+    assert needed(-1, 2) == one
+    assert needed(5, 2) == needed(5, 2, 100) == 3 * one
+    assert needed(5, 2, 6) == 2 * one  # after 5 steps, and at the end
+    assert needed(5, "null") == one
+    for step in (5, 10):
+        kept = config(folder).run_dir / f"global_step_{step}" / "actor"
+        kept.mkdir(parents=True)
+        (kept / "weights").write_bytes(bytes(one))
+    assert needed(5, 2) == pytest.approx(one, abs=2 * 4096 * 2)  # folders take room too
+    assert needed(5, 4) == pytest.approx(3 * one, abs=2 * 4096 * 2)
+    assert needed(5, 1) == one  # one of them is removed only when the next is there
+    assert needed(5, 4, None, "trainer.resume_mode=disable") == 5 * one

@@ -1,0 +1,338 @@
+import io
+import json
+import logging
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.reporting import trackers as tracking
+from hybrid_gkd.reporting.trackers import Console, Generation, Tracking, read_rows
+
+SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
+
+
+def make(run_dir: Path, loggers=("jsonl",), *, start_step=0, resume=False) -> Tracking:
+    return Tracking(
+        list(loggers),
+        project_name="gkd",
+        experiment_name="unit",
+        run_dir=run_dir,
+        config={"distillation": {"topk": 64}},
+        total_steps=10,
+        start_step=start_step,
+        resume=resume,
+    )
+
+
+def run_steps(run_dir: Path, steps, **kwargs) -> None:
+    with make(run_dir, **kwargs) as tracker:
+        for step in steps:
+            tracker.log_generations([SAMPLE], step)
+            tracker.log({"actor/kl_loss": step / 10}, step)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in read_rows(path)]
+
+
+# --- trainer.logger
+
+
+def test_unknown_logger_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"^trainer\.logger: .*console, jsonl, wandb.*tensorboard"):
+        make(tmp_path, ["console", "tensorboard"])
+
+
+def test_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Console, "close", lambda self, failed: closed.append(failed))
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match=r"^trainer\.logger: jsonl cannot start: .*run"):
+        make(tmp_path / "run", ["console", "jsonl"])
+    assert closed == [True]
+
+
+def test_names_outside_the_table_are_refused(tmp_path):
+    with make(tmp_path) as tracker, pytest.raises(AssertionError, match="actor/typo"):
+        tracker.log({"actor/typo": 1.0}, 1)
+
+
+def test_a_step_is_reported_once(tmp_path):
+    with make(tmp_path) as tracker:
+        tracker.log({"actor/loss": 1.0}, 1)
+        with pytest.raises(AssertionError, match="step 1 is reported after step 1"):
+            tracker.log({"val/accuracy": 1.0}, 1)
+
+
+def test_failing_tracker_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    def fail(self, metrics, step):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Console, "log", fail)
+    with caplog.at_level(logging.WARNING):
+        run_steps(tmp_path, [1, 2, 3], loggers=["console", "jsonl"])
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert [record.message for record in caplog.records] == [
+        "trainer.logger: console failed, training goes on without its rows: OSError: no space left"
+    ]
+
+
+# --- jsonl
+
+
+def test_jsonl_rows_are_on_file_after_every_step(tmp_path):
+    with make(tmp_path) as tracker:
+        tracker.log({"actor/kl_loss": 0.5, "training/global_step": 1}, 1)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+            "step": 1,
+            "actor/kl_loss": 0.5,
+            "training/global_step": 1.0,
+        }
+        tracker.log_generations([SAMPLE], 2)
+        assert json.loads((tmp_path / "generations.jsonl").read_text()) == {
+            "step": 2,
+            "prompt": "12+30=",
+            "response": "The sum is 42.",
+            "answer": "42",
+            "reward": 1.0,
+        }
+
+
+def test_jsonl_keeps_values_that_json_has_no_number_for(tmp_path):
+    with make(tmp_path) as tracker:
+        tracker.log({"actor/loss": math.nan, "actor/grad_norm": math.inf, "actor/lr": -math.inf}, 1)
+        tracker.log_generations([Generation(prompt="\ud800 \u2028 é", response="")], 2)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert math.isnan(float(row["actor/loss"]))
+    assert float(row["actor/grad_norm"]) == math.inf
+    assert float(row["actor/lr"]) == -math.inf
+    (sample,) = read_rows(tmp_path / "generations.jsonl")
+    assert sample["prompt"] == "? \u2028 é"
+    assert sample["answer"] is None
+
+
+def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path):
+    run_steps(tmp_path, [1, 2, 3, 4, 5])
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 6, "actor/kl')
+    run_steps(tmp_path, [3, 4, 5, 6], start_step=3, resume=True)  # step 3 again: dropped, it is on file
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["generations.jsonl", "metrics.jsonl"]
+
+
+def test_new_run_keeps_the_files_of_an_earlier_one(tmp_path):
+    for _ in range(3):
+        run_steps(tmp_path, [0, 1])
+    assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
+    assert steps_of(tmp_path / "metrics.1.jsonl") == [0, 1]
+    assert steps_of(tmp_path / "metrics.2.jsonl") == [0, 1]
+
+
+def test_full_disk_leaves_no_part_of_a_row(tmp_path):
+    class FullDisk:
+        """Takes ten bytes of every row, then fails."""
+
+        def __init__(self, file):
+            self.file, self.full = file, True
+
+        def write(self, data):
+            if not self.full:
+                return self.file.write(data)
+            if len(data) < 20:
+                raise OSError(28, "No space left on device")
+            return self.file.write(data[:10])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    with make(tmp_path) as tracker:
+        rows = tracker._trackers["jsonl"]._metrics
+        tracker.log({"actor/kl_loss": 1.0}, 1)
+        rows._file = FullDisk(rows._file)
+        tracker.log({"actor/kl_loss": 2.0}, 2)
+        rows._file.full = False
+        tracker.log({"actor/kl_loss": 3.0}, 3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
+
+
+# --- console
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_console_on_a_terminal_is_a_bar():
+    stream = Terminal()
+    console = Console(total_steps=4, start_step=1, stream=stream)
+    console.log({"actor/kl_loss": 0.12345, "perf/tokens_per_second": 1234.5, "val/accuracy": 0.5}, 2)
+    console.log({"reward/mean": 0.25}, 3)
+    console.close(failed=False)
+    text = stream.getvalue()
+    assert "2/4" in text
+    assert "3/4" in text
+    assert "KL 0.1235  1234 tokens/s" in text
+    assert "reward 0.2500" in text
+    assert "step 2: held-out accuracy 50.0%" in text
+
+
+def test_console_without_a_terminal_is_a_line_every_few_seconds(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    console = Console(total_steps=10, start_step=0, stream=stream)
+    for step in range(1, 11):
+        clock[0] += 2.0
+        console.log({"actor/kl_loss": 1.0 / step, "perf/tokens_per_second": 100.0}, step)
+    console.close(failed=False)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step 1/10  KL 1.0000  100 tokens/s  00:18 left"
+    assert [line.split()[1] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
+    assert lines[-1] == "step 10/10  KL 0.1000  100 tokens/s"
+
+
+# --- wandb, for real, offline
+
+
+@pytest.fixture
+def no_wandb_login(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "wandb-cache"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb-data"))
+
+
+def test_login_is_found_where_wandb_finds_it(no_wandb_login, monkeypatch, tmp_path):
+    public, own = "https://api.wandb.ai", "https://wandb.example.org"
+    assert not tracking._has_wandb_login(public)
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    netrc.write_text("machine wandb.example.org\n  login user\n  password " + "0" * 40 + "\n")
+    assert tracking._has_wandb_login(own)
+    assert not tracking._has_wandb_login(public)
+    netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
+    assert tracking._has_wandb_login("https://api.forge.coreweave.com")
+    assert not tracking._has_wandb_login(own)
+    netrc.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert tracking._has_wandb_login(public)
+
+
+def wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: the LevelDB log format after a header of seven bytes.
+
+    Blocks of 32 KiB; in them chunks of crc (4 bytes), length (2), type (1: whole record, 2: first,
+    3: middle, 4: last part) and data. A block's last bytes are padding when no chunk header fits.
+    """
+    data = path.read_bytes()
+    record, at = b"", 7
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def wandb_history(folder: Path) -> tuple[dict[str, object], list[dict[str, object]], int]:
+    """Config, history rows and exit code of an offline run, from the file that `wandb sync` uploads."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("run-*.wandb")
+    config, rows, exit_code = {}, [], -1
+    for data in wandb_records(path):
+        record = Record.FromString(data)
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        if record.HasField("exit"):
+            exit_code = record.exit.exit_code
+    return config, rows, exit_code
+
+
+def wandb_processes() -> list[int]:
+    """Child processes of this one that belong to wandb."""
+    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "wandb" in line]
+
+
+def fail_after_step_3(run_dir: Path) -> None:
+    with make(run_dir, ["jsonl", "wandb"]) as tracker:
+        for step in (1, 2, 3):
+            tracker.log_generations([SAMPLE], step)
+            tracker.log({"actor/kl_loss": step / 10, "actor/loss": math.nan}, step)
+        assert wandb_processes() != []
+        raise RuntimeError("training broke")
+
+
+def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login, tmp_path, capsys):
+    pytest.importorskip("wandb")
+    with pytest.raises(RuntimeError, match="training broke"):
+        fail_after_step_3(tmp_path)
+    run_steps(tmp_path, [2, 3, 4], loggers=["jsonl", "wandb"], start_step=2, resume=True)
+    assert wandb_processes() == []
+
+    first, second = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
+    assert first.name.split("-")[3] == second.name.split("-")[3], "a resumed run has another id"
+    config, rows, exit_code = wandb_history(first)
+    assert exit_code == 1
+    assert config["distillation"] == {"topk": 64}
+    assert [row["_step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["actor/kl_loss"] == 0.1
+    assert rows[0]["val/generations/nrows"] == 1
+    _, rows, exit_code = wandb_history(second)
+    assert exit_code == 0
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[3]["actor/kl_loss"] == 0.4
+    assert f"wandb sync {second}" in capsys.readouterr().err
+
+
+def test_wandb_ended_by_a_signal_does_not_choose_the_exit_code_of_the_run(no_wandb_login, tmp_path):
+    pytest.importorskip("wandb")
+    tracker = make(tmp_path, ["wandb"])
+    tracker._trackers["wandb"]._run.finish()
+    (pid,) = wandb_processes()
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()  # while close() waits for that process
+    tracker.close()
+    killer.join()
+    assert wandb_processes() == []
+
+
+def test_wandb_that_cannot_start_is_a_config_error(no_wandb_login, monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+    with pytest.raises(ConfigError, match=r"^trainer\.logger: wandb cannot start: "):
+        make(tmp_path, ["jsonl", "wandb"])
+
+
+def test_import_needs_neither_torch_nor_wandb():
+    code = "import sys, hybrid_gkd.reporting.trackers; sys.exit(bool({'torch', 'wandb', 'ray'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)

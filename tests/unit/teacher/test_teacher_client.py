@@ -1,0 +1,500 @@
+"""The client against a scripted server: every fault ends in scores or in the right error, never in silence."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import zmq
+
+from hybrid_gkd import teacher_client
+from hybrid_gkd.errors import (
+    BadTeacherReply,
+    TeacherError,
+    TeacherMismatch,
+    TeacherRefused,
+    TeacherTimeout,
+    TeacherUnreachable,
+)
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.client import connection, pending
+from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.types import Sequence, TeacherTopK
+
+PATIENCE = 30.0  # seconds; a bound on hanging, no test waits for it
+STUDENT = {"tokenizer_hash": "h", "tokenizer_size": 50, "max_sequence_length": 32}
+
+
+def model_info(**changes):
+    fields = {
+        "model": "m", "backend": "hf", "vocab_size": 50, "num_embeddings": 64, "tokenizer_hash": "h", "max_topk": 8,
+        "max_sequence_length": 64, "any_temperature": True,
+    } | changes  # fmt: skip
+    return protocol.ModelInfo(**fields)
+
+
+def scores_of(pairs, topk):
+    """Scores that depend on the tokens, so that a mix-up would show."""
+    return [
+        TeacherTopK(
+            ids=(response[:, None] + np.arange(topk)).astype(np.int32) % 50,
+            logprobs=np.full((len(response), topk), -3.0, np.float32),
+            sampled_logprobs=-(prompt.sum() + response).astype(np.float32),
+        )
+        for prompt, response in pairs
+    ]
+
+
+class Server:
+    """A ROUTER that serves hellos and pings; each score request goes to the next step of the script."""
+
+    def __init__(self, *script, model=None, answers_pings=True, port=None):
+        self.script, self.model, self.answers_pings = list(script), model or model_info(), answers_pings
+        self.requests: list[protocol.ScoreRequest] = []
+        self.held: set[str] = set()
+        self.foreign = False
+        self.instance = "first"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if port is None:
+            port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        else:
+            self._socket.bind(f"tcp://127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{port}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._stopping.set()
+        self._thread.join(PATIENCE)
+        self._context.destroy(linger=0)
+        assert not self._thread.is_alive()
+
+    def _run(self):
+        while not self._stopping.is_set():
+            if not self._socket.poll(20):
+                continue
+            client, header, *frames = self._socket.recv_multipart()
+            if self.foreign:
+                self._socket.send_multipart([client, protocol.seal(b"", version=2)])
+                continue
+            match message := protocol.decode_header(header):
+                case protocol.Hello():
+                    self.send(client, protocol.Welcome(instance=self.instance, num_workers=1, model=self.model))
+                case protocol.Ping() if self.answers_pings:
+                    pending = sorted(self.held)
+                    pong = protocol.Pong(
+                        number=message.number, instance=self.instance, pending=pending, queue_length=3, engine_busy=0.5
+                    )
+                    self.send(client, pong)
+                case protocol.ScoreRequest():
+                    self.requests.append(message)
+                    self.held.add(message.id)
+                    step = self.script.pop(0) if self.script else answer
+                    step(self, client, message, protocol.unpack_request(message, frames))
+
+    def send(self, client, message, arrays=()):
+        self._socket.send_multipart([client, *protocol.encode(message, arrays)])
+
+
+def result_for(request, pairs):
+    header = protocol.ScoreResult(id=request.id, attempt=request.attempt, server="worker")
+    return header, protocol.result_arrays(scores_of(pairs, request.topk))
+
+
+def answer(server, client, request, pairs):
+    server.held.discard(request.id)
+    server.send(client, *result_for(request, pairs))
+
+
+def answer_twice(server, client, request, pairs):
+    answer(server, client, request, pairs)
+    answer(server, client, request, pairs)
+
+
+def silence(server, client, request, pairs):
+    pass
+
+
+def lose(server, client, request, pairs):
+    server.held.discard(request.id)
+
+
+def damage(server, client, request, pairs):
+    server.held.discard(request.id)
+    frames = protocol.encode(*result_for(request, pairs))
+    frames[2] = frames[2] * 0 - 1
+    server._socket.send_multipart([client, *frames])
+
+
+def poison(server, client, request, pairs):
+    server.held.discard(request.id)
+    header, arrays = result_for(request, pairs)
+    arrays[1][0, 0] = np.nan
+    server.send(client, header, arrays)
+
+
+def error(code):
+    def step(server, client, request, pairs):
+        server.held.discard(request.id)
+        reply = protocol.ScoreError(id=request.id, attempt=request.attempt, code=code, reason="because")
+        server.send(client, reply)
+
+    return step
+
+
+@pytest.fixture(autouse=True)
+def _fast_heartbeats(monkeypatch):
+    monkeypatch.setattr(protocol, "PING_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "LIVENESS_SECONDS", 1.0)
+
+
+def sequences(count=3):
+    rng = np.random.default_rng(1)
+    return [
+        Sequence(
+            index=index,
+            prompt_ids=rng.integers(0, 50, 1 + index % 4, dtype=np.int32),
+            response_ids=rng.integers(0, 50, 1 + index % 5, dtype=np.int32),
+            weight_version=0,
+            finish_reason="stop",
+        )
+        for index in range(count)
+    ]
+
+
+def connect(*servers, **options):
+    options = {"topk": 4, "vocab_size": 50, "num_microbatches": 4, "connect_timeout": PATIENCE} | options
+    return TeacherClient([server.address for server in servers], **options)
+
+
+def expect_scores(futures, batch):
+    for future, sequence in zip(futures, batch, strict=True):
+        score = future.result(PATIENCE)
+        expected = scores_of([(sequence.prompt_ids, sequence.response_ids)], 4)[0]
+        np.testing.assert_array_equal(score.ids, expected.ids)
+        np.testing.assert_array_equal(score.sampled_logprobs, expected.sampled_logprobs)
+
+
+def test_scores_come_back_in_order_and_are_counted():
+    batch = sequences(50)
+    with Server() as server, connect(server, n_server_workers=2) as client:
+        assert client.handshake(**STUDENT).model.model == "m"
+        expect_scores(client.submit(batch), batch)
+        metrics = client.drain_metrics()
+        assert metrics.tokens == sum(sequence.num_tokens for sequence in batch)
+        assert len(metrics.latencies) == len(server.requests) == 13
+        assert metrics.retries == 0
+        assert client.drain_metrics().tokens == 0
+
+
+def test_at_most_n_server_workers_requests_are_in_flight():
+    batch = sequences(9)
+    gate = threading.Event()
+    most = []
+
+    def hold(server, client, request, pairs):
+        most.append(len(server.held))
+        if len(most) == 2:
+            gate.set()
+
+    with (
+        Server(hold, hold) as server,
+        connect(server, n_server_workers=2, num_microbatches=1, request_timeout=4) as client,
+    ):
+        client.handshake(**STUDENT)
+        futures = client.submit(batch)
+        assert gate.wait(PATIENCE)
+        expect_scores(futures, batch)
+        assert max(most) == 2
+
+
+@pytest.mark.parametrize("fault", [lose, damage, poison, error("failed"), error("busy"), error("expired"), silence])
+def test_one_fault_is_repaired(fault):
+    batch = sequences()
+    with Server(fault) as server, connect(server, request_timeout=8 if fault is silence else 60) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        assert [request.attempt for request in server.requests] == [1, 2]
+        assert len({request.id for request in server.requests}) == 1
+        assert client.drain_metrics().retries == 1
+
+
+def test_repeated_reply_is_delivered_once():
+    first, second = sequences(3), sequences(6)[3:]
+    with Server(answer_twice) as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(first), first)
+        expect_scores(client.submit(second), second)
+        assert len(client.drain_metrics().latencies) == 2
+
+
+def test_late_reply_of_an_earlier_attempt_is_used_once():
+    batch = sequences()
+    kept = []
+
+    def keep(server, client, request, pairs):
+        kept.append(request)
+
+    def answer_the_first(server, client, request, pairs):
+        answer(server, client, kept[0], pairs)
+        answer(server, client, request, pairs)
+
+    with Server(keep, answer_the_first) as server, connect(server, request_timeout=4) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        assert len(client.drain_metrics().latencies) == 1
+
+
+@pytest.mark.parametrize(("fault", "text"), [(damage, "checksum"), (poison, "row 0: log-probability is NaN")])
+def test_bad_replies_end_in_an_error_that_says_what_was_wrong(fault, text):
+    with Server(*[fault] * 3) as server, connect(server, max_retries=2) as client:
+        client.handshake(**STUDENT)
+        for future in client.submit(sequences()):
+            with pytest.raises(BadTeacherReply, match=text) as caught:
+                future.result(PATIENCE)
+            assert server.address in str(caught.value)
+        assert client.drain_metrics().bad_replies == 3
+
+
+def test_what_no_server_can_score_is_refused_by_name_and_never_sent():
+    batch = sequences(3)
+    long = Sequence(
+        index=41, prompt_ids=np.ones(60, np.int32), response_ids=np.ones(5, np.int32), weight_version=0,
+        finish_reason="length",
+    )  # fmt: skip
+    foreign = Sequence(
+        index=42, prompt_ids=np.array([64], np.int32), response_ids=np.ones(5, np.int32), weight_version=0,
+        finish_reason="stop",
+    )  # fmt: skip
+    empty = Sequence(
+        index=43, prompt_ids=np.ones(1, np.int32), response_ids=np.ones(0, np.int32), weight_version=0,
+        finish_reason="stop",
+    )  # fmt: skip
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        futures = client.submit([long, *batch, foreign, empty])
+        expect_scores(futures[1:4], batch)
+        for future, text in (
+            (futures[0], "sequence 41 has 65 tokens, the server's limit is 64"),
+            (futures[4], "sequence 42 has token ids outside the 64 that the model can read, for example 64"),
+            (futures[5], "sequence 43 needs a prompt and a response; got 1 and 0 tokens"),
+        ):
+            with pytest.raises(TeacherRefused, match=f"{server.address}: {text}"):
+                future.result(PATIENCE)
+        assert sum(len(request.prompt_lengths) for request in server.requests) == 3
+
+
+def test_requests_are_packed_by_tokens(monkeypatch):
+    monkeypatch.setattr(pending, "TOKENS_PER_REQUEST", 20)
+    batch = sequences(40)
+    with Server() as server, connect(server, num_microbatches=8) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        sizes = [request.num_tokens for request in server.requests]
+        assert max(sizes) <= 20
+        assert len(sizes) < 15
+        assert sum(sizes) == sum(sequence.num_tokens for sequence in batch)
+
+
+def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
+    monkeypatch.setattr(teacher_client, "MAX_WAITING_TOKENS", 30)
+    batch = sequences(60)
+    most = []
+
+    def note(server, client, request, pairs):
+        most.append(submitter._waiting.num_tokens)
+        answer(server, client, request, pairs)
+
+    with Server(*[note] * 60) as server, connect(server, num_microbatches=1, n_server_workers=1) as submitter:
+        submitter.handshake(**STUDENT)
+        expect_scores(submitter.submit(batch), batch)
+        assert 0 < max(most) <= 30 + 9
+    with Server(*[silence] * 60) as server, connect(server, num_microbatches=1, request_timeout=1.0) as submitter:
+        submitter.handshake(**STUDENT)
+        with pytest.raises(TeacherTimeout, match=r"waited 1 s to queue 60 sequences, \d+ tokens are still waiting"):
+            submitter.submit(batch)
+
+
+def test_what_the_server_says_of_itself_is_counted():
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        deadline = time.monotonic() + PATIENCE
+        found = []
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.02)
+            found = client.drain_metrics().queue_lengths
+        assert found[0] == 3
+
+
+def test_another_protocol_version_is_a_mismatch(monkeypatch):
+    with Server() as server:
+        with connect(server) as client:
+            client.handshake(**STUDENT)
+        monkeypatch.setattr(protocol.seal, "__defaults__", (9,))
+        monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
+        monkeypatch.setattr(connection, "PROTOCOL_VERSION", 9)
+        server.foreign = True
+        with connect(server) as client:
+            with pytest.raises(TeacherMismatch, match="protocol version: the teacher speaks 2, the student 9"):
+                client.handshake(**STUDENT)
+
+
+def test_refusal_is_final():
+    with Server(error("refused")) as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        with pytest.raises(TeacherRefused, match="because"):
+            client.submit(sequences())[0].result(PATIENCE)
+        assert len(server.requests) == 1
+
+
+def test_timeout_names_server_request_and_wait():
+    with Server(*[silence] * 9) as server, connect(server, request_timeout=1.0, max_retries=1) as client:
+        client.handshake(**STUDENT)
+        futures = client.submit(sequences())
+        for future in futures:
+            with pytest.raises(
+                TeacherTimeout, match=r"3 sequences, .* tokens\): waited 1\.\d s for its scores"
+            ) as caught:
+                future.result(PATIENCE)
+            assert server.address in str(caught.value)
+        assert server.requests[0].id in str(caught.value)
+
+
+def test_failover_to_the_next_server():
+    batch = sequences(20)
+    dies = threading.Event()
+
+    def die(server, client, request, pairs):
+        server.answers_pings = False
+        server.script = [silence] * 1000
+        dies.set()
+
+    with Server(die) as dying, Server() as healthy, connect(dying, healthy, num_microbatches=2) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        assert dies.is_set()
+        assert healthy.requests
+
+
+def test_restarted_server_is_asked_again():
+    batch = sequences()
+
+    def restart(server, client, request, pairs):
+        server.instance = "second"
+        server.held.clear()
+
+    with Server(restart) as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        assert len(server.requests) == 2
+
+
+def test_a_connection_that_libzmq_gives_up_is_opened_again():
+    """After a handshake that can never succeed, libzmq does not try again, whoever listens there later."""
+    batch = sequences()
+    with contextlib.ExitStack() as stack:
+        with Server() as server:
+            client = stack.enter_context(connect(server))
+            client.handshake(**STUDENT)
+        port = int(server.address.rpartition(":")[2])
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+            other.curve_server = True
+            other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
+            other.bind(f"tcp://127.0.0.1:{port}")
+            deadline = time.monotonic() + PATIENCE
+            while not client._endpoints[0].problem:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        stack.enter_context(Server(port=port))
+        expect_scores(client.submit(batch), batch)
+
+
+def test_server_that_comes_back_with_another_model_ends_the_run():
+    def change(server, client, request, pairs):
+        server.instance, server.model = "second", model_info(tokenizer_hash="other")
+
+    with Server(change) as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        with pytest.raises(TeacherMismatch, match="tokenizer hash: the teacher has other, the student needs h"):
+            client.submit(sequences())[0].result(PATIENCE)
+        with pytest.raises(TeacherMismatch):
+            client.submit(sequences())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "text"),
+    [
+        ({"tokenizer_hash": "x"}, {}, "tokenizer hash: the teacher has x, the student needs h"),
+        ({"vocab_size": 49}, {}, "tokenizer size: the teacher has 49, the student needs 50"),
+        ({"max_topk": 3}, {}, "the teacher has 3, the student needs 4"),
+        ({"max_sequence_length": 31}, {}, "tokens of prompt and response: the teacher has 31, the student needs 32"),
+        ({"any_temperature": False}, {"temperature": 0.5}, r"only 1\.0 \(backend hf\), the student needs 0\.5"),
+    ],
+)
+def test_mismatch_names_both_sides(changes, options, text):
+    with Server(model=model_info(**changes)) as server, connect(server, **options) as client:
+        with pytest.raises(TeacherMismatch, match=text):
+            client.handshake(**STUDENT)
+
+
+def test_servers_of_different_models():
+    with Server() as one, Server(model=model_info(model="n")) as two, connect(one, two) as client:
+        with pytest.raises(TeacherMismatch, match="serves"):
+            client.handshake(**STUDENT)
+
+
+def test_nobody_there():
+    with TeacherClient(["127.0.0.1:1"], topk=1, vocab_size=2, connect_timeout=0.3) as client:
+        with pytest.raises(TeacherUnreachable, match=r"127\.0\.0\.1:1: waited 0\.3 s .* nothing answered"):
+            client.handshake(**STUDENT)
+        with pytest.raises(TeacherError, match="before handshake"):
+            client.submit(sequences())
+
+
+def test_bad_addresses_are_refused_at_once():
+    for endpoints in ([], ["127.0.0.1"], ["127.0.0.1:15555", "nowhere"]):
+        with pytest.raises(TeacherError, match="address"):
+            TeacherClient(endpoints, topk=1, vocab_size=2)
+
+
+def test_close_fails_what_is_open():
+    with Server(silence) as server:
+        with connect(server) as client:
+            client.handshake(**STUDENT)
+            futures = client.submit(sequences())
+        for future in futures:
+            with pytest.raises(TeacherError, match="closed"):
+                future.result(PATIENCE)
+        client.close()
+
+
+def test_a_dead_thread_fails_everything(monkeypatch):
+    def explode(*_):
+        raise RuntimeError("boom")
+
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        monkeypatch.setattr(client, "_on_result", explode)
+        with pytest.raises(TeacherError, match="boom"):
+            client.submit(sequences())[0].result(PATIENCE)
+        with pytest.raises(TeacherError, match="boom"):
+            client.submit(sequences())
+
+
+def test_cancelled_futures_are_left_out():
+    batch = sequences(8)
+    with Server(silence) as server, connect(server, n_server_workers=1, request_timeout=4) as client:
+        client.handshake(**STUDENT)
+        futures = client.submit(batch)
+        deadline = time.monotonic() + PATIENCE
+        while not server.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert all(future.cancel() for future in futures[4:6])
+        expect_scores(futures[:4] + futures[6:], batch[:4] + batch[6:])

@@ -1,0 +1,113 @@
+"""The worker's loop with an engine that breaks on demand."""
+
+import queue
+import time
+
+import numpy as np
+import pytest
+
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher.engines.base import ScoringEngine
+from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, ScoreResult
+from hybrid_gkd.teacher.server import worker as worker_module
+from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, Work, Worker
+from hybrid_gkd.types import TeacherTopK
+
+INFO = ModelInfo(
+    model="m", backend="hf", vocab_size=9, num_embeddings=9, tokenizer_hash="h", max_topk=4, max_sequence_length=9999,
+    any_temperature=True,
+)  # fmt: skip
+POISON = 8
+
+
+class Engine(ScoringEngine):
+    """Scores one sequence per step, and breaks on a prompt that begins with POISON."""
+
+    def __init__(self):
+        super().__init__(INFO)
+        self.queue = []
+        self.most_tokens = 0
+
+    def _enqueue(self, item):
+        self.queue.append(item)
+
+    def _clear(self):
+        self.queue.clear()
+
+    def _step(self):
+        self.most_tokens = max(self.most_tokens, self.num_tokens)
+        item = self.queue.pop(0)
+        if item.prompt_ids[0] == POISON:
+            raise ValueError("poison")
+        shape = (len(item.response_ids), item.k)
+        ids = np.broadcast_to(np.arange(item.k, dtype=np.int32), shape)
+        first = np.full(shape, -item.prompt_ids[0], np.float32)
+        return [(item, TeacherTopK(ids=ids, logprobs=first, sampled_logprobs=first[:, 0]))]
+
+
+class Link:
+    """Hands out what it was made with, then ends."""
+
+    def __init__(self, works):
+        self.inbox = queue.SimpleQueue()
+        for work in [*works, TeacherError("the end")]:
+            self.inbox.put(work)
+        self.replies = {}
+
+    def reply(self, message, arrays):
+        assert message.id not in self.replies
+        self.replies[message.id] = (message, arrays)
+
+
+def work(name, firsts, num_response=3, timeout=600.0):
+    sequences = [(np.array([first], np.int32), np.ones(num_response, np.int32)) for first in firsts]
+    request = ScoreRequest(
+        id=name, attempt=0, timeout_seconds=timeout, topk=2, temperature=1.0, prompt_lengths=[1] * len(firsts),
+        response_lengths=[num_response] * len(firsts),
+    )  # fmt: skip
+    return Work(request, sequences, time.monotonic() + timeout)
+
+
+def run(monkeypatch, works, match="the end"):
+    link, engine = Link(works), Engine()
+    monkeypatch.setattr(worker_module, "Link", lambda *_: link)
+    with pytest.raises(TeacherError, match=match):
+        Worker(engine, "unused:1").run()
+    return link.replies, engine
+
+
+def logprobs(reply):
+    message, arrays = reply
+    assert isinstance(message, ScoreResult)
+    return arrays[1][:, 0].tolist()
+
+
+def test_a_request_that_breaks_the_engine_takes_no_other_along(monkeypatch):
+    # Large enough to be answered before the link's end is seen.
+    big = TOKENS_AHEAD
+    replies, _ = run(monkeypatch, [work("a", [1, 2]), work("b", [3, POISON]), work("c", [4]), work("d", [5], big)])
+    assert logprobs(replies["a"]) == [-1, -1, -1, -2, -2, -2]
+    assert logprobs(replies["c"]) == [-4, -4, -4]
+    assert isinstance(replies["b"][0], ScoreError)
+    assert replies["b"][0].code == "failed"
+    assert "ValueError: poison" in replies["b"][0].reason
+
+
+def test_expired_work_is_not_scored(monkeypatch):
+    replies, engine = run(monkeypatch, [work("late", [1], timeout=0.0), work("a", [2], TOKENS_AHEAD)])
+    assert replies["late"][0].code == "expired"
+    assert logprobs(replies["a"])[0] == -2
+    assert engine.most_tokens == TOKENS_AHEAD + 1
+
+
+def test_the_engine_is_fed_no_further_ahead_than_needed(monkeypatch):
+    half = TOKENS_AHEAD // 2
+    replies, engine = run(monkeypatch, [work(name, [1], half) for name in "abcdefgh"] + [work("i", [1], TOKENS_AHEAD)])
+    assert set("abcdefg") <= set(replies)
+    assert engine.most_tokens <= 2 * TOKENS_AHEAD + half
+
+
+def test_an_engine_that_keeps_failing_ends_the_worker(monkeypatch):
+    bad = [work(str(i), [POISON], TOKENS_AHEAD) for i in range(MAX_CONSECUTIVE_FAILURES)]
+    replies, _ = run(monkeypatch, bad, match=f"the engine failed {MAX_CONSECUTIVE_FAILURES} times in a row")
+    assert all(isinstance(message, ScoreError) for message, _ in replies.values())

@@ -1,0 +1,88 @@
+"""The teacher's top-k: against a sort of the whole log-softmax, in shards, and its GPU kernels in an interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hybrid_gkd.teacher.engines import topk
+from hybrid_gkd.teacher.engines.topk import Shard, top_logprobs
+
+ROWS, HIDDEN, COLUMNS = 23, 6, 41
+
+
+def case(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator)
+    weight = 2 * torch.randn(COLUMNS, HIDDEN, generator=generator)
+    targets = torch.randint(COLUMNS, (ROWS,), generator=generator)
+    temperatures = torch.rand(ROWS, generator=generator) + 0.5
+    return hidden, weight, targets, temperatures
+
+
+def expect(found, k, num_ids, hidden, weight, targets, temperatures):
+    logprobs = (hidden @ weight.T / temperatures[:, None]).log_softmax(1)
+    top, ids = logprobs[:, :num_ids].sort(dim=1, descending=True)
+    assert found.ids.dtype == torch.int32
+    assert torch.equal(found.ids.long(), ids[:, :k])  # no ties in this case
+    torch.testing.assert_close(found.logprobs, top[:, :k], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.sampled, logprobs.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("k", "num_ids"), [(1, 41), (5, 41), (41, 41), (7, 30), (30, 30)])
+@pytest.mark.parametrize("head_rows", [4, 1024])
+def test_top_logprobs(monkeypatch, k, num_ids, head_rows):
+    """Chosen among the first num_ids columns, normalised over all of them."""
+    monkeypatch.setattr(topk, "HEAD_ROWS", head_rows)
+    hidden, weight, targets, temperatures = case()
+    found = top_logprobs(hidden, lambda rows: rows @ weight.T, targets, temperatures, k, num_ids)
+    expect(found, k, num_ids, hidden, weight, targets, temperatures)
+
+
+@pytest.mark.parametrize(("k", "num_ids"), [(1, 41), (5, 41), (41, 41), (13, 25), (3, 11)])
+def test_shards_of_the_vocabulary(k, num_ids):
+    """Three ranks: the last one's part is padded, and may hold none of the ids that can be chosen."""
+    hidden, weight, targets, temperatures = case()
+    arguments = (hidden, weight, targets, temperatures)
+    firsts, width = (0, 16, 32), 16
+    sent = []
+    for first in firsts:  # what every rank would send
+        part = torch.nn.functional.pad(weight[first : first + width], (0, 0, 0, max(0, first + width - COLUMNS)))
+        shard = Shard(first_id=first, num_columns=min(width, COLUMNS - first), gather=sent.append)
+        with pytest.raises(AttributeError):  # nothing came back
+            top_logprobs(hidden, lambda rows, part=part: rows @ part.T + 9.0 * (part == 0).all(1), targets,
+                         temperatures, k, num_ids, shard)  # fmt: skip
+    shard = Shard(first_id=0, num_columns=width, gather=lambda own: torch.cat(sent, dim=1))
+    found = top_logprobs(hidden, lambda rows: rows @ weight[:width].T, targets, temperatures, k, num_ids, shard)
+    expect(found, k, num_ids, *arguments)
+
+
+INTERPRETED = """
+import torch
+from hybrid_gkd.teacher.engines.topk_triton import select
+generator = torch.Generator().manual_seed(0)
+for num_columns, num_ids, k in ((5000, 5000, 1), (9001, 8999, 64), (17001, 16400, 256)):
+    logits = 3 * torch.randn(3, num_columns, generator=generator)
+    logits[0] = logits[0].round()  # many ties
+    logits[1, 100:400] += 20  # the largest in few blocks
+    inverse = torch.tensor([1.0, 0.5, 2.0])
+    ids, values, normalizers = select(logits, inverse, k, num_ids)
+    assert torch.equal(values.sort(descending=True).values, logits[:, :num_ids].topk(k).values), (num_columns, k)
+    assert torch.equal(logits.gather(1, ids.long()), values)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    expected = (logits * inverse[:, None]).logsumexp(1)
+    assert (normalizers.logsumexp(1) - expected).abs().max() < 1e-5
+print("right")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_in_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip() == "right", done.stderr[-2000:]
