@@ -29,8 +29,7 @@ from models import SHAPES, make_model, random_scores
 
 from hybrid_gkd.config import Config, load_config
 from hybrid_gkd.data.packing import attention_cost, plan_micro_batches
-from hybrid_gkd.offload.budget import model_size
-from hybrid_gkd.reporting.metrics import training_flops
+from hybrid_gkd.models.spec import model_spec, training_flops
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.types import MiniBatch, Sequence, TrainSequence
 
@@ -136,7 +135,7 @@ def train(rank: int, world_size: int, variant: str, model: Path, args: argparse.
     actor = Actor(configure(args, variant, model, world_size), device=device, num_updates=100)
     sequences = [item.sequence for batch in batches for micro in batch.micro_batches for item in micro]
     flops = training_flops(
-        model_size(str(model), trust_remote_code=False, override_config={}), [s.num_tokens for s in sequences],
+        model_spec(str(model), trust_remote_code=False, override_config={}), [s.num_tokens for s in sequences],
         sum(len(s.response_ids) for s in sequences),
     ) / world_size  # fmt: skip
     computed: list[int] = []

@@ -5,7 +5,7 @@
     ├── DataError                   a data file or a row of it
     ├── ModelError                  a model or tokenizer folder
     ├── CheckpointError             a checkpoint that cannot be written or read
-    ├── DeviceMemoryError           a tenant of the GPU does not fit into what is free
+    ├── DeviceMemoryError           a memory owner of the GPU does not fit into what is free
     ├── WorkerError                 a training or rollout worker died, hung or failed
     ├── TrainingError               the learning signal is not usable (NaN loss, nothing to train on)
     └── TeacherError                anything about the teacher service
@@ -59,7 +59,7 @@ class CheckpointError(HybridGKDError):
 
 
 class DeviceMemoryError(HybridGKDError):
-    """A tenant of the GPU (parameters, optimizer state, engine weights, KV cache) does not fit into what is free."""
+    """A memory owner (parameters, optimizer state, engine weights, KV cache) does not fit into what is free."""
 
 
 class WorkerError(HybridGKDError):

@@ -24,7 +24,8 @@ from hybrid_gkd.__main__ import build_demo, default_config_name, parse, terminat
 from hybrid_gkd.config import Config, load_config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.launch.run import Inputs, check_disk, connect, refuse_teacher_gpu, resolve_device, teacher_gpus
-from hybrid_gkd.offload.budget import check_free_memory, disk_bytes, plan, student_size, teacher_shares_gpu
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.budget import check_free_memory, disk_bytes, plan, teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import total_steps
 from hybrid_gkd.rollout.vllm import resolve_engine
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
@@ -90,7 +91,7 @@ def versions() -> str:
 def disk(config: Config, inputs: Inputs | None) -> str:
     """Raises ConfigError if the run folder cannot be written to, or hold the checkpoints."""
     steps = total_steps(config, len(inputs.train_prompts)) if inputs else None
-    return check_disk(config, disk_bytes(config, student_size(config), steps=steps))
+    return check_disk(config, disk_bytes(config, student_spec(config), steps=steps))
 
 
 def place(config: Config, device: str, stack: contextlib.ExitStack) -> WorkerGroup:
@@ -117,7 +118,7 @@ def free_memory(config: Config, group: WorkerGroup | None) -> str:
     """Raises ConfigError if others hold what the run needs."""
     if group is None:
         raise WorkerError(NO_WORKERS)
-    check_free_memory(config, student_size(config), group.placements)
+    check_free_memory(config, student_spec(config), group.placements)
     return "what is free on each worker's GPU is enough for every phase"
 
 

@@ -24,17 +24,9 @@ from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import Config, to_dict, to_yaml
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError, TeacherMismatch
+from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
-from hybrid_gkd.offload.budget import (
-    GIB,
-    check_free_memory,
-    disk_bytes,
-    plan,
-    read_config,
-    student_size,
-    teacher_share,
-    teacher_shares_gpu,
-)
+from hybrid_gkd.offload.budget import GIB, check_free_memory, disk_bytes, plan, teacher_share, teacher_shares_gpu
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, state_to_resume, total_steps
 from hybrid_gkd.reporting import trackers as tracking
@@ -70,7 +62,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     engine = resolve_engine(config.actor_rollout_ref.rollout.name)
     inputs = Inputs(config)
     steps = total_steps(config, len(inputs.train_prompts))
-    check_disk(config, disk_bytes(config, student_size(config), steps=steps))
+    check_disk(config, disk_bytes(config, student_spec(config), steps=steps))
     logger.info("%s", plan(config, device=device, engine=engine))  # refuses what this machine's GPUs cannot hold
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
@@ -435,7 +427,7 @@ def check_placement(config: Config, placements: list[Placement], *, teacher_load
         logger.info("%s: %s", place.worker, place)
     refuse_teacher_gpu(config, placements)
     if any(place.gpu for place in placements):
-        check_free_memory(config, student_size(config), placements, teacher_loaded=teacher_loaded)
+        check_free_memory(config, student_spec(config), placements, teacher_loaded=teacher_loaded)
 
 
 def refuse_teacher_gpu(config: Config, placements: list[Placement]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybrid_gkd.rollout.vllm import RolloutEngine
 
 
-class EngineTenant:
+class EngineOwner:
     """`acquire` wakes one of the two; its size is known from the first time on. Nothing happens in the background.
 
     Args:
@@ -33,14 +33,14 @@ class EngineTenant:
         return self._num_bytes
 
     def start_acquire(self) -> bool:
-        """See `Tenant`: vLLM only wakes while one waits."""
+        """See `MemoryOwner`: vLLM only wakes while one waits."""
         return False
 
     def start_release(self) -> None:
-        """See `Tenant`: there is nothing to copy."""
+        """See `MemoryOwner`: there is nothing to copy."""
 
     def changed(self) -> None:
-        """See `Tenant`: there is no copy."""
+        """See `MemoryOwner`: there is no copy."""
 
     def acquire(self) -> None:
         """Wake. Memory that torch has cached is given back first if it is needed: vLLM allocates beside it."""
@@ -51,7 +51,7 @@ class EngineTenant:
         self._num_bytes = max(0, before - torch.cuda.mem_get_info()[0])
 
 
-class EngineWeights(EngineTenant):
+class EngineWeights(EngineOwner):
     """The engine's weights, undefined after `acquire` until they are published."""
 
     def __init__(self, engine: RolloutEngine, num_bytes: int = 0):
@@ -61,13 +61,13 @@ class EngineWeights(EngineTenant):
         """Nothing left to free: the weights never outlive the KV cache."""
 
 
-class KVCache(EngineTenant):
+class KVCache(EngineOwner):
     """The engine's KV cache; releasing it frees the weights too.
 
     Args:
         engine: the engine.
         on_release: called after the weights have been lost.
-        num_bytes: see `EngineTenant`.
+        num_bytes: see `EngineOwner`.
     """
 
     def __init__(self, engine: RolloutEngine, on_release: Callable[[], None], num_bytes: int = 0):

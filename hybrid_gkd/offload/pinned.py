@@ -47,7 +47,7 @@ def copy_stream(device: int) -> torch.cuda.Stream:
 
 
 class HostMirror:
-    """A residency tenant: tensors that are either on the device or in pinned host memory.
+    """A residency owner: tensors that are either on the device or in pinned host memory.
 
     Copies run on a stream of their own, after the work that was queued before them and beside what follows; all
     mirrors share it, since they share the bus.
@@ -75,7 +75,7 @@ class HostMirror:
         return sum(storage.nbytes() for storage in self._storages())
 
     def changed(self) -> None:
-        """See `Tenant`."""
+        """See `MemoryOwner`."""
         assert not self._away, "tensors that are not on the device cannot change"
         self._finish()
         self._on_host = []

@@ -1,10 +1,10 @@
 """The residency table of the hybrid engine, and the object that enforces it.
 
-Actor and rollout engine share each GPU and take turns. `RESIDENCY` says which tenant is on the device in
+Actor and rollout engine share each GPU and take turns. `RESIDENCY` says which owner is on the device in
 which phase; `Residency.enter` moves from one phase to the next, releasing before it acquires unless the device
 is known to have room for both; `Residency.prepare` starts the copies of a later phase behind the work of
-this one, where there is room. Nothing here knows about torch, FSDP or vLLM: a tenant is any object with the
-methods of `Tenant`, so the mechanism is tested with stand-ins.
+this one, where there is room. Nothing here knows about torch, FSDP or vLLM: a memory owner is any object with the
+methods of `MemoryOwner`, so the mechanism is tested with stand-ins.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
     "optimizer_step": frozenset({"actor_params", "optimizer_state"}),
     "publish": frozenset({"actor_params", "engine_weights"}),
 }
-"""Phase -> tenants on the device."""
+"""Phase -> owners on the device."""
 
 CHANGING_PHASE = "optimizer_step"
-"""The only phase in which the content of a tenant changes: a copy made before it is stale after it."""
+"""The only phase in which the content of a memory owner changes: a copy made before it is stale after it."""
 
-TENANTS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
+MEMORY_OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
 """In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
 
 
 MARGIN_BYTES = 4 * 2**30
-"""What has to stay free when a tenant comes before others have left: buckets of weights, activations in flight."""
+"""Kept free when a memory owner comes before others have left: buckets of weights, activations in flight."""
 
 
-class Tenant(Protocol):
+class MemoryOwner(Protocol):
     """Something that occupies device memory."""
 
     def acquire(self) -> None:
@@ -47,7 +47,7 @@ class Tenant(Protocol):
         """Take the memory and begin to copy; False if that cannot be done in the background."""
 
     def start_release(self) -> None:
-        """Begin to copy what has changed to the host; the tenant stays usable, for reading only."""
+        """Begin to copy what has changed to the host; the owner stays usable, for reading only."""
 
     def changed(self) -> None:
         """Its content is about to change: copies on the host are stale."""
@@ -57,27 +57,27 @@ class Tenant(Protocol):
 
 
 class Residency:
-    """Keeps tenants where `RESIDENCY` wants them.
+    """Keeps owners where `RESIDENCY` wants them.
 
     Args:
-        tenants: by the names in `TENANTS`.
-        movable: names of the tenants that may leave the device; the others always stay (offload switched off).
-        resident: names of the tenants that are on the device now.
+        owners: by the names in `MEMORY_OWNERS`.
+        movable: names of the owners that may leave the device; the others always stay (offload switched off).
+        resident: names of the owners that are on the device now.
         free_bytes: bytes that can still be allocated on the device; None where there is no budget to keep.
     """
 
     def __init__(
         self,
-        tenants: Mapping[str, Tenant],
+        owners: Mapping[str, MemoryOwner],
         *,
         movable: set[str],
         resident: set[str],
         free_bytes: Callable[[], int] | None = None,
     ):
-        assert set(TENANTS).issuperset(tenants), f"unknown tenants: {set(tenants) - set(TENANTS)}"
-        self._tenants = {name: tenants[name] for name in TENANTS if name in tenants}
-        self._movable = movable & set(tenants)
-        self._resident = resident & set(tenants)
+        assert set(MEMORY_OWNERS).issuperset(owners), f"unknown owners: {set(owners) - set(MEMORY_OWNERS)}"
+        self._owners = {name: owners[name] for name in MEMORY_OWNERS if name in owners}
+        self._movable = movable & set(owners)
+        self._resident = resident & set(owners)
         self._arriving: set[str] = set()
         self._free_bytes = free_bytes
         self._seconds: dict[str, float] = {}
@@ -92,27 +92,27 @@ class Residency:
                 is needed.
 
         Raises:
-            DeviceMemoryError: a tenant does not fit; what had to be released before has been released.
+            DeviceMemoryError: a memory owner does not fit; what had to be released before has been released.
         """
         wanted = RESIDENCY[phase]
         leaving = self._unwanted(wanted)
         for name in leaving:
-            self._timed(f"release {name}", self._tenants[name].start_release)
-        for name in [n for n in reversed(self._tenants) if n in wanted and n not in self._resident]:
+            self._timed(f"release {name}", self._owners[name].start_release)
+        for name in [n for n in reversed(self._owners) if n in wanted and n not in self._resident]:
             if name not in self._arriving and not self._fits_beside(name, MARGIN_BYTES):
                 self._release(leaving)
                 self._check_budget(phase, name)
-            self._timed(f"acquire {name}", self._tenants[name].acquire)
+            self._timed(f"acquire {name}", self._owners[name].acquire)
             self._arriving.discard(name)
             self._resident.add(name)
         if finish:
             self._release(leaving)
         if phase == CHANGING_PHASE:
-            for name in wanted & set(self._tenants):
-                self._tenants[name].changed()
+            for name in wanted & set(self._owners):
+                self._owners[name].changed()
         self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
         for name in self._resident.difference(leaving):
-            self._bytes[phase, name] = self._tenants[name].num_bytes()
+            self._bytes[phase, name] = self._owners[name].num_bytes()
 
     def prepare(self, phase: str, *, reserve: int = 0) -> int:
         """Start the copies that entering `phase` will need, and return at once.
@@ -128,22 +128,22 @@ class Residency:
             Bytes of what is brought in.
         """
         wanted, arriving = RESIDENCY[phase], 0
-        for name in [n for n in reversed(self._tenants) if n in wanted - self._resident - self._arriving]:
-            if self._fits_beside(name, reserve + MARGIN_BYTES) and self._tenants[name].start_acquire():
+        for name in [n for n in reversed(self._owners) if n in wanted - self._resident - self._arriving]:
+            if self._fits_beside(name, reserve + MARGIN_BYTES) and self._owners[name].start_acquire():
                 self._arriving.add(name)
-                arriving += self._tenants[name].num_bytes()
+                arriving += self._owners[name].num_bytes()
         for name in self._unwanted(wanted):
-            self._tenants[name].start_release()
+            self._owners[name].start_release()
         return arriving
 
     def _unwanted(self, wanted: frozenset[str]) -> list[str]:
         present = self._resident | self._arriving
-        return [name for name in self._tenants if name in self._movable & present and name not in wanted]
+        return [name for name in self._owners if name in self._movable & present and name not in wanted]
 
     def _release(self, names: list[str]) -> None:
         while names:
             name = names.pop(0)
-            self._timed(f"release {name}", self._tenants[name].release)
+            self._timed(f"release {name}", self._owners[name].release)
             self._resident.discard(name)
             self._arriving.discard(name)
 
@@ -153,19 +153,19 @@ class Residency:
         self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
 
     def _fits_beside(self, name: str, reserve: int) -> bool:
-        """Whether there is room for it although nothing has left yet. A tenant that never came has no known size."""
-        size = self._tenants[name].num_bytes()
+        """Whether it fits although nothing has left yet. A memory owner that never came has no known size."""
+        size = self._owners[name].num_bytes()
         return self._free_bytes is not None and 0 < size <= self._free_bytes() - reserve
 
     def _check_budget(self, phase: str, name: str) -> None:
         if self._free_bytes is None:
             return
-        needed, free = self._tenants[name].num_bytes(), self._free_bytes()
+        needed, free = self._owners[name].num_bytes(), self._free_bytes()
         if needed > free:
-            others = ", ".join(f"{n} {self._tenants[n].num_bytes() / 2**30:.2f} GiB" for n in sorted(self._resident))
+            others = ", ".join(f"{n} {self._owners[n].num_bytes() / 2**30:.2f} GiB" for n in sorted(self._resident))
             raise DeviceMemoryError(
                 f"phase {phase}: {name} needs {needed / 2**30:.2f} GiB on the device, {free / 2**30:.2f} GiB are free; "
-                f"there already: {others or 'no other tenant'}; the last checkpoint is intact. "
+                f"there already: {others or 'no other owner'}; the last checkpoint is intact. "
                 "Switch on an offload (actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload), lower "
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or give vLLM or a teacher on this GPU a smaller "
                 "gpu_memory_utilization"
@@ -177,5 +177,5 @@ class Residency:
         return seconds
 
     def bytes_by_phase(self) -> dict[tuple[str, str], int]:
-        """(phase, tenant) -> bytes on the device when the phase was last entered; absent: not there, or leaving."""
+        """(phase, owner) -> bytes on the device when the phase was last entered; absent: not there, or leaving."""
         return dict(self._bytes)

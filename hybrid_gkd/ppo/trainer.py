@@ -22,12 +22,12 @@ from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import CheckpointError, TrainingError
-from hybrid_gkd.offload.budget import Size, student_size
+from hybrid_gkd.models.spec import ModelSpec, student_spec, training_flops
 from hybrid_gkd.ppo.advantages import group_relative_advantages
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.reporting.metrics import peak_flops, training_flops
+from hybrid_gkd.ppo.step_metrics import peak_flops
 from hybrid_gkd.reporting.trackers import Generation, Tracking
 from hybrid_gkd.spans import Clock
 from hybrid_gkd.types import (
@@ -341,15 +341,15 @@ class PPOTrainer:
     def _utilization(self, rollout: Rollout, seconds: float) -> dict[str, float]:
         """`perf/mfu` of an update that took so long; nothing where the GPUs or the student's operations are unknown."""
         peak = peak_flops(worker["device"] for worker in self.group.description)
-        if not peak or not seconds or self._student_size.has_experts:
+        if not peak or not seconds or self._student_spec.has_experts:
             return {}
         response_tokens = sum(len(s.response_ids) for s in rollout.sequences)
-        flops = training_flops(self._student_size, [s.num_tokens for s in rollout.sequences], response_tokens)
+        flops = training_flops(self._student_spec, [s.num_tokens for s in rollout.sequences], response_tokens)
         return {"perf/mfu": self.config.actor_rollout_ref.actor.ppo_epochs * flops / seconds / peak}
 
     @functools.cached_property
-    def _student_size(self) -> Size:
-        return student_size(self.config)
+    def _student_spec(self) -> ModelSpec:
+        return student_spec(self.config)
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}

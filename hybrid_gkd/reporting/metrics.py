@@ -5,20 +5,15 @@ which is this table printed:
 
     python -m hybrid_gkd.metrics > docs/metrics.md
 
-A step reports the metrics that apply to it: the table is what may appear, not what must. At the end is what
-`perf/mfu` is computed from.
+A step reports the metrics that apply to it: the table is what may appear, not what must.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybrid_gkd.offload.residency import RESIDENCY, TENANTS
-
-if TYPE_CHECKING:
-    from hybrid_gkd.offload.budget import Size
+from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +110,8 @@ METRICS: dict[str, Metric] = {
     ),
     "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
     **{
-        f"perf/copy/{tenant}_{direction}": Metric("GB/s", f"Speed of the last copy of {tenant} {where} the GPU")
-        for tenant in ("actor_params", "optimizer_state")
+        f"perf/copy/{owner}_{direction}": Metric("GB/s", f"Speed of the last copy of {owner} {where} the GPU")
+        for owner in ("actor_params", "optimizer_state")
         for direction, where in (("in", "to"), ("out", "from"))
     },
     "memory/update/sleeping_engine_gb": Metric("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
@@ -127,9 +122,9 @@ METRICS: dict[str, Metric] = {
     # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
     # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
     **{
-        f"memory/{phase}/{tenant}_gb": Metric("GiB", f"{tenant} on the device when the phase {phase} begins")
+        f"memory/{phase}/{owner}_gb": Metric("GiB", f"{owner} on the device when the phase {phase} begins")
         for phase in RESIDENCY
-        for tenant in TENANTS
+        for owner in MEMORY_OWNERS
     },
     # The batch.
     "response_length/mean": Metric("tokens", "Mean response length"),
@@ -154,52 +149,11 @@ METRICS: dict[str, Metric] = {
 }
 
 
-PEAK_FLOPS: dict[str, float] = {
-    "NVIDIA A10": 125e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-}
-"""Whole device name, so that neither a part of a GPU (MIG) nor a variant is taken for it -> dense bf16 operations per
-second according to the vendor's data sheets."""
-
-
 def check_names(metrics: Iterable[str]) -> None:
     """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
     unknown = sorted(set(metrics) - METRICS.keys())
     if unknown:
         raise AssertionError(f"metrics without an entry in hybrid_gkd/reporting/metrics.py: {', '.join(unknown)}")
-
-
-def peak_flops(devices: Iterable[str]) -> float:
-    """Dense bf16 operations per second of GPUs together; 0 if one of them is not known."""
-    peaks = [PEAK_FLOPS.get(device, 0.0) for device in devices]
-    return sum(peaks) if all(peaks) else 0.0
-
-
-def training_flops(size: Size, lengths: Iterable[int], response_tokens: int) -> float:
-    """Operations of forward and backward, nothing counted twice that is recomputed.
-
-    Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
-    weights beside embeddings and head, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers
-    sum(n^2). Attention counts as if no layer had a window.
-
-    Args:
-        size: of the model, which must not be a mixture of experts.
-        lengths: tokens of each sequence.
-        response_tokens: of all sequences.
-    """
-    lengths = list(lengths)
-    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
-    weights = size.parameters - size.embedding_parameters
-    return 6.0 * (weights * tokens + size.head_parameters * response_tokens + size.attention_width * squares)
 
 
 def markdown_table() -> str:

@@ -18,7 +18,8 @@ from torch import Tensor
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.offload.budget import engine_dtype, engine_length, read_config, rollout_share, student_size
+from hybrid_gkd.models.spec import read_config, student_spec
+from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
 from hybrid_gkd.rollout.weights import tensor_parallel_share, verify
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 
@@ -217,7 +218,7 @@ def _measured_share(config: Config) -> float:
     if configured is not None:
         return configured
     free, total = torch.cuda.mem_get_info()
-    share = rollout_share(config, student_size(config), total_bytes=total, free_bytes=free)
+    share = rollout_share(config, student_spec(config), total_bytes=total, free_bytes=free)
     logger.info(
         "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB are free)", share, free / 2**30, total / 2**30
     )

@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
+from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import first_line
-from hybrid_gkd.offload.budget import read_config
 
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)

@@ -138,7 +138,7 @@ class Worker:
         from hybrid_gkd.offload.device import DeviceMemory, free_device_bytes
         from hybrid_gkd.offload.engine import EngineWeights, KVCache
         from hybrid_gkd.offload.pinned import HostMirror
-        from hybrid_gkd.offload.residency import Residency, Tenant
+        from hybrid_gkd.offload.residency import MemoryOwner, Residency
         from hybrid_gkd.student.actor import Actor
 
         torch.manual_seed(self.config.trainer.seed)
@@ -149,7 +149,7 @@ class Worker:
         description = describe(self.device)
         if self.role != "actor worker":
             description |= self._build_engine(stop_token_ids)
-        tenants: dict[str, Tenant] = {}
+        owners: dict[str, MemoryOwner] = {}
         movable: set[str] = set()
         self.mirrors: dict[str, HostMirror] = {}
         if self.role != "rollout worker":
@@ -159,7 +159,7 @@ class Worker:
                 "actor_params": HostMirror(self.actor.parameters),
                 "optimizer_state": HostMirror(self.actor.optimizer_tensors),
             }
-            tenants |= self.mirrors
+            owners |= self.mirrors
             fsdp = self.config.actor_rollout_ref.actor.fsdp_config
             movable |= {"actor_params"} if on_gpu and fsdp.param_offload and self.role == "worker" else set()
             movable |= {"optimizer_state"} if on_gpu and fsdp.optimizer_offload else set()
@@ -168,12 +168,12 @@ class Worker:
             weights = rest = 0  # measured when they wake
             if not self.engine.can_sleep:
                 weights, rest = self.engine.weight_bytes, max(0, self.built_engine_bytes - self.engine.weight_bytes)
-            tenants["engine_weights"] = EngineWeights(self.engine, weights)
-            tenants["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights, rest)
+            owners["engine_weights"] = EngineWeights(self.engine, weights)
+            owners["kv_cache"] = KVCache(self.engine, self._engine_lost_its_weights, rest)
             asleep = {"kv_cache", "engine_weights"} if self.engine.can_sleep else set()
         self.takes_turns = bool(movable | asleep)
         self.residency = Residency(
-            tenants, movable=movable | asleep, resident=set(tenants) - asleep,
+            owners, movable=movable | asleep, resident=set(owners) - asleep,
             free_bytes=free_device_bytes if on_gpu else None,
         )
         return description
@@ -346,8 +346,8 @@ class Worker:
         return self.actor.update(batch, before_last=before_last, before_step=before_step)
 
     def _out_of_memory(self, reason: str) -> DeviceMemoryError:
-        tenants = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == "update"}
-        sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(tenants.items()))
+        owners = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == "update"}
+        sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(owners.items()))
         return DeviceMemoryError(
             f"phase update: {self.role} {self.rank} ran out of device memory beside {sizes}; the last checkpoint is "
             "intact. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, switch on "
@@ -458,10 +458,10 @@ class Worker:
         checkpoint.load_actor(self.actor, Path(folder))
 
     def memory_metrics(self) -> dict[str, float]:
-        """Peak memory since the last call and bytes by phase and tenant, GiB, under their metric names."""
+        """Peak memory since the last call and bytes by phase and owner, GiB, under their metric names."""
         metrics = {
-            f"memory/{phase}/{tenant}_gb": num_bytes / 2**30
-            for (phase, tenant), num_bytes in self.residency.bytes_by_phase().items()
+            f"memory/{phase}/{owner}_gb": num_bytes / 2**30
+            for (phase, owner), num_bytes in self.residency.bytes_by_phase().items()
         }
         if self.device_type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = (self.memory.take_peak() - self.engine_pool_bytes) / 2**30

@@ -15,7 +15,8 @@ from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
 from hybrid_gkd.launch import doctor, run
 from hybrid_gkd.launch.run import check_disk, refuse_teacher_gpu
-from hybrid_gkd.offload.budget import GIB, check_free_memory, checkpoint_bytes, student_size
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.budget import GIB, check_free_memory, checkpoint_bytes
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
@@ -97,7 +98,7 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
 def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, monkeypatch):
     """Of its two steps, so two of them although three may be there; and three where the steps are not known."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
-    one = checkpoint_bytes(config, student_size(config))
+    one = checkpoint_bytes(config, student_spec(config))
     inputs = SimpleNamespace(train_prompts=[None] * 8)
     monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
     assert "can be written to" in doctor.disk(config, inputs)
@@ -148,7 +149,7 @@ def placed(free, gpu="a 3"):
 
 def test_a_gpu_that_others_fill_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path, "actor_rollout_ref.teacher.server_ip=far"))
-    size = student_size(config)
+    size = student_spec(config)
     check_free_memory(config, size, placed(40 * GIB))
     message = r"worker 0 \(a, CUDA_VISIBLE_DEVICES=3, H200, 1\.0 of 140\.0 GiB free\) needs"
     with pytest.raises(ConfigError, match=message):

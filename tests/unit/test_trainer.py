@@ -9,16 +9,15 @@ import pytest
 
 from hybrid_gkd.config import OptimConfig, load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
-from hybrid_gkd.offload.budget import Size
+from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
-from hybrid_gkd.reporting.metrics import training_flops
 from hybrid_gkd.student.actor import learning_rate
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
 
 NUM_PROMPTS, GROUP_SIZE = 6, 2
-SIZE = Size(
+SIZE = ModelSpec(
     parameters=10**9, kv_bytes_per_token=0, embedding_parameters=10**8, head_parameters=10**8, attention_width=10**5
 )
 
@@ -279,7 +278,7 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
 )
 def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(workers, size, found, monkeypatch):
     asked = []
-    monkeypatch.setattr("hybrid_gkd.ppo.trainer.student_size", lambda config: (asked.append(1), size)[1])
+    monkeypatch.setattr("hybrid_gkd.ppo.trainer.student_spec", lambda config: (asked.append(1), size)[1])
     monkeypatch.setattr(Group, "memory_metrics", lambda self: {}, raising=False)
     trainer, group, rollout = make(PPOTrainer, "actor_rollout_ref.actor.ppo_epochs=3")
     group.description = workers

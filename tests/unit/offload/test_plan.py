@@ -6,25 +6,22 @@ from transformers import AutoConfig, Gemma3Config, Qwen2Config
 
 from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
 from hybrid_gkd.offload.budget import (
     GIB,
-    Size,
     check_free_memory,
     check_memory,
     checkpoint_bytes,
     disk_bytes,
-    model_size,
     phase_bytes,
     plan,
-    read_config,
     rollout_share,
-    student_size,
     teacher_share,
 )
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.placement import Placement
 
-SEVEN_B = Size(
+SEVEN_B = ModelSpec(
     parameters=7_615_616_512, kv_bytes_per_token=57_344, activation_bytes_per_token=4_386_816,
     embedding_parameters=1_089_994_752, stored_itemsize=2,
 )
@@ -75,15 +72,15 @@ def test_each_phase_holds_what_the_table_says_and_what_may_not_move():
     staying = phase_bytes(
         config("actor_rollout_ref.rollout.free_cache_engine=false"), SEVEN_B, device="cuda", total_bytes=CARD
     )
-    assert all({"actor_params", "optimizer_state", "kv_cache"} <= set(tenants) for tenants in staying.values())
+    assert all({"actor_params", "optimizer_state", "kv_cache"} <= set(owners) for owners in staying.values())
 
 
 def test_shards_and_tensor_parallel_engines_split_the_bytes():
     two = config("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    tenants = phase_bytes(two, SEVEN_B, device="cuda", total_bytes=None)["publish"]
-    assert tenants["actor_params"] == 2 * SEVEN_B.parameters
-    assert tenants["engine_weights"] == SEVEN_B.parameters
-    assert "kv_cache" not in tenants
+    owners = phase_bytes(two, SEVEN_B, device="cuda", total_bytes=None)["publish"]
+    assert owners["actor_params"] == 2 * SEVEN_B.parameters
+    assert owners["engine_weights"] == SEVEN_B.parameters
+    assert "kv_cache" not in owners
     replicated = config("trainer.n_gpus_per_node=2", f"{FSDP}.fsdp_size=1")
     assert phase_bytes(replicated, SEVEN_B, device="cuda", total_bytes=None)["publish"]["actor_params"] == (
         4 * SEVEN_B.parameters
@@ -103,8 +100,8 @@ def test_pools_of_their_own_hold_what_is_theirs():
 
 
 def test_nothing_moves_on_the_cpu():
-    tenants = phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]
-    assert set(tenants) == {"actor_params", "optimizer_state", "engine_weights"}
+    owners = phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]
+    assert set(owners) == {"actor_params", "optimizer_state", "engine_weights"}
 
 
 def test_the_engine_takes_what_is_free_beside_what_stays():
@@ -114,7 +111,7 @@ def test_the_engine_takes_what_is_free_beside_what_stays():
     kept = config(OFFLOAD[0], COMPUTED, MANY)  # the optimizer state stays: 56.7 GiB
     assert rollout_share(kept, SEVEN_B, total_bytes=CARD, free_bytes=free) == pytest.approx(0.54)
     resident = config("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
-    small = Size(parameters=494_000_000, kv_bytes_per_token=12_288)  # 7.4 GiB with gradients and moments
+    small = ModelSpec(parameters=494_000_000, kv_bytes_per_token=12_288)  # 7.4 GiB with gradients and moments
     assert rollout_share(resident, small, total_bytes=CARD, free_bytes=free) == pytest.approx(0.44)
 
 
@@ -226,7 +223,7 @@ def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
         "patch_size": 14,
     }
     Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
-    size = model_size(str(tmp_path), trust_remote_code=False, override_config={})
+    size = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
     assert size.kv_bytes_per_token == 2 * 2 * 2 * 2 * 8
     assert size.head_parameters == 64 * 32
 
@@ -234,12 +231,12 @@ def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
 def test_a_field_that_the_model_does_not_have_is_refused(tmp_path):
     make_tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"override_config: .* has no such field; got 'rope_tehta'"):
-        model_size(str(tmp_path / "model"), trust_remote_code=False, override_config={"rope_tehta": 1.0})
+        model_spec(str(tmp_path / "model"), trust_remote_code=False, override_config={"rope_tehta": 1.0})
 
 
 def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
     resident = ("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
-    small = Size(parameters=1_543_714_304, kv_bytes_per_token=28_672)
+    small = ModelSpec(parameters=1_543_714_304, kv_bytes_per_token=28_672)
     shares = [
         rollout_share(config(*resident, f"{FSDP}.reshard_after_forward={reshards}"), small, total_bytes=CARD,
                       free_bytes=CARD)
@@ -264,7 +261,7 @@ def test_the_recipe_for_one_gpu_is_accepted(tmp_path, monkeypatch, student, teac
         ],
         config_name="one_gpu",
     )
-    check_memory(recipe, student_size(recipe), total_bytes=CARD)
+    check_memory(recipe, student_spec(recipe), total_bytes=CARD)
 
 
 def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
@@ -280,11 +277,11 @@ def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
 def test_size_counts_tied_embeddings_once(tmp_path):
     for tied in (True, False):
         folder = make_tiny_model(tmp_path / str(tied), tied=tied, vocab_size=1000)
-        size = model_size(str(folder), trust_remote_code=False, override_config={})
+        size = model_spec(str(folder), trust_remote_code=False, override_config={})
         assert size.embedding_parameters == (1 if tied else 2) * 1000 * 64
         assert size.tied_parameters == (1000 * 64 if tied else 0)
         assert size.stored_itemsize == 4
-        assert model_size(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
+        assert model_spec(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
 
 
 def test_an_engine_in_float32_takes_twice_as_much():
@@ -403,12 +400,12 @@ def test_a_checkpoint_holds_weights_and_moments_and_the_export():
     assert checkpoint_bytes(config(), SEVEN_B) == 14 * SEVEN_B.parameters
     without = config("actor_rollout_ref.actor.checkpoint.save_hf_model=false")
     assert checkpoint_bytes(without, SEVEN_B) == 12 * SEVEN_B.parameters
-    tied = Size(parameters=100, kv_bytes_per_token=1, tied_parameters=10, stored_itemsize=2)
+    tied = ModelSpec(parameters=100, kv_bytes_per_token=1, tied_parameters=10, stored_itemsize=2)
     assert checkpoint_bytes(config(), tied) == 4 * (3 * 100 + 10) + 2 * 100
 
 
 def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
-    model = Size(parameters=1000, kv_bytes_per_token=1)
+    model = ModelSpec(parameters=1000, kv_bytes_per_token=1)
     one, folder = 16 * 1000, f"trainer.default_local_dir={tmp_path}"
 
     def needed(save_freq, keep, steps=None, *overrides):

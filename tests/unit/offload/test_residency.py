@@ -3,24 +3,24 @@
 import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
-from hybrid_gkd.offload.residency import RESIDENCY, TENANTS, Residency
+from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY, Residency
 
 GIB = 2**30
 
 
 class Device:
-    """Stand-in for a GPU: counts what its tenants take and writes down what happens."""
+    """Stand-in for a GPU: counts what its owners take and writes down what happens."""
 
     def __init__(self, total=100 * GIB):
         self.free, self.events = total, []
 
-    def tenant(self, name, num_bytes, resident):
+    def owner(self, name, num_bytes, resident):
         self.free -= num_bytes if resident else 0
-        return Tenant(self, name, num_bytes)
+        return MemoryOwner(self, name, num_bytes)
 
 
-class Tenant:
-    """Copies nothing, but keeps the books of a tenant that copies in the background."""
+class MemoryOwner:
+    """Copies nothing, but keeps the books of a memory owner that copies in the background."""
 
     def __init__(self, device, name, num_bytes):
         self.device, self.name, self.size = device, name, num_bytes
@@ -57,12 +57,12 @@ class Tenant:
         self.copied_out = False
 
 
-def make(movable=TENANTS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB):
+def make(movable=MEMORY_OWNERS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB):
     device = Device(total)
     sizes = {"kv_cache": 50 * GIB, "engine_weights": 10 * GIB, "optimizer_state": 40 * GIB, "actor_params": 20 * GIB}
-    tenants = {name: device.tenant(name, sizes[name], name in resident) for name in TENANTS}
+    owners = {name: device.owner(name, sizes[name], name in resident) for name in MEMORY_OWNERS}
     residency = Residency(
-        tenants, movable=set(movable), resident=set(resident), free_bytes=lambda: device.free
+        owners, movable=set(movable), resident=set(resident), free_bytes=lambda: device.free
     )
     return residency, device
 
@@ -156,7 +156,7 @@ def test_what_was_prepared_in_vain_leaves_again():
 
 
 def test_only_what_may_move_moves():
-    residency, device = make(movable={"optimizer_state"}, resident=TENANTS, total=200 * GIB)
+    residency, device = make(movable={"optimizer_state"}, resident=MEMORY_OWNERS, total=200 * GIB)
     for phase in ("rollout", "update", "optimizer_step"):
         residency.enter(phase)
     assert [e for e in device.events if e[0] != "<"] == ["-optimizer_state", "+optimizer_state"]
@@ -192,15 +192,15 @@ def test_bytes_are_reported_by_phase_and_tenant():
     for phase in RESIDENCY:
         residency.enter(phase)
     found = residency.bytes_by_phase()
-    assert {tenant for phase, tenant in found if phase == "publish"} == {"actor_params", "engine_weights"}
+    assert {owner for phase, owner in found if phase == "publish"} == {"actor_params", "engine_weights"}
     assert found["rollout", "kv_cache"] == 50 * GIB
 
 
 @pytest.mark.parametrize("total", [103 * GIB, 200 * GIB])
-@pytest.mark.parametrize("movable", [TENANTS, ("optimizer_state",), ()])
+@pytest.mark.parametrize("movable", [MEMORY_OWNERS, ("optimizer_state",), ()])
 def test_what_leaves_or_has_left_is_not_reported_as_there(total, movable):
     """The moves of a worker in two steps: what is reported of a phase is what it needs and what may not move."""
-    stays = set(TENANTS) - set(movable)
+    stays = set(MEMORY_OWNERS) - set(movable)
     residency, device = make(movable, resident=("kv_cache", "engine_weights", *stays), total=total + 20 * GIB)
     for _ in range(2):
         residency.enter("update")
@@ -213,7 +213,7 @@ def test_what_leaves_or_has_left_is_not_reported_as_there(total, movable):
         residency.prepare("update")
         found = residency.bytes_by_phase()
         for phase, wanted in RESIDENCY.items():
-            assert {tenant for place, tenant in found if place == phase} == wanted | stays
+            assert {owner for place, owner in found if place == phase} == wanted | stays
     assert found["optimizer_step", "optimizer_state"] == 40 * GIB
     assert device.free >= 0
 
@@ -228,8 +228,8 @@ def test_time_is_handed_out_once():
 
 
 def test_unknown_tenants_and_phases_are_our_own_errors():
-    with pytest.raises(AssertionError, match="unknown tenants"):
-        Residency({"gradients": Tenant(Device(), "gradients", 1)}, movable=set(), resident=set())
+    with pytest.raises(AssertionError, match="unknown owners"):
+        Residency({"gradients": MemoryOwner(Device(), "gradients", 1)}, movable=set(), resident=set())
     residency, _ = make()
     with pytest.raises(KeyError):
         residency.enter("lunch")

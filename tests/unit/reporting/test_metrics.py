@@ -6,8 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from hybrid_gkd.config import load_config
-from hybrid_gkd.offload.budget import Size, student_size
-from hybrid_gkd.reporting.metrics import METRICS, check_names, markdown_table, peak_flops, training_flops
+from hybrid_gkd.models.spec import ModelSpec, student_spec, training_flops
+from hybrid_gkd.ppo.step_metrics import peak_flops
+from hybrid_gkd.reporting.metrics import METRICS, check_names, markdown_table
 from hybrid_gkd.testing import make_tiny_model
 
 
@@ -42,14 +43,14 @@ def test_the_peak_is_that_of_all_gpus_and_only_where_each_is_known():
 
 
 def test_operations_are_those_of_the_formula():
-    size = Size(
+    size = ModelSpec(
         parameters=1400, kv_bytes_per_token=0, embedding_parameters=400, head_parameters=200, attention_width=30
     )
     assert training_flops(size, [10, 20], 12) == 6 * 1000 * 30 + 6 * 200 * 12 + 6 * 30 * 500
 
 
 def student(path, *overrides):
-    return student_size(
+    return student_spec(
         load_config(
             [
                 "data.train_files=unused", f"actor_rollout_ref.model.path={path}",

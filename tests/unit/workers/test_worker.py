@@ -35,7 +35,7 @@ class Device:
         pass
 
 
-class Tenant:
+class MemoryOwner:
     def __init__(self, device, size, there):
         self.device, self.size, self.there, self.came_early = device, size, False, 0
         if there:
@@ -71,9 +71,9 @@ def make_worker(total):
     worker.role, worker.rank, worker.size, worker.accumulated, worker.takes_turns = "worker", 0, 2, (), True
     worker.measured_tokens = worker.measured_bytes = 0
     device = worker.memory = Device(total)
-    tenants = {"actor_params": Tenant(device, PARAMS, True), "optimizer_state": Tenant(device, STATE, False)}
+    owners = {"actor_params": MemoryOwner(device, PARAMS, True), "optimizer_state": MemoryOwner(device, STATE, False)}
     worker.residency = Residency(
-        tenants, movable=set(tenants), resident={"actor_params"}, free_bytes=lambda: device.total - device.used
+        owners, movable=set(owners), resident={"actor_params"}, free_bytes=lambda: device.total - device.used
     )
 
     def update(batch, *, before_last, before_step):
@@ -89,7 +89,7 @@ def make_worker(total):
         return {}
 
     worker.actor = SimpleNamespace(update=update)
-    return worker, tenants["optimizer_state"]
+    return worker, owners["optimizer_state"]
 
 
 def train(worker, *micro_batches):
@@ -111,7 +111,7 @@ def test_the_optimizer_state_comes_early_only_where_the_micro_batch_leaves_room_
 
 def test_an_engine_that_stays_is_counted_with_what_it_was_built_with():
     engine = SimpleNamespace(wake_weights=None, wake_kv_cache=None, sleep=None)
-    tenants = {"engine_weights": EngineWeights(engine, 3), "kv_cache": KVCache(engine, lambda: None, 5)}
-    residency = Residency(tenants, movable=set(), resident=set(tenants))
+    owners = {"engine_weights": EngineWeights(engine, 3), "kv_cache": KVCache(engine, lambda: None, 5)}
+    residency = Residency(owners, movable=set(), resident=set(owners))
     residency.enter("update")
     assert residency.bytes_by_phase() == {("update", "engine_weights"): 3, ("update", "kv_cache"): 5}

@@ -1,0 +1,53 @@
+"""A user's own loss, reward, rollout engine or tracker: `package.module:name` or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.errors import ConfigError
+
+
+def is_import_path(value: str) -> bool:
+    """Whether a configuration value names something of the user's own instead of a built-in one."""
+    return ":" in value
+
+
+def load_object(key: str, import_path: str) -> Any:
+    """What `import_path` names. The module or file is executed.
+
+    Args:
+        key: the configuration key that holds it, for messages.
+        import_path: `package.module:name`, importable from where the program was started, or `path/to/file.py:name`.
+
+    Raises:
+        ConfigError: no such module or file, it fails to import, or it does not hold a callable of that name.
+    """
+    source, _, name = import_path.rpartition(":")
+    try:
+        module = _execute(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:  # whatever the user's code raises
+        rule = f"must be importable, but raised {type(error).__name__}: {error}"
+        raise ConfigError(key, rule, import_path) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(key, f"must name a function or class of {source}", import_path)
+    return found
+
+
+def _execute(file: Path) -> Any:
+    # Our own prefix: a file named json.py must not replace the module of that name.
+    name = f"hybrid_gkd_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

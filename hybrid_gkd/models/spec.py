@@ -1,0 +1,143 @@
+"""Facts about a model from its config.json, without weights: its configuration, sizes, types and operations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.models.tokenizer import first_line
+
+HUB_SECONDS = 5.0
+"""In which the hub has to answer to be asked for a model's configuration."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Parameters of a model."""
+
+    parameters: int
+    kv_bytes_per_token: int
+    """Keys and values of one token in 16 bits."""
+    activation_bytes_per_token: int = 0
+    """What the backward pass keeps of one token in 16 bits, at least: a block's six tensors of the hidden size and
+    three of the intermediate size; with activation checkpointing its input."""
+    embedding_parameters: int = 0
+    """Of the input embedding and the output head; counted once where they are tied."""
+    tied_parameters: int = 0
+    """Of the output head where it is the input embedding: a checkpoint holds them under both names."""
+    stored_itemsize: int = 4
+    """Bytes of one parameter in the model's own type, which an export keeps."""
+    head_parameters: int = 0
+    """Of the output head: vocabulary times hidden size."""
+    attention_width: int = 0
+    """Heads times their size, summed over the layers."""
+    has_experts: bool = False
+    """A mixture of experts, of which a token uses a part."""
+
+
+def model_spec(
+    path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
+) -> ModelSpec:
+    """Count a model's parameters and what its tokens take from its config.json, without weights.
+
+    Raises:
+        ModelError: it cannot be read, or makes no model.
+        ConfigError: `override_config` names a field that it does not have, or gives one a value that it does not take.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = read_config(path, trust_remote_code, override_config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a model raises whose numbers do not fit together
+        raise ModelError(f"{path}: the model's configuration cannot be used: {first_line(error)}") from error
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    stored = getattr(config, "dtype", None) or torch.float32  # text where another library read config.json
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kept = text.hidden_size
+    if not checkpointing:
+        kept = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    parameters = sum(p.numel() for p in model.parameters())
+    return ModelSpec(
+        parameters=parameters,
+        kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
+        activation_bytes_per_token=2 * text.num_hidden_layers * kept,
+        embedding_parameters=sum(p.numel() for p in torch.nn.ModuleList(ends).parameters()),
+        tied_parameters=sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - parameters,
+        stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
+        head_parameters=text.vocab_size * text.hidden_size,
+        attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
+        has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
+    )
+
+
+def read_config(path: str, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
+    """A model's configuration: of a folder, of the hub's cache, or of a hub that answers at once.
+
+    Raises:
+        OSError, ValueError: it is in none of them, or cannot be used.
+        ConfigError: see `model_spec`.
+    """
+    from huggingface_hub import get_session, hf_hub_url
+    from transformers import AutoConfig
+
+    try:
+        # A folder may name code on the hub, which is fetched then.
+        local_files_only = not os.path.isdir(path)
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
+    except OSError as error:
+        if not local_files_only:
+            raise
+        try:  # transformers would ask a hub out of reach again and again, for more than a minute
+            get_session().head(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)
+        except Exception:  # whatever the hub's transport raises
+            raise error from None
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    for name, value in override_config.items():
+        if not hasattr(config, name):
+            raise ConfigError("actor_rollout_ref.model.override_config", f"{path} has no such field", name)
+        try:
+            setattr(config, name, value)
+        except Exception as error:  # transformers checks types with errors of its own
+            rule = f"{path} does not take this {name}: {first_line(error)}"
+            raise ConfigError("actor_rollout_ref.model.override_config", rule, value) from error
+    return config
+
+
+def student_spec(config: Config) -> ModelSpec:
+    """Parameters of the configured student."""
+    model = config.actor_rollout_ref.model
+    return model_spec(
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
+        checkpointing=model.enable_gradient_checkpointing,
+    )
+
+
+def training_flops(size: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:
+    """Operations of forward and backward, nothing counted twice that is recomputed.
+
+    Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
+    weights beside embeddings and head, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers
+    sum(n^2). Attention counts as if no layer had a window.
+
+    Args:
+        size: of the model, which must not be a mixture of experts.
+        lengths: tokens of each sequence.
+        response_tokens: of all sequences.
+    """
+    lengths = list(lengths)
+    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+    weights = size.parameters - size.embedding_parameters
+    return 6.0 * (weights * tokens + size.head_parameters * response_tokens + size.attention_width * squares)
