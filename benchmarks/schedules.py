@@ -39,7 +39,8 @@ import torch
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.checkpoint import CheckpointStore
-from hybrid_gkd.config import BATCHES_AHEAD, Config, load_config
+from hybrid_gkd.config import BATCHES_AHEAD, Config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.launch.run import Inputs, connect, locked_run_folder, start_local_teacher, start_tracking
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import total_steps as total_steps_of

@@ -13,7 +13,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from hybrid_gkd.config import CONFIG_DIR, Config, load_config, to_yaml
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import CONFIG_DIR, load_config, to_yaml
 from hybrid_gkd.errors import HybridGKDError
 
 terminated: list[int] = []

@@ -21,7 +21,8 @@ from typing import TypeVar
 import torch
 
 from hybrid_gkd.__main__ import build_demo, default_config_name, parse, terminate
-from hybrid_gkd.config import Config, load_config
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.launch.run import Inputs, check_disk, connect, refuse_teacher_gpu, resolve_device, teacher_gpus
 from hybrid_gkd.models.spec import student_spec

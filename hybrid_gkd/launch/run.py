@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from hybrid_gkd.checkpoint import CheckpointStore, load_state
-from hybrid_gkd.config import Config, to_dict, to_yaml
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError, TeacherMismatch
 from hybrid_gkd.models.spec import read_config, student_spec

@@ -26,9 +26,12 @@ Shapes: T rows (packed response tokens), K teacher candidates.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from hybrid_gkd.errors import ConfigError
 
 TAIL_FLOOR = 1e-6
 """Smallest mass of a tail that enters a logarithm; about the noise of 1 - Q from a float32 head."""
@@ -141,6 +144,50 @@ def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Ten
     """
     log_ratio = k1(teacher_logprobs, student_logprobs).detach()
     return log_ratio.square() / 2 + log_ratio if estimator == "k2" else log_ratio
+
+
+def check_loss_fn(function: Callable[..., Tensor], *, tail: str, key: str = "distillation.loss_fn") -> None:
+    """Try out a loss of the user's own on random rows, before anything starts.
+
+    The head computes chunk by chunk, so that row i of the result may depend on row i of the inputs alone: the rows
+    together must give what each gives by itself, in value and in gradient.
+
+    Args:
+        function: as `forward_kl`.
+        tail: as configured.
+        key: the configuration key that holds it, for messages.
+
+    Raises:
+        ConfigError: it raises, or the result is not one finite value per row, has no gradient, or mixes rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    together = torch.randn(2, 5, 9, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :4]
+
+    def evaluate(rows: slice) -> tuple[Tensor, Tensor]:
+        teacher, student = together[0, rows], together[1, rows].clone().requires_grad_()
+        student_tail = (1 - student.exp().sum(-1)).log()
+        try:
+            values = function(teacher, student, tail=tail, student_tail=student_tail)
+        except Exception as error:  # whatever the user's code raises
+            rule = f"raised {type(error).__name__} when it was tried: {error}"
+            raise ConfigError(key, rule, show_value=False) from error
+        if not isinstance(values, Tensor) or values.shape != student.shape[:1]:
+            found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            rule = f"must return one value per row, [T] for log-probabilities [T, K]; of [{len(student)}, 4] it made"
+            raise ConfigError(key, f"{rule} {found}", show_value=False)
+        if not values.requires_grad:
+            raise ConfigError(key, "its result has no gradient for the student's log-probabilities", show_value=False)
+        (gradient,) = torch.autograd.grad(values.sum(), student)
+        if not (values.isfinite().all() and gradient.isfinite().all()):
+            raise ConfigError(key, "gave values or gradients that are not finite", show_value=False)
+        return values.detach(), gradient
+
+    whole = evaluate(slice(None))
+    alone = [torch.cat(parts) for parts in zip(*(evaluate(slice(i, i + 1)) for i in range(5)), strict=True)]
+    for what, found, expected in zip(("value", "gradient"), whole, alone, strict=True):
+        if not torch.allclose(found, expected):
+            rule = f"the {what} of a row must depend on that row alone; with other rows beside it, it changes by"
+            raise ConfigError(key, f"{rule} {(found - expected).abs().max():.3g}", show_value=False)
 
 
 def support_mass(logprobs: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,18 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybrid_gkd.losses import head_torch
+from hybrid_gkd.losses.head_torch import compute_dtype
+
 CHUNK_BYTES = 2**31
 """Most memory that the logits of a chunk take beyond that of the weight's gradient, which is made when they are gone:
 8,600 rows of a vocabulary of 152k in bfloat16 at a hidden size of 1,536. Every further chunk reads and writes the
 float32 sum of that gradient once more. A single chunk needs no such sum, and may take its place: 10,100 rows."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
-HIDDEN = -1e30
-"""A logit of no mass; finite, so that sums over nothing but such stay free of NaN."""
-TAIL_LIMIT = 80.0
-"""A tail below exp of minus this, which float32 hardly knows from 0, is pulled less than its gradient says: unbounded,
-the pull could be inf * 0."""
-
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], what is to be reported {name: [r]})."""
 
@@ -91,7 +87,7 @@ def head_loss(
     if chunk_rows is None:
         chunk_rows = _even_chunk_rows(hidden, weight, needs_grad[1])
     _check(hidden, weight, ids, temperature, chunk_rows)
-    total = hidden.new_zeros((), dtype=_compute_dtype(hidden))
+    total = hidden.new_zeros((), dtype=compute_dtype(hidden))
     names: list[str] = []
     reports: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
@@ -99,11 +95,11 @@ def head_loss(
     stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
     sample: list[Tensor] = []
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        backend = _backend(hidden)
+        kernels = _kernels(hidden)
         buffer = _logits_buffer(hidden, weight, chunk_rows)
         for rows in _chunks(hidden.shape[0], chunk_rows):
             logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
-            logprobs, lse, entropy = backend.row_statistics(logits, ids[rows], temperature, with_entropy, tail_topk)
+            logprobs, lse, entropy = kernels.row_statistics(logits, ids[rows], temperature, with_entropy, tail_topk)
             loss, grad_logprobs, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
             total += loss.sum()
             if entropy is not None:
@@ -115,7 +111,7 @@ def head_loss(
                 reports.append(torch.stack([value.detach().to(total.dtype) for value in parts.values()]))
             if grad_logprobs is None:
                 continue
-            dz = backend.logit_gradient_(
+            dz = kernels.logit_gradient_(
                 logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature, tail_topk
             )
             if grad_hidden is not None:
@@ -136,7 +132,7 @@ def logprobs_of_ids(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None
 ) -> Tensor:
     """The log-probabilities of `ids` themselves, [T, K], without gradient; arguments and errors of `head_loss`."""
-    result = hidden.new_empty(ids.shape, dtype=_compute_dtype(hidden))
+    result = hidden.new_empty(ids.shape, dtype=compute_dtype(hidden))
 
     def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         result[rows] = logprobs
@@ -166,7 +162,7 @@ class _AttachGradients(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * upstream
         if grad_weight is not None:
-            grad_weight = _backend(grad_weight).scaled(grad_weight, upstream, ctx.weight_dtype)
+            grad_weight = _kernels(grad_weight).scaled(grad_weight, upstream, ctx.weight_dtype)
         if dz is not None:  # the factor on the smaller matrix: the product comes out as it is to be
             with torch.autocast(dz.device.type, enabled=False):
                 grad_weight = dz.T @ (hidden * upstream)
@@ -186,13 +182,13 @@ def _differentiate(
     return loss.detach(), gradient, dict(parts)
 
 
-def _backend(tensor: Tensor) -> Any:
-    """The module whose row_statistics, logit_gradient_ and scaled to use: this one, or kernels where there are some."""
+def _kernels(tensor: Tensor) -> Any:
+    """The module whose row_statistics, logit_gradient_ and scaled to use: Triton's on a GPU, else torch's."""
     if tensor.is_cuda and tensor.dtype != torch.float64:
         from hybrid_gkd.losses import head_triton
 
         return head_triton
-    return sys.modules[__name__]
+    return head_torch
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
@@ -204,52 +200,6 @@ def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
     buffer = hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)
     buffer[:, vocabulary:] = 0
     return buffer[:, :vocabulary]
-
-
-def row_statistics(
-    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[r, V], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None.
-
-    With `tail_topk` = k > 0 the log-probabilities are [r, K + 1], column k the log of the mass outside of the first k
-    ids, which is summed by itself: nothing is subtracted.
-    """
-    z = logits.to(_compute_dtype(logits)) / temperature
-    chosen = z.gather(1, ids)
-    if tail_topk:
-        outside = z.scatter(1, ids[:, :tail_topk], HIDDEN).logsumexp(1)
-        lse = torch.logaddexp(chosen[:, :tail_topk].logsumexp(1), outside)
-        chosen = torch.cat([chosen[:, :tail_topk], outside[:, None], chosen[:, tail_topk:]], 1)
-    else:
-        lse = z.logsumexp(1)
-    entropy = torch.special.entr(z.sub_(lse[:, None]).exp_()).sum(1) if with_entropy else None
-    return chosen - lse[:, None], lse, entropy
-
-
-def logit_gradient_(
-    logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
-    tail_topk: int = 0,
-) -> Tensor:
-    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
-
-    With a tail, logprobs and gradients being those [r, K + 1] of `row_statistics` and t = dL/dlog(1 - Q), dL/dz is
-    c q + a at the first k ids, c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
-    """
-    k = tail_topk
-    inside, at_ids = -grad_logprobs.sum(1, keepdim=True), grad_logprobs
-    outside = inside
-    if k:
-        pull, tail = grad_logprobs[:, k : k + 1], logprobs[:, k : k + 1]
-        outside = inside + pull * (-tail).clamp(max=TAIL_LIMIT).exp()
-        at_ids = torch.cat([grad_logprobs[:, :k], grad_logprobs[:, k + 1 :]], 1)
-    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(outside)
-    dz.scatter_(1, ids[:, :k], inside * logprobs[:, :k].exp())
-    return logits.copy_(dz.scatter_add_(1, ids, at_ids).div_(temperature))
-
-
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor * factor in `dtype`."""
-    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _overlap(logits: Tensor, teacher_ids: Tensor) -> dict[str, Tensor]:
@@ -265,7 +215,7 @@ def _overlap(logits: Tensor, teacher_ids: Tensor) -> dict[str, Tensor]:
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, in float32 (float64 for float64); overwrites `total`."""
-    dtype = _compute_dtype(left)
+    dtype = compute_dtype(left)
     if left.dtype == dtype:
         return left @ right if total is None else total.addmm_(left, right)
     if left.is_cuda:  # the sum within the product is float32 as well
@@ -285,10 +235,6 @@ def _even_chunk_rows(hidden: Tensor, weight: Tensor, needs_weight_gradient: bool
     num_chunks = max(1, -(-hidden.shape[0] // most))
     rows = -(-hidden.shape[0] // num_chunks)
     return max(1, min(most, -(-rows // 128) * 128))
-
-
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:

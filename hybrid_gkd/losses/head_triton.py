@@ -1,4 +1,4 @@
-"""The head's passes over memory as Triton kernels; `hybrid_gkd.losses.head` says what they compute.
+"""The head's passes over memory as Triton kernels; head_torch.py says what they compute.
 
 Each row of a chunk of logits is read once for its log-sum-exp, the log-probabilities of its ids, the mass outside of
 them and its entropy, and once more to become dL/dlogits in place. One program takes one row. Everything is computed
@@ -18,29 +18,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_gkd.losses import head
+from hybrid_gkd.losses import head_torch
 
 # Fastest of those tried on an H200 (2,048 to 16,384 logits, 4 to 16 warps): 4.0 and 3.7 TB/s.
 STATISTICS = {"BLOCK": 4096, "num_warps": 4}
 GRADIENT = {"BLOCK": 8192, "num_warps": 16}
 SCALE_BLOCK = 4096
 LANE = tl.constexpr(8)  # neighbouring logits that one thread loads at once
-TAIL_LIMIT = tl.constexpr(head.TAIL_LIMIT)
+TAIL_LIMIT = tl.constexpr(head_torch.TAIL_LIMIT)
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(head.HIDDEN)
+LOWEST = tl.constexpr(head_torch.MASKED_LOGIT)
 
 
 def row_statistics(
     logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `head.row_statistics`; logits [r, V] of unit column stride, which hold the same values afterwards."""
+    """See `head_torch.row_statistics`; logits [r, V] of unit column stride, which hold the same values afterwards."""
     columns = ids.shape[1] + (tail_topk > 0)
     logprobs = torch.empty(len(ids), columns, dtype=torch.float32, device=logits.device)
     lse = logprobs.new_empty(len(logits))
     entropy = torch.empty_like(lse) if with_entropy else None
     _statistics[(len(logits),)](
         logits, ids.contiguous(), logprobs, lse, entropy, logits.stride(0), logits.shape[1], 1 / temperature,
-        max(head.HIDDEN, torch.finfo(logits.dtype).min), TAIL=tail_topk, **_num_ids(ids), **STATISTICS,
+        max(head_torch.MASKED_LOGIT, torch.finfo(logits.dtype).min), TAIL=tail_topk, **_num_ids(ids), **STATISTICS,
     )  # fmt: skip
     return logprobs, lse, entropy
 
@@ -49,7 +49,7 @@ def logit_gradient_(
     logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
     tail_topk: int = 0,
 ) -> Tensor:
-    """See `head.logit_gradient_`."""
+    """See `head_torch.logit_gradient_`."""
     _gradient[(len(logits),)](
         logits, ids.contiguous(), logprobs, lse, grad_logprobs.contiguous(), logits.stride(0), 1 / temperature,
         TAIL=tail_topk, **_num_ids(ids), **GRADIENT,
@@ -86,7 +86,7 @@ def _accumulate(z, peak, mass, weighted, scale, WITH_ENTROPY: tl.constexpr):
 
 @triton.jit
 def _statistics(
-    logits, ids, logprobs, lse_out, entropy_out, stride, vocabulary, scale, hidden,
+    logits, ids, logprobs, lse_out, entropy_out, stride, vocabulary, scale, masked_logit,
     TAIL: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,7 @@ def _statistics(
     if TAIL:  # the first ids stay out of the sum, and join it at the end
         at_ids = tl.load(logits + chosen, mask=k < K, other=0.0)
         tl.debug_barrier()  # an id may occur once more behind the first ones
-        tl.store(logits + chosen, tl.zeros([K_BLOCK], tl.float32) + hidden, mask=k < TAIL)
+        tl.store(logits + chosen, tl.zeros([K_BLOCK], tl.float32) + masked_logit, mask=k < TAIL)
         tl.debug_barrier()  # other threads of this program read what was just written
     lanes = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     peak = tl.full([BLOCK // LANE], LOWEST, tl.float32)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from hybrid_gkd.config import SAMPLED_TOKEN_MODES, DistillationConfig
+from hybrid_gkd.config import DistillationConfig
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
 from hybrid_gkd.losses.policy import clipped_policy_loss
+from hybrid_gkd.losses.table import DIVERGENCES, Divergence, user_divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,10 @@ class Objective:
     def __init__(self, config: DistillationConfig, *, clip_ratio: float):
         self.config = config
         self.clip_ratio = clip_ratio
-        modes = set(config.mixed_weights) if config.loss_mode == "mixed" else {config.loss_mode}
-        self.uses_sampled = not config.enabled or config.use_task_rewards or bool(modes & set(SAMPLED_TOKEN_MODES))
+        self._terms = self._divergence_terms()
+        """Divergences with their weights: one, or those of loss_mode=mixed."""
+        on_samples = any(row.signal == "sampled" for _, row in self._terms)
+        self.uses_sampled = not config.enabled or config.use_task_rewards or on_samples
         """Whether the last column of the log-probabilities must be the sampled token."""
         self.reported = self._reported()
         """Names of what `loss_fn` reports."""
@@ -92,8 +95,8 @@ class Objective:
         support, tail = logprobs[:, : teacher.shape[1]], logprobs[:, teacher.shape[1]]
         # In every mode, so that runs with different losses can be compared.
         forward, reverse = divergence.kl_both_ways(teacher, support, student_tail=tail)
-        known = {"forward_kl": forward, "reverse_kl": reverse} if self.config.tail == "bucket" else {}
-        value = self._divergence(self.config.loss_mode, chunk, logprobs, known)
+        known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
+        value = self._divergence(chunk, logprobs, known if self.config.tail == "bucket" else {})
         parts["actor/kl_loss"] = value
         parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
         parts["actor/distillation/student_mass"] = divergence.support_mass(support.detach())
@@ -110,23 +113,28 @@ class Objective:
             return self._policy(chunk, -weight, logprobs[:, -1], parts) + (value - weight).detach()
         return value
 
-    def _divergence(self, mode: str, chunk: Targets, logprobs: Tensor, known: dict[str, Tensor]) -> Tensor:
-        if mode in known:
-            return known[mode]
-        if mode == "mixed":
-            weights = self.config.mixed_weights.items()
-            terms = [weight * self._divergence(name, chunk, logprobs, known) for name, weight in weights]
-            return torch.stack(terms).sum(0)
+    def _divergence_terms(self) -> list[tuple[float, Divergence]]:
+        if self.config.loss_fn is not None:
+            return [(1.0, user_divergence(self.config.loss_fn))]
+        weights = self.config.mixed_weights if self.config.loss_mode == "mixed" else {self.config.loss_mode: 1.0}
+        return [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
+
+    def _divergence(self, chunk: Targets, logprobs: Tensor, known: dict[Divergence, Tensor]) -> Tensor:
+        """The weighted sum of the configured divergences, [r]."""
         assert chunk.teacher_logprobs is not None
-        assert chunk.teacher_sampled is not None
-        if mode in SAMPLED_TOKEN_MODES:
-            return getattr(divergence, mode)(chunk.teacher_sampled, logprobs[:, -1])
-        options = {"beta": self.config.beta} if mode == "jsd" else {}
         num_candidates = chunk.teacher_logprobs.shape[1]
         student, student_tail = logprobs[:, :num_candidates], logprobs[:, num_candidates]
-        return getattr(divergence, mode)(
-            chunk.teacher_logprobs, student, tail=self.config.tail, student_tail=student_tail, **options
-        )
+        terms = []
+        for weight, row in self._terms:
+            if row in known:
+                value = known[row]
+            elif row.signal == "sampled":
+                value = row.function(chunk.teacher_sampled, logprobs[:, -1])
+            else:
+                options = {name: getattr(self.config, name) for name in row.options}
+                value = row.function(chunk.teacher_logprobs, student, student_tail=student_tail, **options)
+            terms.append(value if weight == 1 else weight * value)
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     def _policy(self, chunk: Targets, advantages: Tensor, sampled: Tensor, parts: dict[str, Tensor]) -> Tensor:
         old = sampled.detach() if chunk.old_logprobs is None else chunk.old_logprobs

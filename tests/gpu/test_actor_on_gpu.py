@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence

@@ -11,7 +11,7 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
 from hybrid_gkd.launch import doctor, run
 from hybrid_gkd.launch.run import check_disk, refuse_teacher_gpu

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout.vllm import VLLMEngine
 from hybrid_gkd.testing import make_tokenizer

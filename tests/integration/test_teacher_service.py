@@ -16,7 +16,7 @@ import torch
 import zmq
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
 from hybrid_gkd.launch.run import start_local_teacher
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash

@@ -12,7 +12,7 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.models import vllm_compat

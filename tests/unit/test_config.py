@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hybrid_gkd.config import CONFIG_DIR, load_config, to_yaml
+from hybrid_gkd.config_loading import CONFIG_DIR, load_config, to_yaml
 from hybrid_gkd.errors import ConfigError
 
 OWN = [
@@ -125,6 +125,31 @@ def test_losses_that_would_not_do_what_they_say_are_refused(overrides, parts):
         load_config([*OWN, *(f"distillation.{override}" for override in overrides)])
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["loss_fn=my_loss"], ["distillation.loss_fn", "module:name", "my_loss"]),
+        (["loss_fn=m:f", "loss_mode=jsd"], ["distillation.loss_mode", "loss_fn", "jsd"]),
+        (["loss_fn=m:f", "loss_mode=k1", "use_policy_gradient=true"], ["use_policy_gradient", "loss_fn"]),
+    ],
+)
+def test_a_loss_of_ones_own_stands_alone(overrides, parts):
+    with pytest.raises(ConfigError) as caught:
+        load_config([*OWN, *(f"distillation.{override}" for override in overrides)])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_recipes_build_on_others_by_their_defaults_list(tmp_path):
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base]\ndata: {seed: 6}\n")
+    data = load_config(OWN, config_name="mine", config_path=tmp_path).data
+    assert (data.train_batch_size, data.seed) == (7, 6)
+    (tmp_path / "base.yaml").write_text("defaults: [mine]\n")
+    with pytest.raises(ConfigError, match="in a circle: mine -> base -> mine"):
+        load_config(OWN, config_name="mine", config_path=tmp_path)
 
 
 def test_every_loss_mode_loads():

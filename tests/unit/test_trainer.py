@@ -7,7 +7,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from hybrid_gkd.config import OptimConfig, load_config
+from hybrid_gkd.config import OptimConfig
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
 from hybrid_gkd.launch import run
 from hybrid_gkd.models import vllm_compat

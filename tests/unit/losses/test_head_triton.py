@@ -31,7 +31,7 @@ def test_kernels_under_the_interpreter():
 def compare(rows, vocabulary, num_ids, temperature, dtype):
     import torch
 
-    from hybrid_gkd.losses import head, head_triton
+    from hybrid_gkd.losses import head, head_torch, head_triton
 
     gen = torch.Generator().manual_seed(vocabulary)
     dtype = getattr(torch, dtype)
@@ -45,19 +45,19 @@ def compare(rows, vocabulary, num_ids, temperature, dtype):
     ids[0] = ids[0, 0]  # repeated
     grad_logprobs = torch.randn(rows, num_ids, generator=gen)
     got = head_triton.row_statistics(logits, ids, temperature, True)
-    want = head.row_statistics(logits, ids, temperature, True)
+    want = head_torch.row_statistics(logits, ids, temperature, True)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert head_triton.row_statistics(logits, ids, temperature, False)[2] is None
     dz = [
         module.logit_gradient_(in_buffer(), ids, *want[:2], grad_logprobs, temperature)
-        for module in (head_triton, head)
+        for module in (head_triton, head_torch)
     ]
     rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5  # the interpreter cuts the last bits off
     torch.testing.assert_close(*dz, rtol=rtol, atol=1e-6)
     compare_with_tail(values.to(dtype), in_buffer, grad_logprobs, temperature, rtol)
     factor = torch.tensor(0.3)
-    scaled = [module.scaled(dz[1].contiguous(), factor, dtype) for module in (head_triton, head)]
+    scaled = [module.scaled(dz[1].contiguous(), factor, dtype) for module in (head_triton, head_torch)]
     torch.testing.assert_close(*scaled, rtol=rtol, atol=0)
     print("same")
 
@@ -66,7 +66,7 @@ def compare_with_tail(values, in_buffer, grad_logprobs, temperature, rtol):
     """The first k ids are distinct, the last one is the first of them, or outside of them."""
     import torch
 
-    from hybrid_gkd.losses import head, head_triton
+    from hybrid_gkd.losses import head_torch, head_triton
 
     rows, num_ids = grad_logprobs.shape
     ids = torch.stack([torch.randperm(values.shape[1])[:num_ids] for _ in range(rows)])
@@ -75,7 +75,7 @@ def compare_with_tail(values, in_buffer, grad_logprobs, temperature, rtol):
         ids[0, -1] = ids[0, 0]
     grad = torch.cat([grad_logprobs, torch.full((rows, 1), -0.3)], 1)
     results = []
-    for backend in (head_triton, head):
+    for backend in (head_triton, head_torch):
         logits = in_buffer()
         statistics = backend.row_statistics(logits, ids, temperature, True, k)
         assert torch.equal(logits, values)

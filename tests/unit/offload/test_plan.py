@@ -4,7 +4,7 @@ import huggingface_hub
 import pytest
 from transformers import AutoConfig, Gemma3Config, Qwen2Config
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
 from hybrid_gkd.offload.budget import (

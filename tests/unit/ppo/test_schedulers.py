@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.checkpoint import CheckpointStore, load_state
-from hybrid_gkd.config import BATCHES_AHEAD, load_config
+from hybrid_gkd.config import BATCHES_AHEAD
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, TrainingError, WorkerError
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights

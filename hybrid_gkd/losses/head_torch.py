@@ -1,0 +1,65 @@
+"""The kernels of the head in plain torch: what happens to the logits of a chunk of rows. head_triton.py is for GPUs.
+
+Shapes: r rows of a chunk, V vocabulary, K ids per row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASKED_LOGIT = -1e30
+"""A logit of no mass; finite, so that sums over nothing but such stay free of NaN."""
+TAIL_LIMIT = 80.0
+"""A tail below exp of minus this, which float32 hardly knows from 0, is pulled less than its gradient says: unbounded,
+the pull could be inf * 0."""
+
+
+def row_statistics(
+    logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """[r, V], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None.
+
+    With `tail_topk` = k > 0 the log-probabilities are [r, K + 1], column k the log of the mass outside of the first k
+    ids, which is summed by itself: nothing is subtracted.
+    """
+    z = logits.to(compute_dtype(logits)) / temperature
+    chosen = z.gather(1, ids)
+    if tail_topk:
+        outside = z.scatter(1, ids[:, :tail_topk], MASKED_LOGIT).logsumexp(1)
+        lse = torch.logaddexp(chosen[:, :tail_topk].logsumexp(1), outside)
+        chosen = torch.cat([chosen[:, :tail_topk], outside[:, None], chosen[:, tail_topk:]], 1)
+    else:
+        lse = z.logsumexp(1)
+    entropy = torch.special.entr(z.sub_(lse[:, None]).exp_()).sum(1) if with_entropy else None
+    return chosen - lse[:, None], lse, entropy
+
+
+def logit_gradient_(
+    logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
+    tail_topk: int = 0,
+) -> Tensor:
+    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
+
+    With a tail, logprobs and gradients being those [r, K + 1] of `row_statistics` and t = dL/dlog(1 - Q), dL/dz is
+    c q + a at the first k ids, c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
+    """
+    k = tail_topk
+    inside, at_ids = -grad_logprobs.sum(1, keepdim=True), grad_logprobs
+    outside = inside
+    if k:
+        pull, tail = grad_logprobs[:, k : k + 1], logprobs[:, k : k + 1]
+        outside = inside + pull * (-tail).clamp(max=TAIL_LIMIT).exp()
+        at_ids = torch.cat([grad_logprobs[:, :k], grad_logprobs[:, k + 1 :]], 1)
+    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(outside)
+    dz.scatter_(1, ids[:, :k], inside * logprobs[:, :k].exp())
+    return logits.copy_(dz.scatter_add_(1, ids, at_ids).div_(temperature))
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor * factor in `dtype`."""
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

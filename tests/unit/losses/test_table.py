@@ -1,0 +1,71 @@
+"""The table of divergences, its documentation, and what a user may put in its place."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_gkd.config import DistillationConfig
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.losses import divergence
+from hybrid_gkd.losses.divergence import check_loss_fn
+from hybrid_gkd.losses.objective import Objective, Targets
+from hybrid_gkd.losses.table import DIVERGENCES
+
+PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_row_fits_its_function_and_the_documentation(name):
+    row = DIVERGENCES[name]
+    keywords = {p.name for p in inspect.signature(row.function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert keywords - {"student_tail"} == set(row.options)
+    assert ("student_tail" in keywords) == (row.signal == "topk")
+    assert f"\n| `{name}` |" in PAGE
+    assert all(hasattr(DistillationConfig(), option) for option in row.options)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "none", "renormalise"])
+def test_built_in_losses_pass_the_check_for_ones_own(tail):
+    for name in ("forward_kl", "reverse_kl"):
+        check_loss_fn(getattr(divergence, name), tail=tail)
+
+
+def squared(teacher_logprobs, student_logprobs, *, tail, student_tail=None):
+    """A loss of one's own: mean squared difference of the log-probabilities."""
+    return (teacher_logprobs - student_logprobs).square().mean(-1)
+
+
+def mixes_rows(teacher_logprobs, student_logprobs, **_):
+    difference = (teacher_logprobs - student_logprobs).square().mean(-1)
+    return difference / difference.sum()
+
+
+BAD = {
+    "one value per row": lambda t, s, **_: (t - s).square().mean(),
+    "no gradient": lambda t, s, **_: t.sum(-1),
+    "of a row must depend on that row alone": mixes_rows,
+    "divided by the number of rows": lambda t, s, **_: (t - s).square().sum(-1) / len(s),
+    "raised TypeError": lambda t, s: t,
+    "not finite": lambda t, s, **_: (s - s).sum(-1) / 0,
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_loss_that_the_head_cannot_cut_into_chunks_is_refused(reason):
+    expected = "that row alone" if reason.startswith("divided") else reason
+    with pytest.raises(ConfigError, match=expected) as caught:
+        check_loss_fn(BAD[reason], tail="bucket")
+    assert "distillation.loss_fn" in str(caught.value)
+
+
+def test_the_objective_trains_on_a_loss_of_ones_own(tmp_path):
+    check_loss_fn(squared, tail="bucket")
+    objective = Objective(DistillationConfig(loss_fn=f"{__file__}:squared"), clip_ratio=0.2)
+    teacher, student = torch.randn(2, 3, 5).log_softmax(-1)
+    targets = Targets(teacher_logprobs=teacher[:, :4], teacher_sampled=teacher[:, 4])
+    loss, parts = objective.loss_fn(targets)(student, slice(None))
+    assert torch.equal(loss, squared(teacher[:, :4], student[:, :4], tail="bucket"))
+    assert torch.equal(parts["actor/kl_loss"], loss)
+    assert not objective.uses_sampled
