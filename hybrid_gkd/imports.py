@@ -27,8 +27,11 @@ def load_object(key: str, import_path: str) -> Any:
         ConfigError: no such module or file, it fails to import, or it does not hold a callable of that name.
     """
     source, _, name = import_path.rpartition(":")
+    file = Path(source).expanduser() if source.endswith(".py") or "/" in source else None
+    if file is not None and not (file.suffix == ".py" and file.is_file()):
+        raise ConfigError(key, "must be an existing Python file", source)
     try:
-        module = _execute(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = importlib.import_module(source) if file is None else _execute(file)
     except Exception as error:  # whatever the user's code raises
         rule = f"must be importable, but raised {type(error).__name__}: {error}"
         raise ConfigError(key, rule, import_path) from error

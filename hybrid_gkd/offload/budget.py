@@ -1,19 +1,13 @@
-"""What a configuration would do, without doing it: `--dry-run`."""
+"""What each phase will hold on a GPU: predicted from the residency table, the offload keys and the model specs."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.models.spec import ModelSpec, model_spec
 from hybrid_gkd.offload.residency import RESIDENCY
-
-if TYPE_CHECKING:
-    from hybrid_gkd.workers.placement import Placement, Role
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB
@@ -41,7 +35,7 @@ def engine_dtype(config: Config, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
-def _engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, float]:
+def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, float]:
     """Of the rollout engine's weights, and of one token in its KV cache, on each device."""
     itemsize = 4 if engine_dtype(config, device) == "float32" else 2
     ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -82,12 +76,12 @@ def phase_bytes(
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
     hybrid = arr.hybrid_engine
     master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * spec.parameters / config.shard_size
-    engine_weights, _ = _engine_bytes(config, spec, device)
+    engine_weights, _ = engine_bytes(config, spec, device)
     owners: dict[str, float] = {
         "actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights,
     }
     if total_bytes is not None:
-        share = _share_of_engine(config, spec, total_bytes)
+        share = engine_share(config, spec, total_bytes)
         owners["kv_cache"] = max(0.0, share * total_bytes - engine_weights)
     moves = {
         "actor_params": fsdp.param_offload and hybrid, "optimizer_state": fsdp.optimizer_offload,
@@ -137,7 +131,7 @@ def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_byt
         parts = 4 * master + _gathered_bytes(config, spec)  # parameters, gradients, both moments, and what is gathered
         room = (room - parts) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
-    weights, token = _engine_bytes(config, spec, "cuda")
+    weights, token = engine_bytes(config, spec, "cuda")
     useful = math.ceil(100 * (weights + tokens * token + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
     share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100, useful)
     _check_engine_fits(config, spec, share, total_bytes)
@@ -150,7 +144,7 @@ def engine_length(config: Config) -> int:
 
 
 def _check_engine_fits(config: Config, spec: ModelSpec, share: float, total_bytes: int) -> None:
-    weights, token = _engine_bytes(config, spec, "cuda")
+    weights, token = engine_bytes(config, spec, "cuda")
     cache = token * engine_length(config)
     if share * total_bytes < weights + cache:
         raise ConfigError(
@@ -176,7 +170,7 @@ def teacher_share(config: Config, *, total_bytes: int) -> float:
     return math.ceil(100 * (per_gpu + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
 
 
-def _share_of_engine(config: Config, spec: ModelSpec, total_bytes: int) -> float:
+def engine_share(config: Config, spec: ModelSpec, total_bytes: int) -> float:
     """As configured, or as it will be computed on an empty card beside the teacher, if there is one on it."""
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     if share is not None:
@@ -185,7 +179,7 @@ def _share_of_engine(config: Config, spec: ModelSpec, total_bytes: int) -> float
     return rollout_share(config, spec, total_bytes=total_bytes, free_bytes=int((1 - taken) * total_bytes))
 
 
-def check_memory(config: Config, spec: ModelSpec, *, total_bytes: int, role: Role = "worker") -> None:
+def check_memory(config: Config, spec: ModelSpec, *, total_bytes: int, role: str = "worker") -> None:
     """Refuse a run whose phases cannot fit into one GPU. Raises ConfigError with the phase, its owners and sizes.
 
     Args:
@@ -195,11 +189,11 @@ def check_memory(config: Config, spec: ModelSpec, *, total_bytes: int, role: Rol
         role: of the worker on it, whose phases count.
     """
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    if share is not None and _has_phase(role, "rollout"):
+    if share is not None and has_phase(role, "rollout"):
         _check_engine_fits(config, spec, share, total_bytes)
     for phase, owners in phase_bytes(config, spec, device="cuda", total_bytes=total_bytes).items():
         needed = sum(owners.values())
-        if needed > total_bytes and _has_phase(role, phase):
+        if needed > total_bytes and has_phase(role, phase):
             parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in owners.items())
             raise ConfigError(
                 "actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, .reshard_after_forward, "
@@ -211,72 +205,8 @@ def check_memory(config: Config, spec: ModelSpec, *, total_bytes: int, role: Rol
             )
 
 
-def _has_phase(role: Role, phase: str) -> bool:
+def has_phase(role: str, phase: str) -> bool:
     return role == "worker" or (role == "rollout worker") == (phase == "rollout")
-
-
-def check_free_memory(
-    config: Config, spec: ModelSpec, placements: list[Placement], *, teacher_loaded: bool = False
-) -> None:
-    """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
-
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        placements: of the workers, measured before they load anything.
-        teacher_loaded: a local teacher that shares a GPU has what it needs already.
-    """
-    for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in placements if place.gpu):
-        check_memory(config, spec, total_bytes=total_bytes, role=role)
-    computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
-    ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if teacher_loaded else set())
-    for place in placements:
-        if place.gpu is None:
-            continue
-        for phase, owners in phase_bytes(config, spec, device="cuda", total_bytes=place.total_bytes).items():
-            needed = sum(value for name, value in owners.items() if name not in ignored)
-            if _has_phase(place.role, phase) and needed > place.free_bytes:
-                raise ConfigError(
-                    "trainer.n_gpus_per_node",
-                    f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
-                    "perhaps a teacher, holds what is not free: stop it, or leave this GPU out of CUDA_VISIBLE_DEVICES",
-                    show_value=False,
-                )
-
-
-def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
-    """What one checkpoint takes on the disk: weights and both moments, and the Hugging Face folder."""
-    actor = config.actor_rollout_ref.actor
-    master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
-    exported = spec.stored_itemsize if actor.checkpoint.save_hf_model else 0
-    return master * (3 * spec.parameters + spec.tied_parameters) + exported * spec.parameters
-
-
-def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
-    """What has to be free for the checkpoints of a run, beside those that its folder holds already.
-
-    One that is no longer kept is removed when the next is complete, so for a moment there is one more than are kept.
-    Where all are kept, there has to be room for the next one.
-
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        steps: of the whole run; None where that is not known.
-    """
-    trainer, one = config.trainer, checkpoint_bytes(config, spec)
-    if trainer.save_freq == 0:
-        return 0
-    if trainer.save_freq == -1 or trainer.max_actor_ckpt_to_keep is None:
-        return one
-    number = trainer.max_actor_ckpt_to_keep + 1
-    if steps is not None:
-        number = min(number, math.ceil(steps / trainer.save_freq))
-    present = 0
-    if trainer.resume_mode != "disable":  # else the run folder is moved aside
-        for file in config.run_dir.glob("global_step_*/**/*"):
-            with contextlib.suppress(FileNotFoundError):  # another run may be removing it
-                present += file.stat().st_size
-    return max(one, number * one - present)
 
 
 def teacher_shares_gpu(config: Config) -> bool:
@@ -286,53 +216,3 @@ def teacher_shares_gpu(config: Config) -> bool:
     teacher = config.actor_rollout_ref.teacher
     local = config.distillation.enabled and teacher.server_ip is None and teacher.device != "cpu"
     return local and torch.cuda.device_count() < config.workers_per_node + teacher.tensor_model_parallel_size
-
-
-def plan(config: Config, *, device: str, engine: str) -> str:
-    """Placement, steps and memory per worker and phase, as text.
-
-    Raises:
-        ConfigError: a phase does not fit into this machine's GPU. Those of a given cluster are known when the workers
-            are placed, see `check_free_memory`.
-        ModelError: the configuration of a local teacher, or a folder's own, cannot be read.
-    """
-    import torch
-
-    arr = config.actor_rollout_ref
-    pools = f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))"
-    if not arr.hybrid_engine:
-        pools += f" that train, {config.rollout_world_size} ({config.rollout.nnodes} node(s)) that generate"
-    lines = [
-        pools,
-        f"rollout engine: {engine}, tensor parallel {arr.rollout.tensor_model_parallel_size}",
-        f"batch: {config.data.train_batch_size} prompts x {arr.rollout.n} responses, up to "
-        f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
-        f"{config.mini_batch_size} prompts per optimizer step",
-    ]
-    if config.distillation.enabled:
-        where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
-        lines.append(f"teacher: {where}, top-{config.distillation.topk}, {config.distillation.loss_mode}, "
-                     f"tail {config.distillation.tail}")
-    try:
-        spec = student_spec(config)
-    except ModelError as error:
-        if os.path.isdir(arr.model.path):
-            raise
-        return "\n".join([*lines, f"memory: not computed, {error}"])
-    on_this_machine = device == "cuda" and config.ray_init.address is None
-    total = torch.cuda.get_device_properties(0).total_memory if on_this_machine else None
-    _, token = _engine_bytes(config, spec, device)
-    lines.append(f"student: {spec.parameters / 1e6:.1f} M parameters, {token:.0f} bytes of KV cache a token per worker")
-    lines.append("memory of each worker by phase, GiB (activations: at least):")
-    for phase, owners in phase_bytes(config, spec, device=device, total_bytes=total).items():
-        parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
-        lines.append(f"  {phase:15s} {sum(owners.values()) / GIB:8.3f} = {parts}")
-    if total is not None:
-        shares = [f"rollout engine {_share_of_engine(config, spec, total):g}"]
-        if config.distillation.enabled and arr.teacher.server_ip is None:
-            shares.append(f"local teacher {teacher_share(config, total_bytes=total):g}")
-        lines.append(f"shares of a GPU of {total / GIB:.1f} GiB (gpu_memory_utilization): {', '.join(shares)}")
-        check_memory(config, spec, total_bytes=total)
-    elif device == "cuda":
-        lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
-    return "\n".join(lines)

@@ -10,16 +10,14 @@ A reward of one's own is a function in a Python file:
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import numbers
 import re
-import sys
 from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 
 from hybrid_gkd.errors import ConfigError, DataError, TrainingError
+from hybrid_gkd.imports import load_object
 
 Reward = Callable[[str, str], float]
 
@@ -81,30 +79,8 @@ def load_reward(name: str, path: str | None, function: str | None) -> Reward:
         if name not in BUILTIN_REWARDS:
             raise ConfigError("reward.name", f"must be one of {', '.join(BUILTIN_REWARDS)}", name)
         return BUILTIN_REWARDS[name]
-    return _checked(_load_function(path, function), f"{path}:{function}")
-
-
-def _load_function(path: str, function: str | None) -> Callable[[str, str], object]:
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError("reward.custom_reward_function.path", "must be an existing Python file", path)
-    # Our own prefix: a file named json.py must not replace the module of that name.
-    module_name = f"hybrid_gkd_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError("reward.custom_reward_function.path", "must be an existing Python file", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before execution: dataclasses look their module up while it runs
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        rule = f"must be importable, but raised {type(error).__name__}: {error}"
-        raise ConfigError("reward.custom_reward_function.path", rule, path) from error
-    found = getattr(module, function, None) if function else None
-    if not callable(found):
-        raise ConfigError("reward.custom_reward_function.name", f"must name a function of {path}", function)
-    return found
+    import_path = f"{path}:{function}"
+    return _checked(load_object("reward.custom_reward_function.path", import_path), import_path)
 
 
 def _checked(function: Callable[[str, str], object], label: str) -> Reward:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
-from hybrid_gkd.launch import doctor, run
-from hybrid_gkd.launch.run import check_disk, refuse_teacher_gpu
+from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.launch import doctor, preflight
+from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
+from hybrid_gkd.launch.preflight import Facts, check_disk
+from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.offload.budget import GIB, check_free_memory, checkpoint_bytes
+from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
@@ -44,7 +46,7 @@ def arguments(world, out, *overrides):
 def examine(capsys, *args):
     """Exit code, and what was printed by check."""
     code = doctor.main(arguments(*args))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ok", "FAIL"))]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("ok", "FAIL", "skip"))]
     return code, {line[5:].partition(":")[0]: line for line in lines}, lines
 
 
@@ -55,9 +57,10 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     assert code == 0, text
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
-        "versions", "engine", "device", "inputs", "disk", "memory", "placement", "all-reduce", "teacher"
+        "versions", "engine", "device", "loss", "student", "teacher", "reward", "data", "checkpoint", "disk", "plan",
+        "placement", "GPU memory", "all-reduce",
     ]
-    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start on the CPU"):
+    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start it on the CPU"):
         assert shown in text
     assert not (tmp_path / "out").exists()
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
@@ -99,14 +102,10 @@ def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, m
     """Of its two steps, so two of them although three may be there; and three where the steps are not known."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
     one = checkpoint_bytes(config, student_spec(config))
-    inputs = SimpleNamespace(train_prompts=[None] * 8)
-    monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
-    assert "can be written to" in doctor.disk(config, inputs)
+    monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
+    assert "can be written to" in preflight.disk(Facts(config, spec=student_spec(config), steps=2))
     with pytest.raises(ConfigError, match="default_local_dir"):
-        doctor.disk(config, None)
-    lacking = load_config(arguments(world, tmp_path, f"actor_rollout_ref.model.path={tmp_path}/nowhere"))
-    with pytest.raises(ModelError, match="nowhere"):  # what it takes is not known
-        doctor.disk(lacking, None)
+        preflight.disk(Facts(config, spec=student_spec(config)))
 
 
 def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
@@ -120,7 +119,7 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
         ray_cluster(config, "cpu"),
         contextlib.closing(WorkerGroup(config, device="cpu", load=False, log_folder=tmp_path)) as group,
     ):
-        doctor.all_reduce(group, 60)
+        group.all_reduce(60)
         pid = group.placements[1].pid
         os.kill(pid, signal.SIGSTOP)
         calls = [worker.__ray_call__.remote(closed) for worker in group.actors.workers]
@@ -130,7 +129,7 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
                 group.actors.wait("update", calls)
             message = r"no answer to all_reduce from worker 1 within .*: worker 1 \(.* cpu, log: .*worker_1\.log"
             with pytest.raises(WorkerError, match=message):
-                doctor.all_reduce(group, 3)
+                group.all_reduce(3)
         finally:
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"worker 1 died in update: .*worker_1\.log"):

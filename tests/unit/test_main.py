@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from hybrid_gkd import __main__ as command_line
+from hybrid_gkd.launch.command_line import terminated
 
 ARGUMENTS = ["data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false"]
 PPO = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
@@ -13,7 +14,7 @@ PPO = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
 @pytest.fixture
 def run(monkeypatch):
     """The command line with a run that ends as given; its exit code."""
-    monkeypatch.setattr(command_line, "terminated", [])
+    terminated.clear()
     handler = signal.getsignal(signal.SIGTERM)
 
     def call(end):
@@ -22,6 +23,7 @@ def run(monkeypatch):
 
     yield call
     signal.signal(signal.SIGTERM, handler)
+    terminated.clear()
 
 
 def test_a_sigterm_that_ray_hides_is_still_the_exit_code(run):

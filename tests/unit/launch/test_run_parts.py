@@ -11,7 +11,9 @@ import torch
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
-from hybrid_gkd.launch import run
+from hybrid_gkd.launch import preflight, run
+from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.teacher import teacher_environment
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.rollout.vllm import VLLMEngine, resolve_engine
@@ -38,7 +40,7 @@ def test_a_local_teacher_gets_gpus_of_those_that_the_run_sees(monkeypatch, visib
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = load_config([*LOCAL, *overrides])
-    assert run.teacher_environment(config, "cuda") == {"CUDA_VISIBLE_DEVICES": expected}
+    assert teacher_environment(config, "cuda") == {"CUDA_VISIBLE_DEVICES": expected}
 
 
 def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
@@ -46,17 +48,17 @@ def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.tensor_model_parallel_size=2"])
     with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
-        run.teacher_environment(config, "cuda")
+        teacher_environment(config, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
     with pytest.raises(ConfigError, match=r"teacher.device.* no CUDA device is visible; got 'cuda'"):
-        run.teacher_environment(config, "cpu")
+        teacher_environment(config, "cpu")
 
 
 def test_a_local_teacher_on_the_cpu_shares_the_cores_with_workers_there():
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cpu"])
-    assert run.teacher_environment(config, "cuda") == {}
-    assert set(run.teacher_environment(config, "cpu")) == {"OMP_NUM_THREADS"}
+    assert teacher_environment(config, "cuda") == {}
+    assert set(teacher_environment(config, "cpu")) == {"OMP_NUM_THREADS"}
 
 
 def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
@@ -77,8 +79,9 @@ def runnable(folder, *overrides):
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)))
     return load_config(
         [
-            f"actor_rollout_ref.model.path={folder}/student", "actor_rollout_ref.teacher.server_ip=far",
-            f"data.train_files={folder}/train.jsonl", "data.train_batch_size=8", "data.max_prompt_length=32",
+            f"actor_rollout_ref.model.path={folder}/student", "distillation.enabled=false", "reward.answer_key=prompt",
+            "actor_rollout_ref.rollout.n=2", f"data.train_files={folder}/train.jsonl",
+            "data.train_batch_size=8", "data.max_prompt_length=32",
             "data.max_response_length=16", f"trainer.default_local_dir={folder}/out", "trainer.device=cpu",
             "actor_rollout_ref.rollout.name=hf", *overrides,
         ]
@@ -86,7 +89,7 @@ def runnable(folder, *overrides):
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
+    monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):
         run.run(runnable(tmp_path))
     assert not (tmp_path / "out").exists()
@@ -96,28 +99,28 @@ def test_a_model_folder_without_weights_is_refused(tmp_path):
     config = runnable(tmp_path)
     (tmp_path / "student" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path: the folder has no weights.*student"):
-        run.Inputs(config)
+        check_all(config)
 
 
 def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
     config = runnable(tmp_path)
     (tmp_path / "student" / "generation_config.json").write_text('{"max_new_tokens": -1}')
     with pytest.raises(ModelError, match=r"model\.path: generation_config\.json of .*max_new_tokens"):
-        run.Inputs(config)
+        check_all(config)
 
 
 def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
     with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.tokenizer_path: /nowhere"):
-        run.Inputs(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
+        check_all(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
 
 
 def test_more_positions_by_override_are_enough(tmp_path):
     many = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200000"
     config = runnable(tmp_path, "data.max_response_length=100000", many)
     with pytest.raises(ConfigError, match=r"data\.max_response_length"):
-        run.Inputs(config)
+        check_all(config)
     config.actor_rollout_ref.model.override_config["max_position_embeddings"] = 200000
-    run.Inputs(config)
+    check_all(config)
 
 
 def test_a_cluster_that_nobody_answers_for_is_named(tmp_path):
@@ -149,7 +152,7 @@ def begin(config):
 
 def test_a_run_says_what_it_will_hold(tmp_path, caplog, monkeypatch):
     """And one that saves nothing needs no disk."""
-    monkeypatch.setattr(run, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
+    monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
     with caplog.at_level(logging.INFO, "hybrid_gkd"):
         begin(runnable(tmp_path, "trainer.save_freq=0"))
     assert caplog.text.count("memory of each worker by phase") == 1

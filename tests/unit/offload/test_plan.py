@@ -6,15 +6,12 @@ from transformers import AutoConfig, Gemma3Config, Qwen2Config
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
 from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
 from hybrid_gkd.offload.budget import (
     GIB,
-    check_free_memory,
     check_memory,
-    checkpoint_bytes,
-    disk_bytes,
     phase_bytes,
-    plan,
     rollout_share,
     teacher_share,
 )
@@ -337,7 +334,8 @@ def plan_of_hub_id(monkeypatch, tmp_path, hub, *, cached):
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
-    return plan(config(f"actor_rollout_ref.model.path={HUB_ID}"), device="cpu", engine="hf"), calls
+    given = config(f"actor_rollout_ref.model.path={HUB_ID}")
+    return memory_plan(given, student_spec(given), device="cpu"), calls
 
 
 def test_the_plan_of_a_model_in_the_hubs_cache_asks_nobody(monkeypatch, tmp_path):
@@ -368,10 +366,10 @@ def test_the_plan_of_a_model_on_the_hub_reads_its_configuration(monkeypatch, tmp
 
 
 def test_the_plan_does_not_wait_for_a_hub_out_of_reach(monkeypatch, tmp_path):
-    text, calls = plan_of_hub_id(monkeypatch, tmp_path, Hub(ConnectionError("no network")), cached=False)
-    assert "memory: not computed, someone/some-model: " in text.splitlines()[-1]
-    assert "cannot find" in text.splitlines()[-1]
-    assert calls == ["cache"]
+    hub = Hub(ConnectionError("no network"))
+    with pytest.raises(ModelError, match=r"someone/some-model: .*cannot find"):
+        plan_of_hub_id(monkeypatch, tmp_path, hub, cached=False)
+    assert len(hub.asked) == 1
 
 
 def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
@@ -384,13 +382,13 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
         teacher_share(load_config(lacking), total_bytes=CARD)
     (tmp_path / "student").mkdir()
     with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
-        plan(load_config(lacking), device="cpu", engine="hf")
+        student_spec(load_config(lacking))
 
 
 def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     """They are known when the workers are placed, and this machine may have none."""
     cluster = config(f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "ray_init.address=far:6379")
-    text = plan(cluster, device="cuda", engine="vllm")
+    text = memory_plan(cluster, student_spec(cluster), device="cuda")
     assert "gathered_params" in text
     assert "kv_cache" not in text
     assert text.endswith("computed when the cluster has placed the workers")

@@ -101,7 +101,7 @@ def test_file_that_does_not_import(write):
 
 @pytest.mark.parametrize("function", ["score", "LIMIT", None, ""])
 def test_missing_function(write, function):
-    with pytest.raises(ConfigError, match=r"^reward.custom_reward_function.name: must name a function of .*; got "):
+    with pytest.raises(ConfigError, match=r"^reward.*path: must name a function or class of .*; got "):
         load_reward("", write("LIMIT = 3"), function)
 
 

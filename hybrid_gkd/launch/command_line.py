@@ -1,0 +1,75 @@
+"""What the commands share that take a run's configuration: arguments, the demo, how a signal ends them."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from types import FrameType
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import CONFIG_DIR, load_config
+
+OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
+terminated: list[int] = []
+"""Exit code for the signal that has ended the process."""
+
+
+def parse(arguments: list[str], prog: str = "python -m hybrid_gkd") -> argparse.Namespace:
+    """The command line as a namespace; exits on a usage error."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="On-policy distillation of a student from a teacher.",
+        epilog="Every key is documented in hybrid_gkd/config.py.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
+    parser.add_argument("--config-path", default=CONFIG_DIR, type=Path, help="folder of YAML files (%(default)s)")
+    parser.add_argument("--config-name", help="a YAML file there; default: demo, or gkd with your own model or data")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and what the checks before a run find"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser.parse_intermixed_args(arguments)
+
+
+def load(options: argparse.Namespace) -> Config:
+    """The configuration that the command line asks for; the demo is built if it is used. Raises HybridGKDError."""
+    name = options.config_name or default_config_name(options.overrides)
+    config = load_config(options.overrides, config_name=name, config_path=options.config_path)
+    if uses_demo(config):
+        from hybrid_gkd.demo.sorting import build_demo
+
+        build_demo()
+    return config
+
+
+def default_config_name(overrides: list[str]) -> str:
+    """`gkd` where the user brings a model or data, else `demo`."""
+    return "gkd" if any(override.startswith(OWN_INPUT) for override in overrides) else "demo"
+
+
+def uses_demo(config: Config) -> bool:
+    """Whether a model or a file of the configuration is the demo's."""
+    from hybrid_gkd.demo.sorting import DemoPaths, demo_dir
+
+    arr, root = config.actor_rollout_ref, DemoPaths.under(demo_dir()).root
+    used = (arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files)
+    return any(Path(path).is_relative_to(root) for path in used if path)
+
+
+def demo_teacher_accuracy(config: Config) -> float | None:
+    """The teacher's accuracy on the validation prompts where both are the demo's; None where it is not known."""
+    from hybrid_gkd.demo.sorting import DemoPaths, demo_dir, teacher_accuracy
+
+    paths, teacher = DemoPaths.under(demo_dir()), config.actor_rollout_ref.teacher.model.path
+    known = teacher == str(paths.teacher) and config.data.val_files == [str(paths.val)]
+    return teacher_accuracy(paths) if known else None
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends the process as Ctrl-C does: through the context managers that stop what was started."""
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        terminated.append(128 + signum)  # Ray makes a SystemExit(1) of one that is raised while it waits
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, terminate)

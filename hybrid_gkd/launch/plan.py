@@ -1,0 +1,128 @@
+"""What a run would do, as text, and what its checkpoints and its GPUs have to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.models.spec import ModelSpec
+from hybrid_gkd.offload import budget
+from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.workers.placement import Placement
+
+
+def placement_plan(config: Config, *, device: str, engine: str) -> str:
+    """Workers, rollout engine, batch and teacher, a line each."""
+    arr = config.actor_rollout_ref
+    pools = f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))"
+    if not arr.hybrid_engine:
+        pools += f" that train, {config.rollout_world_size} ({config.rollout.nnodes} node(s)) that generate"
+    lines = [
+        pools,
+        f"rollout engine: {engine}, tensor parallel {arr.rollout.tensor_model_parallel_size}",
+        f"batch: {config.data.train_batch_size} prompts x {arr.rollout.n} responses, up to "
+        f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
+        f"{config.mini_batch_size} prompts per optimizer step",
+    ]
+    if config.distillation.enabled:
+        where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
+        loss = config.distillation.loss_fn or config.distillation.loss_mode
+        lines.append(f"teacher: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}")
+    return "\n".join(lines)
+
+
+def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
+    """Memory of each worker by phase, and vLLM's shares of a GPU.
+
+    Raises:
+        ConfigError: a phase does not fit into this machine's GPU. Those of a given cluster are known when the workers
+            are placed, see `check_free_memory`.
+        ModelError: the configuration of a local teacher cannot be read.
+    """
+    import torch
+
+    on_this_machine = device == "cuda" and config.ray_init.address is None
+    total = torch.cuda.get_device_properties(0).total_memory if on_this_machine else None
+    _, token = budget.engine_bytes(config, spec, device)
+    lines = [
+        f"student: {spec.parameters / 1e6:.1f} M parameters, {token:.0f} bytes of KV cache a token per worker",
+        "memory of each worker by phase, GiB (activations: at least):",
+    ]
+    for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
+        parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
+        lines.append(f"  {phase:15s} {sum(owners.values()) / GIB:8.3f} = {parts}")
+    if total is not None:
+        shares = [f"rollout engine {budget.engine_share(config, spec, total):g}"]
+        if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None:
+            shares.append(f"local teacher {budget.teacher_share(config, total_bytes=total):g}")
+        lines.append(f"shares of a GPU of {total / GIB:.1f} GiB (gpu_memory_utilization): {', '.join(shares)}")
+        budget.check_memory(config, spec, total_bytes=total)
+    elif device == "cuda":
+        lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
+    return "\n".join(lines)
+
+
+def check_free_memory(
+    config: Config, spec: ModelSpec, placements: list[Placement], *, teacher_loaded: bool = False
+) -> None:
+    """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
+
+    Args:
+        config: the whole configuration.
+        spec: of the student.
+        placements: of the workers, measured before they load anything.
+        teacher_loaded: a local teacher that shares a GPU has what it needs already.
+    """
+    for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in placements if place.gpu):
+        budget.check_memory(config, spec, total_bytes=total_bytes, role=role)
+    computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
+    ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if teacher_loaded else set())
+    for place in placements:
+        if place.gpu is None:
+            continue
+        for phase, owners in budget.phase_bytes(config, spec, device="cuda", total_bytes=place.total_bytes).items():
+            needed = sum(value for name, value in owners.items() if name not in ignored)
+            if budget.has_phase(place.role, phase) and needed > place.free_bytes:
+                raise ConfigError(
+                    "trainer.n_gpus_per_node",
+                    f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
+                    "perhaps a teacher, holds what is not free: stop it, or leave this GPU out of CUDA_VISIBLE_DEVICES",
+                    show_value=False,
+                )
+
+
+def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
+    """What one checkpoint takes on the disk: weights and both moments, and the Hugging Face folder."""
+    actor = config.actor_rollout_ref.actor
+    master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
+    exported = spec.stored_itemsize if actor.checkpoint.save_hf_model else 0
+    return master * (3 * spec.parameters + spec.tied_parameters) + exported * spec.parameters
+
+
+def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
+    """What has to be free for the checkpoints of a run, beside those that its folder holds already.
+
+    One that is no longer kept is removed when the next is complete, so for a moment there is one more than are kept.
+    Where all are kept, there has to be room for the next one.
+
+    Args:
+        config: the whole configuration.
+        spec: of the student.
+        steps: of the whole run; None where that is not known.
+    """
+    trainer, one = config.trainer, checkpoint_bytes(config, spec)
+    if trainer.save_freq == 0:
+        return 0
+    if trainer.save_freq == -1 or trainer.max_actor_ckpt_to_keep is None:
+        return one
+    number = trainer.max_actor_ckpt_to_keep + 1
+    if steps is not None:
+        number = min(number, math.ceil(steps / trainer.save_freq))
+    present = 0
+    if trainer.resume_mode != "disable":  # else the run folder is moved aside
+        for file in config.run_dir.glob("global_step_*/**/*"):
+            with contextlib.suppress(FileNotFoundError):  # another run may be removing it
+                present += file.stat().st_size
+    return max(one, number * one - present)

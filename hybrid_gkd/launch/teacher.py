@@ -1,0 +1,132 @@
+"""The teacher of a run: the client of a given service, or a service of its own on this machine."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import torch
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.models.spec import read_config
+from hybrid_gkd.models.tokenizer import tokenizer_hash
+from hybrid_gkd.offload.budget import teacher_share, teacher_shares_gpu
+from hybrid_gkd.teacher.server.local import LocalTeacher
+from hybrid_gkd.teacher.server.supervisor import visible_gpus
+from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.workers.placement import Placement, threads_per_process
+
+logger = logging.getLogger(__name__)
+
+
+def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClient:
+    """A client whose servers fit the student. Raises TeacherError."""
+    section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
+    hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+    client = TeacherClient(
+        endpoints,
+        topk=config.distillation.topk,
+        temperature=config.distillation.temperature,
+        vocab_size=hf_config.get_text_config().vocab_size,
+        connect_timeout=section.connect_timeout,
+        request_timeout=section.request_timeout,
+        max_retries=section.max_retries,
+        n_server_workers=section.n_server_workers,
+        num_microbatches=section.num_microbatches,
+        keys=section.keys,
+    )
+    try:
+        server = client.handshake(
+            tokenizer_hash=tokenizer_hash(tokenizer),
+            tokenizer_size=len(tokenizer),
+            max_sequence_length=config.max_sequence_length,
+        )
+    except BaseException:
+        client.close()
+        raise
+    logger.info("teacher: %s at %s, engine %s", server.model.model, server.address, server.model.backend)
+    return client
+
+
+def make_local_teacher(config: Config, device: str) -> LocalTeacher:
+    """The service of this run, to be entered: it loads in the background. Raises ConfigError."""
+    section = config.actor_rollout_ref.teacher
+    assert section.model.path is not None
+    environment = teacher_environment(config, device)
+    teacher_device = device if section.device == "auto" else section.device
+    share = 0.9  # not used on the CPU
+    if teacher_device == "cuda":
+        share = teacher_share(config, total_bytes=torch.cuda.get_device_properties(0).total_memory)
+    options = [
+        f"--backend={section.backend}",
+        f"--device={teacher_device}",
+        f"--tp-size={section.tensor_model_parallel_size}",
+        f"--gpu-memory-utilization={share}",
+        f"--max-model-len={section.max_model_len or config.max_sequence_length + 1}",
+    ]
+    if config.actor_rollout_ref.model.trust_remote_code:
+        options.append("--trust-remote-code")
+    return LocalTeacher(
+        section.model.path,
+        port=section.server_port or 0,
+        n_logprobs=config.distillation.topk,
+        options=options,
+        environment=environment,
+        start_timeout=section.start_timeout,
+        log_path=config.run_dir / "logs" / "teacher.log",
+    )
+
+
+def teacher_environment(config: Config, device: str) -> dict[str, str]:
+    """Environment of a local teacher: its GPUs of this machine, or its share of the cores.
+
+    Raises:
+        ConfigError: it is to have more GPUs than there are.
+    """
+    own = config.actor_rollout_ref.teacher.device
+    if (device if own == "auto" else own) == "cuda":
+        gpus, wanted = visible_gpus(), teacher_gpus(config)
+        if not gpus:
+            raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", own)
+        if len(gpus) < len(wanted):
+            raise ConfigError(
+                "actor_rollout_ref.teacher.tensor_model_parallel_size", f"this machine shows {len(gpus)} GPUs",
+                len(wanted),
+            )
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in wanted)}
+    return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
+
+
+def teacher_gpus(config: Config) -> list[int]:
+    """GPUs of a local teacher, as this process counts: after the workers', or, if there are too few, theirs."""
+    size = config.actor_rollout_ref.teacher.tensor_model_parallel_size
+    first_free = config.workers_per_node
+    first = first_free if torch.cuda.device_count() >= first_free + size else 0
+    return list(range(first, first + size))
+
+
+def local_teacher_place(config: Config, device: str) -> str:
+    """Where a local teacher will run, in words."""
+    if device != "cuda" or config.actor_rollout_ref.teacher.device == "cpu":
+        return "the CPU"
+    shared = ", shared with workers" if teacher_shares_gpu(config) else ""
+    return f"GPU {', '.join(map(str, teacher_gpus(config)))}{shared}"
+
+
+def refuse_teacher_gpu(config: Config, placements: list[Placement]) -> None:
+    """Raises ConfigError if Ray gave a worker the GPU that a local teacher was to have for itself."""
+    section = config.actor_rollout_ref.teacher
+    local = config.distillation.enabled and section.server_ip is None and section.device != "cpu"
+    if not local or teacher_shares_gpu(config) or not any(place.gpu for place in placements):
+        return
+    host = socket.gethostname()
+    ids = {f"{host} {torch.cuda.get_device_properties(index).uuid}": index for index in teacher_gpus(config)}
+    for place in placements:
+        if place.gpu in ids:
+            raise ConfigError(
+                "actor_rollout_ref.teacher.server_ip",
+                f"{place.worker} ({place}) got GPU {ids[place.gpu]}, on which this run starts its teacher; start the "
+                "teacher as a service on GPUs that Ray does not manage, and name its address here", None,
+            )
