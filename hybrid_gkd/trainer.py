@@ -1,8 +1,8 @@
 """On-policy distillation: read this first.
 
-The loop is `PPOTrainer.fit`. This class replaces what a rollout is worth: instead of rewards and
-advantages, the teacher's most likely tokens at every position of every response, and a divergence between
-the two distributions that the student minimises.
+The loop is `PPOTrainer.fit`. This class replaces the learning signal: instead of rewards and advantages, the
+teacher's most likely tokens at every position of every response, and a divergence between the two distributions that
+the student minimises.
 
     rollout engine ──finished sequences──> TeacherClient ──> teacher service
           ^                                      │ top-k log-probabilities
@@ -28,13 +28,13 @@ from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence
 
 LATE_SECONDS = 30.0
-"""The client answers every request before its own deadline; this much later it is taken for dead."""
+"""Grace period: the client ends every request before its own deadline; this much later it is taken for dead."""
 CHECK_SECONDS = 1.0
-"""How often a teacher that this run started is looked after while the trainer waits for scores."""
+"""How often a local teacher is checked while the trainer waits for scores."""
 
 
 Scoring = dict[int, Future[TeacherTopK]]
-"""What the teacher has been asked about one rollout, by the index of the sequence, until it is taken."""
+"""Scores under way for one rollout, by the index of the sequence, until they are taken."""
 
 
 class GKDTrainer(PPOTrainer):
@@ -43,8 +43,8 @@ class GKDTrainer(PPOTrainer):
     Args:
         teacher: a client that has shaken hands; the caller closes it.
         check_teacher: raises if the teacher is known to have ended; called while waiting for it.
-        shares_gpu: the teacher computes on a GPU of the student's. There, what is ahead of its update is sent to the
-            teacher when the next generation begins, which leaves part of the GPU idle, and an update does not.
+        shares_gpu: the teacher computes on a GPU of the student's. Batches ahead of their update are then sent when the
+            next generation begins: generation leaves part of the GPU idle, an update does not.
         others: see `PPOTrainer`.
     """
 
@@ -60,9 +60,9 @@ class GKDTrainer(PPOTrainer):
         self.teacher = teacher
         self.check_teacher = check_teacher
         self._pending: defaultdict[int, Scoring] = defaultdict(dict)
-        """By the step of the rollout: several may be on their way at a time."""
+        """By the step of the rollout: several may be under way at a time."""
         self._kept: list[tuple[int, list[Sequence]]] = []
-        """Finished sequences that wait for the next generation, and the steps of their rollouts."""
+        """Steps and finished sequences that are sent when the next generation begins."""
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
             self.on_finished.append(lambda step, sequences: self._kept.append((step, sequences)))
@@ -77,23 +77,23 @@ class GKDTrainer(PPOTrainer):
             TeacherError: a sequence could not be scored; no weight has changed.
         """
         scoring = self._pending[rollout.step]
-        if any(step == rollout.step for step, _ in self._kept):  # the last rollouts: nothing is generated after them
+        if any(step == rollout.step for step, _ in self._kept):  # no generation follows the last rollouts
             self._submit_kept()
         self._submit(rollout.step, [s for s in rollout.sequences if s.index not in scoring])
-        strangers = len(scoring) - len(rollout.sequences)
-        if strangers:
-            raise TrainingError(f"{strangers} sequences at the teacher belong to no rollout")
+        unknown = len(scoring) - len(rollout.sequences)
+        if unknown:
+            raise TrainingError(f"{unknown} sequences at the teacher belong to no rollout")
         sequences, metrics = self._policy_signal(rollout)
         metrics |= self._train_as_scored(sequences, scoring)
         del self._pending[rollout.step]
         return metrics | self._teacher_metrics()
 
     def _train_as_scored(self, sequences: list[TrainSequence], scoring: Scoring) -> dict[str, float]:
-        """Train on what has its scores while the teacher is busy with the rest.
+        """Train on the scored sequences while the teacher scores the rest.
 
-        The loss is a sum over tokens, so its gradient is the same in parts. A part but the last has enough sequences
-        to fill a micro-batch on each worker: smaller ones would cost more than they hide. Where a rollout is trained
-        in several optimizer steps, which are cut by prompts, all of it is waited for.
+        The loss is a sum over tokens, so its gradient is the same in parts. Each part but the last fills a micro-batch
+        on every worker: smaller ones would cost more time than they overlap. With several optimizer steps per rollout,
+        which are cut by prompts, the whole rollout is waited for.
         """
         left = {item.sequence.index: item for item in sequences}
         num_tokens = sum(len(item.sequence.response_ids) for item in sequences)
@@ -114,7 +114,7 @@ class GKDTrainer(PPOTrainer):
                 self.group.accumulate(self._parts(part, num_tokens))
 
     def _policy_signal(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
-        """What policy loss and importance weights need, while the teacher scores; pure distillation needs nothing."""
+        """Advantages, old log-probabilities and importance weights, as configured; while the teacher scores."""
         loss = self.config.distillation
         sequences, metrics = [TrainSequence(sequence=s) for s in rollout.sequences], dict[str, float]()
         if loss.use_task_rewards:
@@ -131,29 +131,29 @@ class GKDTrainer(PPOTrainer):
             scoring[sequence.index] = future
 
     def _submit_kept(self) -> None:
-        """Send the teacher all that was kept from it."""
+        """Send the sequences that were kept back."""
         kept, self._kept = self._kept, []
         for step, sequences in kept:
             self._submit(step, sequences)
 
     def _take_scores(self, scoring: Scoring, enough: int) -> dict[int, TeacherTopK]:
-        """All scores that are there, by the index of the sequence, as soon as there are `enough`.
+        """All scores that have arrived, by the index of the sequence, as soon as there are `enough`.
 
-        Waits never longer than a request may take without news. Raises what the client reported.
+        The inactivity timeout is that of a request. Raises the client's errors.
         """
-        patience = self.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
-        deadline = time.monotonic() + patience
+        timeout = self.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
+        deadline = time.monotonic() + timeout
         found: dict[int, TeacherTopK] = {}
         while True:
-            news = [index for index, future in scoring.items() if future.done()]
-            found |= {index: scoring.pop(index).result(0) for index in news}
+            arrived = [index for index, future in scoring.items() if future.done()]
+            found |= {index: scoring.pop(index).result(0) for index in arrived}
             if len(found) >= enough:
                 return found
-            if news:
-                deadline = time.monotonic() + patience
+            if arrived:
+                deadline = time.monotonic() + timeout
             elif time.monotonic() > deadline:
                 missing = len(scoring)
-                raise TeacherTimeout(f"{missing} sequences were not scored and not refused in {patience:.0f} s")
+                raise TeacherTimeout(f"{missing} sequences were not scored and not refused in {timeout:.0f} s")
             self.check_teacher()
             all_of_them = len(found) + len(scoring) == enough
             wait(
@@ -162,7 +162,7 @@ class GKDTrainer(PPOTrainer):
             )
 
     def _teacher_metrics(self) -> dict[str, float]:
-        """Of all that the client has seen since the step before."""
+        """Of the requests since the step before."""
         found = self.teacher.drain_metrics()
         in_flight = self.clock.requests(found.requests, until=found.complete_until)
         seen = {}

@@ -9,15 +9,18 @@ Shapes: R response tokens of a micro-batch, r of them in a chunk of the head, K 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid_gkd.config import DistillationConfig
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
 from hybrid_gkd.losses.policy import clipped_policy_loss
 from hybrid_gkd.losses.table import DIVERGENCES, Divergence, user_divergence
+
+if TYPE_CHECKING:
+    from hybrid_gkd.config import DistillationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,44 +17,45 @@ CHECK_SECONDS = 1.0
 
 
 class RolloutsAhead:
-    """The rollouts of a run in the order of their steps, generated with the weights that there are at the time.
+    """The rollouts of a run in the order of their steps, each generated with the newest published weights.
 
     Args:
         generate: step -> its rollout.
-        depth: how many later rollouts have been asked for when one is handed out, and so the largest staleness.
-        beside: generate in a thread, beside what is done with the rollout before. Otherwise generation and the rest
-            take turns.
-        patience: seconds that a generation may go on without `news`.
+        depth: how many batches generation runs ahead of the update, and so the largest staleness.
+        in_background: generate in a background thread, so that generation and update overlap; otherwise they take
+            turns.
+        inactivity_timeout: seconds that a generation in the background may go on without `progress`.
         clock: gets the spans `wait_prev_gen`.
     """
 
     def __init__(
-        self, generate: Callable[[int], Rollout], *, depth: int, beside: bool, patience: float, clock: Clock
-    ):
+        self, generate: Callable[[int], Rollout], *, depth: int, in_background: bool, inactivity_timeout: float,
+        clock: Clock,
+    ):  # fmt: skip
         self._generate = generate
         self._depth = depth
-        self._beside = beside
-        self._patience = patience
+        self._in_background = in_background
+        self._inactivity_timeout = inactivity_timeout
         self._clock = clock
-        self._last_news = 0.0
+        self._last_progress = 0.0
         self._running: list[Future[Rollout]] = []
-        """What runs beside, in the order in which it is generated."""
+        """Generations in the background, in their order."""
 
     def __call__(self, first: int, last: int) -> Iterator[Rollout]:
-        """Yield the rollouts of the steps from `first` to `last`. Raises what `generate` raised, and WorkerError.
+        """Yield the rollouts of the steps from `first` to `last`. Raises the errors of `generate`, and WorkerError.
 
-        A run that resumes generates anew what was ahead: a rollout is a function of its step and the weights.
+        A resumed run generates the batches anew that were ahead: a rollout is a function of its step and the weights.
         """
         ahead: deque[Rollout | Future[Rollout]] = deque()
         for step in range(first, last + 1):
             steps = range(step + len(ahead), min(step + self._depth, last) + 1)
-            ahead += self._start(steps) if self._beside else [self._generate(later) for later in steps]
+            ahead += self._start(steps) if self._in_background else [self._generate(later) for later in steps]
             rollout = ahead.popleft()
             yield self._wait_for(rollout) if isinstance(rollout, Future) else rollout
 
-    def news(self) -> None:
+    def progress(self) -> None:
         """The generation goes on."""
-        self._last_news = time.monotonic()
+        self._last_progress = time.monotonic()
 
     def finish(self) -> None:
         """Wait until nothing is generated: then the engine's weights may change. Raises as the iterator."""
@@ -63,7 +64,7 @@ class RolloutsAhead:
             self._running.pop(0)
 
     def _start(self, steps: range) -> list[Future[Rollout]]:
-        """Generate the rollouts of these steps in a thread, one after the other."""
+        """Generate the rollouts of these steps in a background thread, one after the other."""
         futures: list[Future[Rollout]] = [Future() for _ in steps]
 
         def work() -> None:
@@ -76,7 +77,7 @@ class RolloutsAhead:
                     return
 
         self._running += futures
-        self.news()
+        self.progress()
         # A daemon, because a run that fails must not wait for it: it ends with the workers.
         threading.Thread(target=work, name="generate", daemon=True).start()
         return futures
@@ -84,6 +85,6 @@ class RolloutsAhead:
     def _wait_for(self, rollout: Future[Rollout]) -> Rollout:
         with self._clock.span("wait_prev_gen"):
             while not wait([rollout], timeout=CHECK_SECONDS).done:
-                if time.monotonic() > self._last_news + self._patience:
-                    raise WorkerError(f"generate: no response and no error in {self._patience:.0f} s")
+                if time.monotonic() > self._last_progress + self._inactivity_timeout:
+                    raise WorkerError(f"generate: no response and no error in {self._inactivity_timeout:.0f} s")
         return rollout.result()

@@ -113,8 +113,8 @@ class PPOTrainer:
         self._rollouts = RolloutsAhead(
             self._generate,
             depth=BATCHES_AHEAD[config.trainer.scheduler],
-            beside=not config.actor_rollout_ref.hybrid_engine,
-            patience=config.actor_rollout_ref.nccl_timeout + LATE_SECONDS,
+            in_background=not config.actor_rollout_ref.hybrid_engine,
+            inactivity_timeout=config.actor_rollout_ref.nccl_timeout + LATE_SECONDS,
             clock=self.clock,
         )
         self._weights_are_whole = True
@@ -216,7 +216,7 @@ class PPOTrainer:
             begins()
         with self.clock.span("gen"):
             for finished in self.group.generate(requests, sampling):
-                self._rollouts.news()
+                self._rollouts.progress()
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished if finished else ():
                     listener(step, finished)
