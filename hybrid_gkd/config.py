@@ -1,6 +1,6 @@
 """Configuration: one dataclass per section, a docstring per field, the rule of a value as field metadata.
 
-config_loading.py reads YAML and overrides into these and checks what fields demand of each other. Needs no torch.
+config_loading.py reads YAML and overrides into these and checks rules between fields. Needs no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Leave out prompts above max_prompt_length (their number is logged) instead of applying truncation."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with a prompt above max_prompt_length: refuse the data, or cut the named part."""
+    """For a prompt above max_prompt_length: refuse the data, or cut the named part."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the tokenizer's chat template, e.g. {enable_thinking: false}."""
 
@@ -79,7 +79,7 @@ class OptimConfig:
     lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
     """Optimizer steps of linear warm-up from 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up, until the last step of the run."""
+    """Schedule after the warm-up, until the last step of the run."""
     min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)
     """Share of the peak at which linear and cosine end."""
 
@@ -103,7 +103,7 @@ class FSDPConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What a checkpoint holds besides what a resume needs."""
+    """Optional parts of a checkpoint."""
 
     save_hf_model: bool = True
     """Also write a Hugging Face folder (`huggingface/`), which transformers and vLLM load."""
@@ -151,7 +151,7 @@ class EngineKwargs:
     """Arguments handed to an engine as they are."""
 
     vllm: dict[str, Any] = field(default_factory=dict)
-    """For `vllm.LLM(...)`; wins over what this program would choose."""
+    """For `vllm.LLM(...)`; overrides the arguments that this program chooses."""
 
 
 @dataclass
@@ -282,7 +282,7 @@ class DistillationConfig:
     mixed_weights: dict[str, float] = field(default_factory=dict)
     """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; of any mode but k1."""
     use_policy_gradient: bool = False
-    """Minimise the mean of k1, k2 or k3 over what the student samples, by PPO's clipped loss: the negative advantage of
+    """Minimise the mean of k1, k2 or k3 over the student's samples, by PPO's clipped loss: the negative advantage of
     the sampled token is the value plus its slope in the student's log-probability. false: the value is the loss."""
     topk: int = field(default=64, metadata=rules.POSITIVE)
     """Teacher candidates per position."""
@@ -324,7 +324,7 @@ class CustomRewardFunction:
 
 @dataclass
 class RewardConfig:
-    """Rule reward: what PPO trains on and what validation reports."""
+    """Rule reward, for PPO and for validation."""
 
     name: Literal["exact_match", "gsm8k"] = "exact_match"
     """exact_match compares the stripped response; gsm8k compares the last number."""

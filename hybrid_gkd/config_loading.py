@@ -1,8 +1,8 @@
 """From YAML files and `dotted.key=value` overrides to a checked configuration.
 
 `load_config` merges the dataclass defaults with YAML and overrides (OmegaConf structured configs, so unknown keys and
-wrong types are errors), checks every field's rule and what fields demand of each other, and returns plain
-dataclasses. Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Needs no torch.
+wrong types are errors), checks every field's rule and the rules between fields, and returns plain dataclasses.
+ Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Needs no torch.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _check_fields(section: Any, prefix: str = "") -> None:
 
 
 def check_config(config: Config) -> None:
-    """Check what the types cannot: each field's rule, and what fields demand of each other. Raises ConfigError."""
+    """Check each field's rule, and the rules between fields. Raises ConfigError."""
     _check_fields(config)
     arr, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     if not data.train_files:

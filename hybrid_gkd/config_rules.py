@@ -11,7 +11,7 @@ MAY_BE_INFINITE = {"may_be_infinite": True}
 
 
 def rule(text: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
-    """Field metadata: what a value must satisfy, in words and as a function; null always passes."""
+    """Field metadata: the rule of a value, in words and as a function; null always passes."""
     return {"rule": text, "holds": holds}
 
 

@@ -17,7 +17,7 @@ def is_import_path(value: str) -> bool:
 
 
 def load_object(key: str, import_path: str) -> Any:
-    """What `import_path` names. The module or file is executed.
+    """The object that `import_path` names. The module or file is executed.
 
     Args:
         key: the configuration key that holds it, for messages.

@@ -1,8 +1,8 @@
 """Prompts from files and hub data sets to token ids, with every row checked before training starts.
 
 Text files are read with the standard library, which keeps every value as it is written; parquet files and hub data
-sets, which have types of their own, with the `datasets` library. What is added here are the checks, the chat template
-and messages that name the configuration key, the file, the row (1-based) and the value. Responses are not read: the
+sets, which have types of their own, with the `datasets` library. This module adds checks, the chat template and
+messages that name the configuration key, the file, the row (1-based) and the value. Responses are not read: the
 student writes its own.
 """
 

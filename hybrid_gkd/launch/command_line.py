@@ -1,4 +1,4 @@
-"""What the commands share that take a run's configuration: arguments, the demo, how a signal ends them."""
+"""Shared by the commands that take a run's configuration: arguments, the demo, SIGTERM."""
 
 from __future__ import annotations
 

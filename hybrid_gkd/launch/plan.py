@@ -1,4 +1,4 @@
-"""What a run would do, as text, and what its checkpoints and its GPUs have to hold."""
+"""The plan of a run as text: workers, memory by phase; and the room that its checkpoints and GPUs need."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_free_memory(
 
 
 def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
-    """What one checkpoint takes on the disk: weights and both moments, and the Hugging Face folder."""
+    """Bytes of one checkpoint on the disk: weights and both moments, and the Hugging Face folder."""
     actor = config.actor_rollout_ref.actor
     master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
     exported = spec.stored_itemsize if actor.checkpoint.save_hf_model else 0
@@ -102,10 +102,10 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
 
 
 def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
-    """What has to be free for the checkpoints of a run, beside those that its folder holds already.
+    """Bytes that have to be free for the checkpoints of a run, in addition to those already in its folder.
 
-    One that is no longer kept is removed when the next is complete, so for a moment there is one more than are kept.
-    Where all are kept, there has to be room for the next one.
+    An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept. Where all
+    are kept, there has to be room for the next one.
 
     Args:
         config: the whole configuration.

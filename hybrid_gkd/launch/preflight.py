@@ -233,7 +233,7 @@ def disk(facts: Facts) -> str:
 
 
 def plan(facts: Facts) -> str:
-    """Who runs where, and what each phase holds fits into this machine's GPU."""
+    """Placement of the workers; the memory of each phase fits into this machine's GPU."""
     assert facts.spec is not None
     places = placement_plan(facts.config, device=facts.device, engine=facts.engine)
     return f"{places}\n{memory_plan(facts.config, facts.spec, device=facts.device)}"
@@ -334,7 +334,7 @@ def check_disk(config: Config, needed: int) -> str:
         needed: bytes that have to be free.
 
     Returns:
-        What was found.
+        The finding, in words.
 
     Raises:
         ConfigError: it cannot be written to, or is too small.

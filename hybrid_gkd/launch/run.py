@@ -172,7 +172,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
 
 
 def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None) -> RunSummary:
-    """What the run has to show."""
+    """The facts of the final table."""
     run_dir = trainer.config.run_dir
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
     metrics = run_dir / "metrics.jsonl"

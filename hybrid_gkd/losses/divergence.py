@@ -1,7 +1,7 @@
 """Divergences between teacher and student as plain functions of [T, K] log-probabilities.
 
 S is the teacher's top-k set of a row, p the teacher, q the student, P and Q their masses on S; both
-come normalised over the whole vocabulary V. `tail` says what becomes of the rest of the vocabulary:
+come normalised over the whole vocabulary V. `tail` decides about the rest of the vocabulary:
 
     bucket       it is one more outcome, of mass 1 - P and 1 - Q: a divergence of K + 1 outcomes, a lower
                  bound of the full one (data-processing inequality)
@@ -138,9 +138,9 @@ def k3(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
 def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """The w of grad E_q[v] = E_q[w grad log q], where v is "k1", "k2" or "k3"; [T] and [T] -> [T], without gradient.
 
-    The student decides what is sampled, which makes w the value v, and v itself changes with it, which adds the slope
-    dv / dlog q. With l = log q - log p that is l for k3, so KL(q || p) is what it minimises, and l^2 / 2 + l for k2,
-    which minimises E_q[l^2 / 2]. The slope of k1 is 1 and left out, as E_q[grad log q] = 0.
+    w is the value v, as the samples are drawn from q, plus the slope dv / dlog q, as v depends on q itself. With
+    l = log q - log p, w = l for k3, which therefore minimises KL(q || p), and w = l^2 / 2 + l for k2, which minimises
+    E_q[l^2 / 2]. The slope of k1 is 1 and left out, as E_q[grad log q] = 0.
     """
     log_ratio = k1(teacher_logprobs, student_logprobs).detach()
     return log_ratio.square() / 2 + log_ratio if estimator == "k2" else log_ratio
@@ -149,8 +149,8 @@ def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Ten
 def check_loss_fn(function: Callable[..., Tensor], *, tail: str, key: str = "distillation.loss_fn") -> None:
     """Try out a loss of the user's own on random rows, before anything starts.
 
-    The head computes chunk by chunk, so that row i of the result may depend on row i of the inputs alone: the rows
-    together must give what each gives by itself, in value and in gradient.
+    The head computes chunk by chunk, so row i of the result may depend on row i of the inputs alone: all rows together
+    must give the values and gradients of each row by itself.
 
     Args:
         function: as `forward_kl`.
@@ -186,7 +186,7 @@ def check_loss_fn(function: Callable[..., Tensor], *, tail: str, key: str = "dis
     alone = [torch.cat(parts) for parts in zip(*(evaluate(slice(i, i + 1)) for i in range(5)), strict=True)]
     for what, found, expected in zip(("value", "gradient"), whole, alone, strict=True):
         if not torch.allclose(found, expected):
-            rule = f"the {what} of a row must depend on that row alone; with other rows beside it, it changes by"
+            rule = f"the {what} of a row must depend on that row alone; in a batch with others it changes by"
             raise ConfigError(key, f"{rule} {(found - expected).abs().max():.3g}", show_value=False)
 
 
@@ -201,7 +201,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _outcomes(teacher: Tensor, student: Tensor, tail: str, student_tail: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of what is compared: the K tokens, and with "bucket" the rest; two [T, K or K + 1]."""
+    """Log-probabilities of the compared outcomes: K tokens, and with "bucket" the rest; two [T, K or K + 1]."""
     if teacher.ndim != 2:
         raise ValueError(f"log-probabilities must both be [T, K]; got {tuple(teacher.shape)} (teacher)")
     teacher = _aligned(teacher, student)

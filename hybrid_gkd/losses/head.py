@@ -11,7 +11,7 @@ With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logi
 so one head serves every divergence and the policy gradient (K = 1). The mass outside of the ids can be one more
 outcome; its gradient makes c another one outside of them. `head_loss` takes a loss that is a sum of row-local terms
 and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become dL/dz in place, and
-three matrix products are nearly all that it costs. What it leaves out: bias, logit soft-capping, sharded weights.
+three matrix products are nearly all that it costs. Left out: bias, logit soft-capping, sharded weights.
 
 Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
 """
@@ -35,7 +35,7 @@ float32 sum of that gradient once more. A single chunk needs no such sum, and ma
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], what is to be reported {name: [r]})."""
+"""(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], metrics {name: [r]})."""
 
 
 def head_loss(
@@ -69,18 +69,18 @@ def head_loss(
             "overlap_ratio", the share of them that is in the student's own top k, over a sample of
             "overlap_rows" rows.
         tail_topk: k > 0 says that the first k columns of `ids` differ within a row, and inserts the log of the mass
-            outside of them after column k - 1 of what `loss_fn` gets: [r, K + 1]. It is as exact as the other columns
+            outside of them after column k - 1, so that `loss_fn` gets [r, K + 1]. It is as exact as the other columns
             however small the mass is, which 1 - sum(exp(log q)) is not; -1e30 or so where there is nothing outside.
 
     Returns:
-        loss, a scalar with gradients for `hidden` and `weight`; what is reported, summed over its rows, without
+        loss, a scalar with gradients for `hidden` and `weight`; the metrics, summed over rows, without
         gradient. The matrix products and the logits between them have the inputs' dtype, everything else is
         float32, the sum of the weight gradient over the chunks included. Where the logits are rounded, those of
         `ids` are the rounded ones too: sharper ones, over a log-sum-exp of rounded ones, would let the mass on
         `ids` exceed 1.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, those of what `loss_fn` returns included, or `temperature` or
+        ValueError: shapes or dtypes do not fit, those of the result of `loss_fn` included, or `temperature` or
             `chunk_rows` is not positive.
     """
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
@@ -172,7 +172,7 @@ class _AttachGradients(torch.autograd.Function):
 def _differentiate(
     loss_fn: LossFunction, logprobs: Tensor, rows: slice, needs_grad: bool
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """-> loss [r], its gradient for the log-probabilities [r, K] or None, what `loss_fn` reports."""
+    """-> loss [r], its gradient for the log-probabilities [r, K] or None, the metrics of `loss_fn`."""
     with torch.set_grad_enabled(needs_grad):
         loss, parts = loss_fn(logprobs.requires_grad_(needs_grad), rows)
         for what, value in {"the loss": loss, **parts}.items():
@@ -194,7 +194,7 @@ def _kernels(tensor: Tensor) -> Any:
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
     """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing.
 
-    What is between the rows must be finite: the CPU's bfloat16 products read it and multiply it by 0.
+    The padding between the rows must be finite: the CPU's bfloat16 products read it and multiply it by 0.
     """
     vocabulary = weight.shape[0]
     buffer = hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)

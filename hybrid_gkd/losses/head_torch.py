@@ -1,4 +1,4 @@
-"""The kernels of the head in plain torch: what happens to the logits of a chunk of rows. head_triton.py is for GPUs.
+"""The kernels of the head in plain torch, on the logits of a chunk of rows. head_triton.py has those for GPUs.
 
 Shapes: r rows of a chunk, V vocabulary, K ids per row.
 """

@@ -1,11 +1,11 @@
-"""The head's passes over memory as Triton kernels; head_torch.py says what they compute.
+"""The head's passes over memory as Triton kernels; head_torch.py defines the results.
 
 Each row of a chunk of logits is read once for its log-sum-exp, the log-probabilities of its ids, the mass outside of
 them and its entropy, and once more to become dL/dlogits in place. One program takes one row. Everything is computed
 in float32.
 
 Shapes: r rows of a chunk, V vocabulary, K ids per row. The rows of the logits lie `stride` apart, a multiple of 64,
-so that all loads are wide; what is in a row beyond V may be overwritten.
+so that all loads are wide; the padding beyond V may be overwritten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the optimizer minimises for each response token: a distillation term, a policy term, or both.
+"""The loss of a response token: a distillation term, a policy term, or both.
 
 All terms are functions of one set of log-probabilities, those of the teacher's candidates and of the sampled token,
-so that one call of the fused head serves them. What is reported beside the loss costs no pass over the logits.
+so that one call of the fused head serves them. Its metrics cost no further pass over the logits.
 
 Shapes: R response tokens of a micro-batch, r of them in a chunk of the head, K teacher candidates.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the response tokens of a micro-batch learn from; None where the run has no such signal."""
+    """Learning signal of the response tokens of a micro-batch; None where the run has no such signal."""
 
     teacher_logprobs: Tensor | None = None
     """[R, K], log-probabilities of the teacher's candidates."""
@@ -60,7 +60,7 @@ class Objective:
         self.uses_sampled = not config.enabled or config.use_task_rewards or on_samples
         """Whether the last column of the log-probabilities must be the sampled token."""
         self.reported = self._reported()
-        """Names of what `loss_fn` reports."""
+        """Names of the metrics of `loss_fn`."""
 
     def loss_fn(self, targets: Targets) -> LossFunction:
         """The loss as the head wants it.
@@ -112,7 +112,7 @@ class Objective:
             parts["actor/distillation/clamp_share"] = weight.abs() > limit
             value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)
         if self.config.use_policy_gradient:
-            # What is added has no gradient: it makes the loss of the first pass the estimator's mean.
+            # The added term has no gradient: it makes the loss of the first pass the estimator's mean.
             return self._policy(chunk, -weight, logprobs[:, -1], parts) + (value - weight).detach()
         return value
 

@@ -16,7 +16,7 @@ from hybrid_gkd.imports import load_object
 
 @dataclass(frozen=True)
 class Divergence:
-    """One row: where the function is, and what it gets."""
+    """One row: the function and its arguments."""
 
     import_path: str
     signal: Literal["topk", "sampled"]

@@ -23,8 +23,8 @@ class ModelSpec:
     kv_bytes_per_token: int
     """Keys and values of one token in 16 bits."""
     activation_bytes_per_token: int = 0
-    """What the backward pass keeps of one token in 16 bits, at least: a block's six tensors of the hidden size and
-    three of the intermediate size; with activation checkpointing its input."""
+    """Activations for the backward pass of one token in 16 bits, at least: a block's six tensors of the hidden size
+    and three of the intermediate size; with activation checkpointing its input."""
     embedding_parameters: int = 0
     """Of the input embedding and the output head; counted once where they are tied."""
     tied_parameters: int = 0
@@ -42,7 +42,7 @@ class ModelSpec:
 def model_spec(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
 ) -> ModelSpec:
-    """Count a model's parameters and what its tokens take from its config.json, without weights.
+    """The spec of a model, computed from its config.json without weights.
 
     Raises:
         ModelError: it cannot be read, or makes no model.

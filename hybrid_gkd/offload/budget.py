@@ -1,4 +1,4 @@
-"""What each phase will hold on a GPU: predicted from the residency table, the offload keys and the model specs."""
+"""The memory of each phase on a GPU, predicted from the residency table, the offload keys and the model specs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_gkd.offload.residency import RESIDENCY
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB
-"""What vLLM keeps while it sleeps: CUDA context, graphs, NCCL buffers (measured: 0.8 to 1.6 GiB)."""
+"""Of vLLM while it sleeps: CUDA context, graphs, NCCL buffers (measured: 0.8 to 1.6 GiB)."""
 BESIDE_ENGINE_BYTES = 6 * GIB
 """Left free beside the rollout engine: CUDA context, NCCL buffers, kernels, buckets of weights on their way."""
 ENGINE_WORKSPACE_BYTES = 8 * GIB
@@ -43,7 +43,7 @@ def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, f
 
 
 def _gathered_bytes(config: Config, spec: ModelSpec) -> int:
-    """What FSDP2 keeps of the whole model on each GPU during the update, in bf16: also on one GPU it makes a copy.
+    """Gathered parameters on each GPU during the update, in bf16: FSDP2 makes a copy on a single GPU too.
 
     With `reshard_after_forward` that is the root group alone, and a block or two which are not counted.
     """
@@ -71,7 +71,7 @@ def phase_bytes(
         config: the whole configuration.
         spec: of the student.
         device: "cuda" or "cpu"; nothing moves on the CPU.
-        total_bytes: memory of one GPU; None leaves out what is given as a share of it.
+        total_bytes: memory of one GPU; None leaves out the KV cache and the teacher, which are shares of it.
     """
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
     hybrid = arr.hybrid_engine
@@ -108,9 +108,9 @@ def phase_bytes(
 def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_bytes: int) -> float:
     """`rollout.gpu_memory_utilization` where the configuration leaves it open.
 
-    What is free on the card, less what of the actor stays on it in the rollout phase: nothing in a pool of its own. An
-    engine that stays beside it (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is
-    for activations. No more than `max_num_seqs` sequences of full length can use: vLLM maps its KV cache anew in every
+    The free memory of the card, less the actor's share in the rollout phase (0 in a pool of its own). An engine that
+    never sleeps (`free_cache_engine=false`) takes half of the memory that the update's tensors leave: the rest is for
+    activations. No more than `max_num_seqs` sequences of full length can use: vLLM maps its KV cache anew in every
     step, which takes 3 ms per GiB.
 
     Args:
@@ -128,7 +128,7 @@ def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_byt
     if arr.hybrid_engine and arr.rollout.free_cache_engine:
         room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
     elif arr.hybrid_engine:
-        parts = 4 * master + _gathered_bytes(config, spec)  # parameters, gradients, both moments, and what is gathered
+        parts = 4 * master + _gathered_bytes(config, spec)  # parameters, gradients, both moments, gathered copies
         room = (room - parts) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
     weights, token = engine_bytes(config, spec, "cuda")
