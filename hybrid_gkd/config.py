@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
-from hybrid_gkd import config_rules as rules
+from hybrid_gkd import config_metadata as rules
 from hybrid_gkd.losses.table import DIVERGENCES
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}

@@ -1,41 +1,170 @@
-"""Rules of single values, which the fields of config.py carry as metadata."""
+"""What a configuration must satisfy: each field its own rule, and the rules between fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
-from hybrid_gkd.imports import is_import_path
+from hybrid_gkd.config import Config
+from hybrid_gkd.losses.table import DIVERGENCES
 
-MAY_BE_INFINITE = {"may_be_infinite": True}
-
-
-def rule(text: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
-    """Field metadata: the rule of a value, in words and as a function; null always passes."""
-    return {"rule": text, "holds": holds}
-
-
-def names(*choices: str, or_own: bool = False) -> dict[str, Any]:
-    """Field metadata: one of these names, or a list of them; with `or_own` also the import path of the user's own."""
-
-    def holds(value: Any) -> bool:
-        given = [value] if isinstance(value, str) else value
-        return all(each in choices or (or_own and is_import_path(each)) for each in given)
-
-    return rule(f"must be one of {', '.join(choices)}{', or module:name of your own' if or_own else ''}", holds)
+Rules = Iterator[tuple[str, object, str]]
+"""Dotted key, whether its rule holds, the rule in words."""
+ARR = "actor_rollout_ref"
+LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
-POSITIVE = rule("must be above 0", lambda value: value > 0)
-NOT_NEGATIVE = rule("must be at least 0", lambda value: value >= 0)
-SHARE = rule("must be between 0 and 1", lambda value: 0 <= value <= 1)
-NUCLEUS = rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
-TOP_K = rule("must be -1 or above 0", lambda value: value == -1 or value > 0)
-DECAY_RATES = rule("must be at least 0 and below 1 each", lambda value: all(0 <= beta < 1 for beta in value))
-SEED = rule("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
-FREQUENCY = rule("must be -1, 0 or more", lambda value: value >= -1)
-PORT = rule("must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
-FOLDER_NAME = rule(
-    "must be a plain folder name", lambda value: bool(value) and value not in (".", "..") and "/" not in value
-)
-IMPORT_PATH = rule("must be module:name or file.py:name", is_import_path)
-TRACKERS = names("console", "jsonl", "wandb", or_own=True)
+def field_rules(section: Any, prefix: str = "") -> Rules:
+    """The rules that fields carry as metadata; null always passes, and a number is finite unless its field says so."""
+    for entry in dataclasses.fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        if dataclasses.is_dataclass(value):
+            yield from field_rules(value, f"{key}.")
+        elif isinstance(value, float) and not entry.metadata.get("may_be_infinite"):
+            yield key, math.isfinite(value), "must be finite"
+        if value is not None and "rule" in entry.metadata:
+            yield key, entry.metadata["holds"](value), entry.metadata["rule"]
+
+
+def rules_between_fields(config: Config) -> Rules:
+    """The rules between fields, in the order in which they are reported."""
+    arr, data, longest = config.actor_rollout_ref, config.data, config.max_sequence_length
+    actor, fsdp_size = arr.actor, arr.actor.fsdp_config.fsdp_size
+    yield "data.train_files", data.train_files, "must name at least one file"
+    yield (
+        f"{ARR}.actor.ppo_max_token_len_per_gpu",
+        actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
+        f"must be at least {LENGTHS} ({data.max_prompt_length} + {data.max_response_length} = {longest})",
+    )
+    yield (
+        f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
+        actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
+        "must be given when use_dynamic_bsz is false",
+    )
+    yield (
+        f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
+        f"must be at most data.train_batch_size ({data.train_batch_size})",
+    )
+    yield (
+        f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
+        f"must be at least {LENGTHS} ({longest})",
+    )
+    yield from _pools(config)
+    yield (
+        f"{ARR}.actor.fsdp_config.fsdp_size",
+        fsdp_size == -1 or (fsdp_size > 0 and config.world_size % fsdp_size == 0),
+        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
+    )
+    yield (
+        f"{ARR}.rollout.tensor_model_parallel_size",
+        arr.rollout.name != "hf" or arr.rollout.tensor_model_parallel_size == 1, "must be 1 with rollout.name=hf",
+    )
+    yield (
+        "trainer.resume_from_path",
+        (config.trainer.resume_mode == "resume_path") == (config.trainer.resume_from_path is not None),
+        "goes together with trainer.resume_mode=resume_path",
+    )
+    yield from _importance_weights(config)
+    if config.distillation.enabled:
+        yield from _teacher(config)
+        yield from _loss(config)
+    if config.distillation.use_task_rewards or not config.distillation.enabled:
+        yield "reward.answer_key", config.reward.answer_key, "task rewards need the column with the right answers"
+        yield f"{ARR}.rollout.n", arr.rollout.n > 1, "group-relative advantages need at least 2 responses per prompt"
+
+
+def _pools(config: Config) -> Rules:
+    arr, own = config.actor_rollout_ref, config.rollout.n_gpus_per_node
+    key, separate = "rollout.n_gpus_per_node", "actor_rollout_ref.hybrid_engine=false"
+    yield key, own is None or not arr.hybrid_engine, f"goes together with {separate}"
+    yield key, own is not None or arr.hybrid_engine, f"must be given with {separate}"
+    section, workers = "trainer" if own is None else "rollout", config.rollout_world_size
+    yield (
+        f"{ARR}.rollout.tensor_model_parallel_size", workers % arr.rollout.tensor_model_parallel_size == 0,
+        f"must divide the number of workers ({section}.nnodes * {section}.n_gpus_per_node = {workers})",
+    )
+
+
+def _importance_weights(config: Config) -> Rules:
+    threshold, rollout = config.algorithm.rollout_is_threshold, config.actor_rollout_ref.rollout
+    if threshold is None:
+        return
+    key = "algorithm.rollout_is_threshold"
+    yield key, threshold >= 1, "must be at least 1, the weight of a response that is not stale"
+    stale = config.trainer.scheduler != "sync"
+    yield key, stale, "has no effect with trainer.scheduler=sync, where no response is stale"
+    yield (
+        key, rollout.top_p == 1 and rollout.top_k == -1,
+        "needs responses of the student's own distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
+    )
+
+
+def _teacher(config: Config) -> Rules:
+    section, longest = config.actor_rollout_ref.teacher, config.max_sequence_length
+    given, ends = section.server_ip is not None, section.endpoints
+    valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
+    key = f"{ARR}.teacher"
+    yield (
+        f"{key}.model.path", given or section.model.path is not None,
+        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one",
+    )
+    yield f"{key}.server_port", not given or section.server_port != 0, "must be given together with server_ip"
+    yield (
+        f"{key}.server_ip", not given or (len(set(ends)) == len(ends) and all(valid)),
+        "must be host, host:port, or several of them, all different, separated by commas",
+    )
+    yield (
+        f"{key}.max_model_len", given or (section.max_model_len or math.inf) > longest,
+        f"must be above {LENGTHS} ({longest}): vLLM scores a sequence by generating one token more",
+    )
+    yield f"{key}.keys", given or section.keys is None, "is for a running service (server_ip)"
+    yield (
+        f"{key}.overlap_rollout", config.trainer.scheduler == "sync" or section.overlap_rollout,
+        f"must be true with trainer.scheduler={config.trainer.scheduler}, which is for a teacher that scores while "
+        "the next batch is generated",
+    )
+
+
+def _loss(config: Config) -> Rules:
+    """Losses that would teach nothing, or something else than they say."""
+    loss, key, temperature = config.distillation, "distillation", config.actor_rollout_ref.rollout.temperature
+    mode, weights, own = loss.loss_mode, loss.mixed_weights, loss.loss_fn is not None
+    allowed = not (own and loss.use_policy_gradient)
+    yield f"{key}.use_policy_gradient", allowed, "must be false with distillation.loss_fn"
+    yield f"{key}.loss_mode", not own or mode == "forward_kl", "must be left out with distillation.loss_fn"
+    yield f"{key}.mixed_weights", (mode == "mixed") == bool(weights), "goes together with distillation.loss_mode=mixed"
+    mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
+    for name, weight in weights.items():
+        yield (
+            f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
+            f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
+        )
+    takes_samples = {name for name in set(weights) or {mode} if DIVERGENCES[name].signal == "sampled"}
+    sampled = mode in takes_samples
+    yield (
+        f"{key}.use_policy_gradient", not sampled or DIVERGENCES[mode].is_loss or loss.use_policy_gradient,
+        f"must be true with distillation.loss_mode={mode}: as a loss, its expected gradient is 0",
+    )
+    yield (
+        f"{key}.use_policy_gradient", sampled or not loss.use_policy_gradient,
+        "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
+        f"not {mode}, whose exact gradient is known",
+    )
+    yield (
+        f"{key}.tail", not sampled or loss.tail == "bucket",
+        f"has no effect with distillation.loss_mode={mode}; leave it at bucket",
+    )
+    yield (
+        f"{key}.topk", loss.topk > 1 or loss.tail != "renormalise" or takes_samples,
+        "must be at least 2 with distillation.tail=renormalise, which makes a single candidate certain for teacher "
+        "and student alike",
+    )
+    yield (
+        f"{key}.temperature",
+        loss.temperature == temperature or not (loss.use_policy_gradient or loss.use_task_rewards),
+        f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
+        "about the policy that the responses were sampled from",
+    )
