@@ -1,28 +1,26 @@
 """Prompts from files and hub data sets to token ids, with every row checked before training starts.
 
-Text files are read with the standard library, which keeps every value as it is written; parquet files and hub data
-sets, which have types of their own, with the `datasets` library. This module adds checks, the chat template and
+Text files are read with the standard library, which keeps every value as it is written; parquet files with pyarrow,
+hub data sets with `datasets`. This module adds checks, the chat template and
 messages that name the configuration key, the file, the row (1-based) and the value. Responses are not read: the
 student writes its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
 import logging
 import re
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.errors import ConfigError, DataError
+from hybrid_gkd.errors import DataError
 from hybrid_gkd.types import Prompt
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 OTHER_SUFFIXES = {".gz", ".zip", ".zst", ".tsv", ".txt", ".arrow"}
 """Not read, but a name that ends so is a file and not a data set on the hub."""
 HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 def load_prompts(
@@ -55,8 +52,6 @@ def load_prompts(
     (`reward_model.ground_truth`); None reads no answers. `Prompt.index` counts the rows of all files, the
     left-out ones included. Raises DataError for whatever the user has to repair.
     """
-    if truncation not in TRUNCATIONS:
-        raise ConfigError("data.truncation", f"must be one of {', '.join(TRUNCATIONS)}", truncation)
     for file in files:  # all of them before the first is read: a long download must not delay the message
         _check_source(file, key)
     prompts: list[Prompt] = []
@@ -147,13 +142,12 @@ def _read(file: str, where: str, wanted: set[str | None]) -> tuple[list[str], li
                 return _read_json(_text(path, where), where, wanted)
             if path.suffix.lower() == ".csv":
                 return _read_csv(_text(path, where), where, wanted)
-        return _read_dataset(file, path, where, wanted)
+            return _read_parquet(path, wanted)
+        return _read_hub(file, wanted)
     except DataError:
         raise
-    # The readers raise errors of pyarrow, fsspec and their own: all mean that the data is unreadable.
+    # Errors of pyarrow, fsspec and the hub: all mean that the data is unreadable.
     except Exception as error:
-        if "corresponds to no data" in str(error):  # what `datasets` says of a file without rows
-            raise DataError(f"{where}: holds no rows") from error
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise DataError(f"{where}: cannot be read: {reason}") from error
@@ -239,44 +233,31 @@ def _is_blank(fields: list[str]) -> bool:
     return not fields or (len(fields) == 1 and fields[0].isspace())
 
 
-def _read_dataset(file: str, path: Path, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Rows of a parquet file or of a hub data set."""
+def _read_parquet(path: Path, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        return names, file.read(columns=[name for name in names if name in wanted]).to_pylist()
+
+
+def _read_hub(file: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Rows of a hub data set, without progress bars, and without log lines about an error that is raised anyway."""
     import datasets
 
-    with _quiet_datasets(), tempfile.TemporaryDirectory() as scratch:
-        if path.is_file():
-            dataset = datasets.load_dataset(
-                "parquet",
-                data_files=str(path),
-                split="train",
-                cache_dir=scratch,
-                # A copy of the user's data that stays in a cache would be a surprise.
-                keep_in_memory=True,
-                # By default as many as the first group of rows has, and none is refused.
-                batch_size=1000,
-            )
-        else:
-            match = HUB_NAME.fullmatch(file)
-            assert match is not None  # _check_source
-            dataset = datasets.load_dataset(match["name"], match["config"] or None, split=match["split"] or "train")
-        names = dataset.column_names
-        return names, list(dataset.select_columns([name for name in names if name in wanted]))
-
-
-@contextlib.contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """No progress bars, and no log lines about an error that is raised anyway."""
-    import datasets
-
+    match = HUB_NAME.fullmatch(file)
+    assert match is not None  # _check_source
     verbosity, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(logging.CRITICAL)
     datasets.disable_progress_bars()
     try:
-        yield
+        dataset = datasets.load_dataset(match["name"], match["config"] or None, split=match["split"] or "train")
     finally:
         datasets.logging.set_verbosity(verbosity)
         if had_bars:
             datasets.enable_progress_bars()
+    names = dataset.column_names
+    return names, list(dataset.select_columns([name for name in names if name in wanted]))
 
 
 def _check_messages(value: object, where: str) -> list[dict[str, str]]:

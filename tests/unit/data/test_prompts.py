@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.demo.sorting import make_tokenizer
-from hybrid_gkd.errors import ConfigError, DataError
+from hybrid_gkd.errors import DataError
 
 TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
 
@@ -305,8 +305,6 @@ def test_a_long_prompt_is_an_error_that_names_the_ways_out(write):
     for part in ("rows.jsonl", "row 2", "7 tokens", "data.max_prompt_length=6", "data.truncation",
                  "data.filter_overlong_prompts"):  # fmt: skip
         assert part in message
-    with pytest.raises(ConfigError, match=r"data\.truncation"):
-        load(file, truncation="top")
 
 
 def test_filtering_leaves_long_rows_out_and_says_how_many(write, caplog):
