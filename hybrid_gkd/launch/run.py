@@ -31,9 +31,8 @@ from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, state_to_resume, total_steps
 from hybrid_gkd.reporting import trackers as tracking
 from hybrid_gkd.reporting.final_table import RunSummary
-from hybrid_gkd.reporting.trace import TraceFile
+from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.rollout.vllm import resolve_engine
-from hybrid_gkd.spans import Clock
 from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
@@ -66,7 +65,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     logger.info("%s", plan(config, device=device, engine=engine))  # refuses what this machine's GPUs cannot hold
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
-        clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
+        clock = stack.enter_context(recording(config.run_dir))
         store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         resume_from = find_checkpoint(config, store)
         if resume_from is not None:
@@ -96,7 +95,6 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             local.wait_ready()
             teacher = stack.enter_context(connect(config, inputs, [local.address]))
         describe(config, group)
-        clock.sources.append(group.take_spans)
         log = stack.enter_context(start_tracking(config, steps, resume_from))
         arguments: dict[str, Any] = {
             "group": group, "tokenizer": inputs.tokenizer, "train_prompts": inputs.train_prompts,
@@ -107,8 +105,6 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
             arguments |= {"check_teacher": local.check, "shares_gpu": shares_gpu}
         trainer = GKDTrainer(config, teacher=teacher, **arguments) if teacher else PPOTrainer(config, **arguments)
         trainer.fit()
-        group.ask_for_spans()
-        clock.collect(group.take_spans())
     return summarise(trainer, started, teacher_accuracy)
 
 

@@ -63,8 +63,8 @@ METRICS: dict[str, Metric] = {
     # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
     # They may overlap, so they need not add up to timing/step.
     "timing/step": Metric(
-        "seconds", "Generation (beside the update: waiting for it), waiting for the teacher, update and publish; "
-        "without validation and checkpoint"
+        "seconds", "Generation (with a rollout engine in a pool of its own: waiting for it), waiting for the teacher, "
+        "update and publish; without validation and checkpoint"
     ),
     "timing/gen": Metric(
         "seconds", "Drawing responses: of this batch, or with trainer.scheduler other than sync of one or two later"
@@ -93,8 +93,8 @@ METRICS: dict[str, Metric] = {
         "fraction", "Part of the last ten seconds in which a teacher worker had a request, mean over workers"
     ),
     "teacher/hidden_fraction": Metric(
-        "fraction", "Share of the time with a request at the teacher in which a worker was generating or updating, and "
-        "neither it nor the trainer waited for the teacher; from the spans of trace.json since the report before"
+        "fraction", "Share of the time with a request at the teacher in which the trainer was generating or updating, "
+        "and not waiting for the teacher; from its spans since the report before"
     ),
     "perf/tokens_per_second": Metric(
         "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
@@ -162,7 +162,8 @@ def markdown_table() -> str:
         "# Metrics",
         "",
         "The same names in the console, in `metrics.jsonl` and in Weights & Biases. A step reports those that",
-        "apply to it. In `metrics.jsonl`, a value that is not finite is the string `NaN`, `Infinity` or `-Infinity`.",
+        "apply to it. A value that is not finite ends the run.",
+        "",
         "This page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",

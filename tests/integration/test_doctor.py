@@ -141,7 +141,7 @@ def placed(free, gpu="a 3"):
     """A worker on a GPU, made by hand: the tests have none."""
     return [
         Placement(
-            host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="3", device="H200", gpu=gpu,
+            host="a", pid=1, visible_devices="3", device="H200", gpu=gpu,
             free_bytes=free, total_bytes=140 * GIB,
         )
     ]
