@@ -21,6 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.imports import is_import_path
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
 
@@ -367,7 +368,7 @@ class TrainerConfig:
     experiment_name: str = "gkd"
     """Run name in wandb, folder under the project."""
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "wandb"])
-    """Any of console, jsonl, wandb."""
+    """Any of console, jsonl, wandb, and classes of your own: my_module:MyTracker or path/to/file.py:MyTracker."""
     nnodes: int = 1
     """Machines of the Ray cluster."""
     n_gpus_per_node: int = 1
@@ -634,7 +635,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "trainer.resume_from_path", "goes together with trainer.resume_mode=resume_path", trainer.resume_from_path
         )
-    unknown = [name for name in trainer.logger if name not in ("console", "jsonl", "wandb")]
+    unknown = [n for n in trainer.logger if n not in ("console", "jsonl", "wandb") and not is_import_path(n)]
     if unknown:
         raise ConfigError("trainer.logger", "may hold console, jsonl and wandb", unknown[0])
     _check_importance(config)

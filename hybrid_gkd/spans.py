@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from hybrid_gkd.files import JsonLinesFile
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class SpanFile:
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES):
         self._path, self._max_bytes = path, max_bytes
         self._wall_minus_monotonic = time.time() - time.monotonic()
-        self._file: FileIO | None = None
+        self._file: JsonLinesFile | None = None
         self._failed = False
 
     def __call__(self, span: Span) -> None:
@@ -66,18 +66,17 @@ class SpanFile:
             return
         start, end = (round(at + self._wall_minus_monotonic, 6) for at in (span.start, span.end))
         try:
-            self._open().write(json.dumps(span._replace(start=start, end=end)).encode() + b"\n")
+            self._open().append([span._replace(start=start, end=end)])
         except OSError as error:
             self._failed = True
             logger.warning("%s cannot be written, the run goes on without it: %s", self._path, error)
 
-    def _open(self) -> FileIO:
-        if self._file is not None and self._file.tell() > self._max_bytes:
+    def _open(self) -> JsonLinesFile:
+        if self._file is not None and self._file.size() > self._max_bytes:
             self.close()
             self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + ".old" + SUFFIX))
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = JsonLinesFile(self._path)
         return self._file
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ class Clock:
         """Of each thread."""
         self._seconds: dict[str, float] = {}
         self._spans: list[Span] = []
-        """Of the trainer: those that `busy` needs and `overlap` has not counted."""
+        """Of the trainer: those that `overlap` will need."""
         self._requests: list[Interval] = []
         self._request_lanes: list[float] = []
         """When the last request in each lane ended."""
@@ -151,7 +150,7 @@ class Clock:
             self._request_lanes[lane : lane + 1] = [end]
             with self._lock:
                 self._sink(Span("teacher", "request", start, end, lane))
-        in_flight = seconds(intersect(intervals, gaps(self._requests)))
+        in_flight = seconds(intervals, without=self._requests)
         self._requests += intervals
         self._requests_until = until
         self.add("get_teacher_knowledge", in_flight)
@@ -163,12 +162,12 @@ class Clock:
         No span may be open. From the first request that is still under way on, time counts in the next call.
         """
         horizon = self._requests_until
-        requests = intersect(self._requests, [(-math.inf, horizon)])
-        self._requests = intersect(self._requests, [(horizon, math.inf)])
+        requests = [(start, min(end, horizon)) for start, end in self._requests if start < horizon]
+        self._requests = [(max(start, horizon), end) for start, end in self._requests if end > horizon]
         with self._lock:
             spans, self._spans = self._spans, [span for span in self._spans if span.end > horizon]
         in_flight = seconds(requests)
-        return {"teacher/hidden_fraction": seconds(intersect(requests, busy(spans))) / in_flight} if in_flight else {}
+        return {"teacher/hidden_fraction": hidden_seconds(requests, spans) / in_flight} if in_flight else {}
 
 
 def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -185,46 +184,27 @@ def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def busy(spans: Iterable[Span]) -> list[Interval]:
-    """When the trainer was generating or updating, and not waiting for the teacher.
+def hidden_seconds(requests: Iterable[Interval], spans: Iterable[Span]) -> float:
+    """Time with a request under way in which the trainer was generating or updating, and not waiting for the teacher.
 
     A rollout engine in a pool of its own generates during that wait, and the update stands still all the same.
     """
     own = [span for span in spans if span.row == TRAINER]
-    work = [(span.start, span.end) for span in own if span.name in BUSY]
-    return intersect(work, gaps((span.start, span.end) for span in own if span.name == TEACHER_WAIT))
+    work, waits = ([(s.start, s.end) for s in own if s.name in names] for names in (BUSY, (TEACHER_WAIT,)))
+    return seconds(requests, work, without=waits)
 
 
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def gaps(intervals: Iterable[Interval]) -> list[Interval]:
-    """Everything that is in none of them."""
-    edges = [-math.inf, *(edge for interval in merge(intervals) for edge in interval), math.inf]
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def intersect(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """What is in one of the first and in one of the second, as disjoint intervals in order."""
-    others, found, index = merge(second), list[Interval](), 0
-    for start, end in merge(first):
-        while index < len(others) and others[index][1] <= start:
-            index += 1
-        for low, high in others[index:]:
-            if low >= end:
-                break
-            found.append((max(start, low), min(end, high)))
-    return found
-
-
-def seconds(intervals: Iterable[Interval]) -> float:
-    """Length of the union."""
-    return sum(end - start for start, end in merge(intervals))
+def seconds(*sets: Iterable[Interval], without: Iterable[Interval] = ()) -> float:
+    """Time that is in an interval of every set, and in none of `without`."""
+    every = [*sets, without]
+    edges = sorted(
+        (at, change, n) for n, intervals in enumerate(every) for start, end in intervals
+        for at, change in ((start, 1), (end, -1))
+    )
+    under_way, total, last = [0] * len(every), 0.0, 0.0
+    for at, change, n in edges:
+        if all(under_way[:-1]) and not under_way[-1]:
+            total += at - last
+        under_way[n] += change
+        last = at
+    return total

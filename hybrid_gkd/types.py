@@ -6,7 +6,10 @@ module needs no torch and the records travel through Ray without a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import abc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -121,8 +124,6 @@ class Rollout:
     """B prompts"""
     sequences: tuple[Sequence, ...]
     """B * n sequences; sequence i belongs to prompt i // n."""
-    timing: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage name, for the metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +136,44 @@ class MiniBatch:
     micro_batches: tuple[tuple[TrainSequence, ...], ...]
     num_tokens: int
     """Response tokens of the mini-batch over ALL workers: the denominator of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One sample answer of the student, for people to read.
+
+    Example: Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
+    """
+
+    prompt: str
+    response: str
+    answer: str | None = None
+    """Ground truth; None where the data has none."""
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What a tracker knows of the run when it starts."""
+
+    project_name: str
+    experiment_name: str
+    run_dir: Path
+    """The folder of the run; every file goes there."""
+    config: abc.Mapping[str, Any]
+    """Resolved."""
+    total_steps: int
+    start_step: int
+    """Steps already done; 0 for a new run, the checkpoint's step for a resumed one."""
+    resume: bool
+    """Continue the files of the run in `run_dir`, without the rows after `start_step`."""
+
+
+class MetricLog(Protocol):
+    """Where a trainer reports to."""
+
+    def log(self, metrics: abc.Mapping[str, float], step: int) -> None:
+        """Everything of a step, once, steps ascending."""
+
+    def log_generations(self, samples: abc.Sequence[Generation], step: int) -> None:
+        """Sample answers, before `log` of the same step."""

@@ -24,20 +24,21 @@ from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import Config, to_dict, to_yaml
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError, TeacherMismatch
+from hybrid_gkd.files import free_path
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from hybrid_gkd.offload.budget import GIB, check_free_memory, disk_bytes, plan, teacher_share, teacher_shares_gpu
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, state_to_resume, total_steps
-from hybrid_gkd.reporting import trackers as tracking
 from hybrid_gkd.reporting.final_table import RunSummary
 from hybrid_gkd.reporting.trace import recording
+from hybrid_gkd.reporting.trackers import Tracking, load_trackers
 from hybrid_gkd.rollout.vllm import resolve_engine
 from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Prompt, RunInfo
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement, threads_per_process
 
@@ -59,6 +60,7 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     started = time.monotonic()
     device = resolve_device(config)
     engine = resolve_engine(config.actor_rollout_ref.rollout.name)
+    load_trackers(config.trainer.logger)  # one that cannot be imported shows now
     inputs = Inputs(config)
     steps = total_steps(config, len(inputs.train_prompts))
     check_disk(config, disk_bytes(config, student_spec(config), steps=steps))
@@ -108,10 +110,9 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     return summarise(trainer, started, teacher_accuracy)
 
 
-def start_tracking(config: Config, steps: int, resume_from: Path | None) -> tracking.Tracking:
+def start_tracking(config: Config, steps: int, resume_from: Path | None) -> Tracking:
     """The trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
-    return tracking.Tracking(
-        config.trainer.logger,
+    info = RunInfo(
         project_name=config.trainer.project_name,
         experiment_name=config.trainer.experiment_name,
         run_dir=config.run_dir,
@@ -120,6 +121,7 @@ def start_tracking(config: Config, steps: int, resume_from: Path | None) -> trac
         start_step=load_state(resume_from).step if resume_from else 0,
         resume=resume_from is not None,
     )
+    return Tracking(config.trainer.logger, info)
 
 
 class Inputs:
@@ -300,8 +302,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
                 "trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name
             ) from None
         if config.trainer.resume_mode == "disable" and run_dir.exists():
-            aside = next(p for n in range(1, 10**6) if not (p := Path(f"{run_dir}.{n}")).exists())
-            os.rename(run_dir, aside)
+            aside = run_dir.rename(free_path(run_dir))
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)
         yield

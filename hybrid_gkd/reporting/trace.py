@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.spans import SUFFIX, TRAINER, Clock, Span, SpanFile
 
 logger = logging.getLogger(__name__)
@@ -47,19 +48,12 @@ def write_trace(run_dir: Path) -> Path:
     temporary = path.with_name("trace.json.tmp")
     with temporary.open("w") as out:
         out.write("[")
-        spans = (span for file in sorted((run_dir / "logs").glob(f"*{SUFFIX}")) for span in read_spans(file))
+        files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
+        spans = (Span(*row) for file in files for row in read_json_lines(file))
         for number, event in enumerate(_events(spans)):
             out.write((",\n" if number else "\n") + json.dumps(event))
         out.write("\n]\n")
     return temporary.replace(path)
-
-
-def read_spans(file: Path) -> Iterator[Span]:
-    """The spans of a file, in seconds of the wall clock; without a line that was cut short."""
-    with file.open() as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                yield Span(*json.loads(line))
 
 
 def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,9 @@ import threading
 import pytest
 
 from hybrid_gkd import spans
-from hybrid_gkd.reporting.trace import read_spans, recording, write_trace
-from hybrid_gkd.spans import Clock, Span, SpanFile, busy, gaps, intersect, merge, seconds
+from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.reporting.trace import recording, write_trace
+from hybrid_gkd.spans import Clock, Span, SpanFile, hidden_seconds, seconds
 
 
 class Times:
@@ -29,6 +30,10 @@ class Times:
             self.coming += [start, end]
             with clock.span(name):
                 pass
+
+
+def read_spans(path):
+    return [Span(*row) for row in read_json_lines(path)]
 
 
 @pytest.fixture
@@ -90,11 +95,11 @@ def test_interval_arithmetic_agrees_with_sets():
         return [(a, b) for a, b in pairs], {x for a, b in pairs for x in range(a, b)}
 
     for _ in range(500):
-        (first, one), (second, two) = some(), some()
+        (first, one), (second, two), (third, three) = some(), some(), some()
         assert seconds(first) == len(one)
-        assert seconds(intersect(first, second)) == len(one & two)
-        assert seconds(intersect(first, gaps(second))) == len(one - two)
-        assert all(a[1] < b[0] for a, b in itertools.pairwise(merge(first)))
+        assert seconds(first, second) == len(one & two)
+        assert seconds(first, without=second) == len(one - two)
+        assert seconds(first, second, without=third) == len((one & two) - three)
 
 
 def test_timing_is_the_sum_of_the_spans_and_threads_have_lanes():
@@ -140,7 +145,8 @@ def test_requests_that_are_under_way_at_a_report_count_once():
 
 def test_the_trainer_is_busy_only_outside_its_waits():
     own = [Span("trainer", "update_actor", 0, 4), Span("trainer", "wait_prev_teacher", 1, 3)]
-    assert busy([*own, Span("worker 0", "gen", 0, 9), Span("teacher", "request", 0, 9)]) == [(0, 1), (3, 4)]
+    others = [Span("worker 0", "gen", 0, 9), Span("teacher", "request", 0, 9)]
+    assert hidden_seconds([(0.5, 9)], [*own, *others]) == 1.5  # 0.5 to 1 and 3 to 4
 
 
 def test_spans_of_a_file_are_there_at_once_and_after_a_restart(tmp_path):
