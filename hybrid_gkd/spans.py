@@ -1,7 +1,7 @@
-"""Spans: what a process did, from when to when.
+"""Spans: named stretches of time in a process.
 
-`timing/*` and `teacher/hidden_fraction` are computed from the trainer's own. Each process appends its spans to a file
-of its own, and reporting/trace.py makes one trace of the files.
+`timing/*` and `teacher/hidden_fraction` are computed from the trainer's. Each process appends its spans to a file of
+its own, and reporting/trace.py makes one trace of the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_BYTES = 16 * 2**20
 
 
 class Span(NamedTuple):
-    """What one participant did."""
+    """A stretch of time that a participant spent on one thing."""
 
     row: str
     """TRAINER, "teacher", or a worker by role and rank, e.g. "rollout worker 0"."""
@@ -90,7 +90,7 @@ class Clock:
     """Times blocks of code. Threads may share it.
 
     Args:
-        row: whose spans they are.
+        row: of its spans.
         sink: gets every span, one at a time, those of the teacher's requests included.
     """
 

@@ -26,14 +26,14 @@ class Prompt:
     token_ids: np.ndarray
     """int32 [P], chat template applied."""
     text: str
-    """What the user wrote, for sample generations."""
+    """The user's message, for sample generations."""
     answer: str | None = None
     """Ground truth for rule rewards; None where the data has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the rollout engine draws a response."""
+    """Sampling of a response by the rollout engine."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -85,7 +85,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTopK:
-    """What the teacher says of one response: one row per response token.
+    """The teacher's scores of one response: one row per response token.
 
     Row r is the teacher's distribution of response token r given everything before it.
     """
@@ -128,7 +128,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one worker trains on in one optimizer step.
+    """A worker's share of one optimizer step.
 
     Every worker gets the same number of micro-batches; an empty one still takes part in the collectives.
     """
@@ -154,7 +154,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What a tracker knows of the run when it starts."""
+    """Facts about a run that its trackers start with."""
 
     project_name: str
     experiment_name: str
@@ -170,7 +170,7 @@ class RunInfo:
 
 
 class MetricLog(Protocol):
-    """Where a trainer reports to."""
+    """Takes the reports of a trainer."""
 
     def log(self, metrics: abc.Mapping[str, float], step: int) -> None:
         """Everything of a step, once, steps ascending."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a finished run has to show. None where a number or a file does not exist."""
+    """Results of a finished run. None where a number or a file does not exist."""
 
     steps: int
     """Training steps done, those before a resume included."""

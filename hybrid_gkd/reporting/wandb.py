@@ -30,9 +30,6 @@ class Wandb:
         # Not at the top of the file: it takes a second, and a run that does not use it need not have it.
         import wandb
 
-        def say(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
-
         self._wandb = wandb
         self._samples: list[list[Any]] = []
         info.run_dir.mkdir(parents=True, exist_ok=True)
@@ -55,12 +52,13 @@ class Wandb:
         try:
             id_file.write_text(self._run.id + "\n")
             if offline:
-                say(f"wandb is offline; to see the run in a browser: wandb sync {self._run.settings.sync_dir}")
+                path = self._run.settings.sync_dir
+                print(f"wandb is offline; to see the run in a browser: wandb sync {path}", file=sys.stderr, flush=True)
                 for row in read_json_lines(history) if resumes else []:
                     step = row.pop("step")
                     self._run.log(row, step=step, commit=True)
             elif self._run.url:
-                say(f"wandb run: {self._run.url}")
+                print(f"wandb run: {self._run.url}", file=sys.stderr, flush=True)
         except BaseException:
             self.close(failed=True)
             raise
@@ -79,8 +77,8 @@ class Wandb:
                 self._run.log(self._take_samples())
             self._run.finish(exit_code=1 if failed else 0)
         finally:
-            # Ends the process that wandb started beside ours. wandb exits with that one's code, which is not this run's
-            # where a signal has ended both.
+            # Ends wandb's own process. wandb exits with that one's code, which is not this run's where a signal has
+            # ended both.
             try:
                 self._wandb.teardown(exit_code=1 if failed else 0)
             except SystemExit as error:
