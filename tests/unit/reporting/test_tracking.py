@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting import console as console_module
@@ -69,7 +70,13 @@ class MyTracker:
 
 def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_TRACKER)
-    run_steps(tmp_path, [1, 2], loggers=[f"{tmp_path / 'mine.py'}:MyTracker", "jsonl"])
+    config = load_config(
+        [
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
+            f"trainer.logger=[{tmp_path / 'mine.py'}:MyTracker,jsonl]",
+        ]
+    )
+    run_steps(tmp_path, [1, 2], loggers=config.trainer.logger)
     assert (tmp_path / "own.txt").read_text().splitlines() == [
         "1 The sum is 42.", '1 {"actor/kl_loss": 0.1}', "2 The sum is 42.", '2 {"actor/kl_loss": 0.2}', "done",
     ]
