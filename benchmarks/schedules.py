@@ -44,8 +44,7 @@ from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.launch.run import Inputs, connect, locked_run_folder, start_local_teacher, start_tracking
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import total_steps as total_steps_of
-from hybrid_gkd.reporting.trace import TraceFile, read_trace
-from hybrid_gkd.spans import Clock
+from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
@@ -134,8 +133,7 @@ def train(args: argparse.Namespace, config: Config, inputs: Inputs, group: Worke
     """One run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
-        clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
-        clock.sources.append(group.take_spans)
+        clock = stack.enter_context(recording(config.run_dir))
         client = stack.enter_context(connect(config, inputs, [teacher.address]))
         steps = total_steps_of(config, len(inputs.train_prompts))
         log = stack.enter_context(start_tracking(config, steps, None))
@@ -145,8 +143,6 @@ def train(args: argparse.Namespace, config: Config, inputs: Inputs, group: Worke
             train_prompts=inputs.train_prompts, val_prompts=[], reward=None, tracking=log,
             store=CheckpointStore(config.run_dir, keep=1), clock=clock,
         ).fit()  # fmt: skip
-        group.ask_for_spans()
-        clock.collect(group.take_spans())
 
 
 def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
@@ -154,7 +150,7 @@ def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     counted = [row for row in rows if first < row["step"] <= len(rows) - last]
     published = sorted(  # before the first step and after each
-        event["ts"] + event["dur"] for event in read_trace(run_folder / "trace.json")
+        event["ts"] + event["dur"] for event in json.loads((run_folder / "trace.json").read_text())
         if event["ph"] == "X" and event["pid"] == 1 and event["name"] == "sync_rollout_weights"
     )
     assert len(published) == len(rows) + 1, (len(published), len(rows))

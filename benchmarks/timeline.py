@@ -19,15 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from hybrid_gkd.reporting.trace import read_trace  # noqa: E402 (the package may not be installed)
-
 COLORS = {  # Okabe and Ito
     "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",
     "sync_rollout_weights": "#009e73", "request": "#cc79a7",
@@ -35,6 +30,12 @@ COLORS = {  # Okabe and Ito
 TIMES = ("step", "gen", "update_actor", "wait_prev_gen", "wait_prev_teacher", "sync_rollout_weights")
 WARMUP_STEPS = 10
 WIDTH, LEFT, ROW, LANE = 900, 120, 22, 14
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """All that the trace of a run folder holds."""
+    events: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())
+    return events
 
 
 def steps_of(events: list[dict[str, Any]], count: int) -> tuple[list[dict[str, Any]], float, float]:
@@ -52,7 +53,7 @@ def steps_of(events: list[dict[str, Any]], count: int) -> tuple[list[dict[str, A
 
 def draw_run(folder: Path, count: int, top: int, scale: float) -> tuple[list[str], int]:
     """SVG of one run from `top` on, and where it ends. `scale`: pixels per microsecond."""
-    events = read_trace(folder / "trace.json")
+    events = events_of(folder)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     drawn, begin, end = steps_of(events, count)
     parts = [f'<text x="8" y="{top + 12}" font-weight="bold">{folder.name}</text>']
@@ -72,7 +73,7 @@ def draw_run(folder: Path, count: int, top: int, scale: float) -> tuple[list[str
 
 def draw(folders: list[Path], count: int) -> str:
     """SVG of all runs at the scale of the longest, with an axis in milliseconds and the colours' names."""
-    lengths = [end - begin for _, begin, end in (steps_of(read_trace(f / "trace.json"), count) for f in folders)]
+    lengths = [end - begin for _, begin, end in (steps_of(events_of(f), count) for f in folders)]
     scale = (WIDTH - LEFT - 20) / max(lengths)
     parts, y = list[str](), 4
     for folder in folders:

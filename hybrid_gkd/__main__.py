@@ -57,10 +57,9 @@ def dry_run(config: Config) -> int:
 
 def train(config: Config) -> None:
     """Train and print the final table."""
-    from hybrid_gkd.launch.run import run
-    from hybrid_gkd.reporting.final_table import final_table
+    from hybrid_gkd.launch import run
 
-    print(final_table(run(config, teacher_accuracy=demo_teacher_accuracy(config))))
+    run.train(config, teacher_accuracy=demo_teacher_accuracy(config))
 
 
 if __name__ == "__main__":

@@ -1,72 +1,111 @@
-"""Time by named span: what `timing/*`, `teacher/hidden_fraction` and trace.json are made of.
+"""Spans: named stretches of time in a process.
 
-All times are seconds of this process's time.monotonic. Workers keep a clock of their own, and the worker group
-brings their spans here with the difference of the hosts' clocks taken off.
+`timing/*` and `teacher/hidden_fraction` are computed from the trainer's. Each process appends its spans to a file of
+its own, and reporting/trace.py makes one trace of the files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from hybrid_gkd.reporting.trace import TraceFile
+from hybrid_gkd.files import JsonLinesFile
+
+logger = logging.getLogger(__name__)
 
 Interval = tuple[float, float]
 """Start and end."""
+TRAINER = "trainer"
 BUSY = ("gen", "update_actor")
-"""Spans in which a worker does what the teacher's time is to hide behind."""
+"""The trainer's spans that hide the teacher's time."""
 TEACHER_WAIT = "wait_prev_teacher"
-"""Span in which the trainer has nothing to do but wait for the teacher: nothing hides that."""
+"""The trainer's span in which nothing hides it."""
+SUFFIX = ".spans.jsonl"
+"""Of a file of spans."""
+MAX_BYTES = 16 * 2**20
+"""About 250,000 spans."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What one participant did from `start` to `end`."""
+class Span(NamedTuple):
+    """A stretch of time that a participant spent on one thing."""
 
     row: str
-    """"trainer", "teacher", or a worker by role and rank, e.g. "rollout worker 0"."""
+    """TRAINER, "teacher", or a worker by role and rank, e.g. "rollout worker 0"."""
     name: str
     start: float
     end: float
+    """Seconds of this process's time.monotonic; in a file, of the wall clock."""
     lane: int = 0
     """Spans of a row that overlap without containing each other are in different lanes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """What a worker hands over: everything that ended before `until`, and nothing is open."""
+class SpanFile:
+    """Appends spans to a file, a line of JSON each. The file outlives a process that is killed.
 
-    spans: list[Span]
-    until: float
+    Times become those of the wall clock by one reading of it, so that they never run backwards. A failing disk costs
+    the spans, with one warning, and not the run. At `max_bytes` the file becomes `<name>.old.spans.jsonl`, in place
+    of the one before: the newest spans are always there, in twice as much at most.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES):
+        self._path, self._max_bytes = path, max_bytes
+        self._wall_minus_monotonic = time.time() - time.monotonic()
+        self._file: JsonLinesFile | None = None
+        self._failed = False
+
+    def __call__(self, span: Span) -> None:
+        """Append a span."""
+        if self._failed:
+            return
+        start, end = (round(at + self._wall_minus_monotonic, 6) for at in (span.start, span.end))
+        try:
+            self._open().append([span._replace(start=start, end=end)])
+        except OSError as error:
+            self._failed = True
+            logger.warning("%s cannot be written, the run goes on without it: %s", self._path, error)
+
+    def _open(self) -> JsonLinesFile:
+        if self._file is not None and self._file.size() > self._max_bytes:
+            self.close()
+            self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + ".old" + SUFFIX))
+        if self._file is None:
+            self._file = JsonLinesFile(self._path)
+        return self._file
+
+    def close(self) -> None:
+        """Close the file; a later span opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class Clock:
-    """Records spans. Threads may share it.
+    """Times blocks of code. Threads may share it.
 
     Args:
-        row: whose spans `span` records.
-        trace: takes every span; None writes none.
+        row: of its spans.
+        sink: gets every span, one at a time, those of the teacher's requests included.
     """
 
-    def __init__(self, row: str = "trainer", trace: TraceFile | None = None) -> None:
-        self.row = row
-        self.trace = trace
-        self.sources: list[Callable[[], Spans]] = []
-        """Called once per step for the spans of the workers."""
+    def __init__(self, row: str = TRAINER, sink: Callable[[Span], None] = lambda span: None) -> None:
+        self._row, self._sink = row, sink
         self._lock = threading.Lock()
+        self._lanes: dict[int, int] = {}
+        """Of each thread."""
         self._seconds: dict[str, float] = {}
         self._spans: list[Span] = []
-        self._threads: dict[int, int] = {}
+        """Of the trainer: those that `overlap` will need."""
         self._requests: list[Interval] = []
         self._request_lanes: list[float] = []
-        self._requests_until = -math.inf
-        self._reported_until = -math.inf
+        """When the last request in each lane ended."""
+        self._requests_until = math.inf
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -78,8 +117,11 @@ class Clock:
             ended = time.monotonic()
             self.add(name, ended - started)
             with self._lock:
-                lane = self._threads.setdefault(threading.get_ident(), len(self._threads))
-            self._record([Span(self.row, name, started, ended, lane)])
+                lane = self._lanes.setdefault(threading.get_ident(), len(self._lanes))
+                span = Span(self._row, name, started, ended, lane)
+                self._sink(span)
+                if self._row == TRAINER and name in (*BUSY, TEACHER_WAIT):
+                    self._spans.append(span)
 
     def add(self, name: str, seconds: float) -> None:
         """Add time that was measured elsewhere."""
@@ -92,12 +134,6 @@ class Clock:
             taken, self._seconds = self._seconds, {}
         return {f"timing/{name}": seconds for name, seconds in taken.items()}
 
-    def take_spans(self) -> Spans:
-        """What was recorded since the last call, for the clock of another process."""
-        with self._lock:
-            taken, self._spans = self._spans, []
-        return Spans(taken, time.monotonic())
-
     def requests(self, intervals: list[Interval], *, until: float) -> float:
         """Record the teacher requests that have ended.
 
@@ -109,56 +145,29 @@ class Clock:
             Seconds in which at least one was under way, which is `timing/get_teacher_knowledge`; without those that an
             earlier call has counted.
         """
-        spans = []
         for start, end in sorted(intervals):
             lane = next((n for n, free in enumerate(self._request_lanes) if free <= start), len(self._request_lanes))
             self._request_lanes[lane : lane + 1] = [end]
-            spans.append(Span("teacher", "request", start, end, lane))
-        in_flight = seconds(intersect(intervals, gaps(self._requests)))
+            with self._lock:
+                self._sink(Span("teacher", "request", start, end, lane))
+        in_flight = seconds(intervals, without=self._requests)
         self._requests += intervals
         self._requests_until = until
-        if self.trace is not None:
-            self.trace.write(spans)
         self.add("get_teacher_knowledge", in_flight)
         return in_flight
 
     def overlap(self) -> dict[str, float]:
         """`teacher/hidden_fraction` of the time since the last call; nothing where no request was under way.
 
-        The time ends where the spans of a worker or the requests are not complete yet; what is later counts next time.
+        No span may be open. From the first request that is still under way on, time counts in the next call.
         """
-        found = [source() for source in self.sources]
-        self._record([span for part in found for span in part.spans])
-        if self._requests_until == -math.inf:  # no teacher
-            self._spans = []
-        horizon = min([self._requests_until, *(part.until for part in found)])
-        if horizon <= self._reported_until:
-            return {}
-        window = [(self._reported_until, horizon)]
-        requests = intersect(self._requests, window)
+        horizon = self._requests_until
+        requests = [(start, min(end, horizon)) for start, end in self._requests if start < horizon]
+        self._requests = [(max(start, horizon), end) for start, end in self._requests if end > horizon]
         with self._lock:
-            spans = list(self._spans)
-            self._spans = [span for span in spans if span.end > horizon]
-        self._requests = [interval for interval in self._requests if interval[1] > horizon]
-        self._reported_until = horizon
+            spans, self._spans = self._spans, [span for span in self._spans if span.end > horizon]
         in_flight = seconds(requests)
-        return {"teacher/hidden_fraction": seconds(intersect(requests, busy(spans))) / in_flight} if in_flight else {}
-
-    def collect(self, part: Spans) -> None:
-        """Take over what another clock has recorded."""
-        self._record(part.spans)
-
-    def _record(self, spans: list[Span]) -> None:
-        with self._lock:
-            # The trainer's own are in timing/*.
-            self._spans += [span for span in spans if span.row != "trainer" or span.name == TEACHER_WAIT]
-        if self.trace is not None:
-            self.trace.write(spans)
-
-    def close(self) -> None:
-        """Finish the trace."""
-        if self.trace is not None:
-            self.trace.close()
+        return {"teacher/hidden_fraction": hidden_seconds(requests, spans) / in_flight} if in_flight else {}
 
 
 def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -175,57 +184,27 @@ def spanned(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def busy(spans: Iterable[Span]) -> list[Interval]:
-    """When at least one worker was generating or updating and not waiting within it (spans `wait_*`).
+def hidden_seconds(requests: Iterable[Interval], spans: Iterable[Span]) -> float:
+    """Time with a request under way in which the trainer was generating or updating, and not waiting for the teacher.
 
-    Without what the trainer waited for the teacher: a rollout engine in a pool of its own generates meanwhile, and the
-    update stands still all the same.
+    A rollout engine in a pool of its own generates during that wait, and the update stands still all the same.
     """
-    rows: dict[str, tuple[list[Interval], list[Interval]]] = {}
-    standstill: list[Interval] = []
-    for span in spans:
-        if span.row == "trainer":
-            standstill += [(span.start, span.end)] if span.name == TEACHER_WAIT else []
-        elif span.row != "teacher":
-            work, waits = rows.setdefault(span.row, ([], []))
-            if span.name in BUSY:
-                work.append((span.start, span.end))
-            elif span.name.startswith("wait_"):
-                waits.append((span.start, span.end))
-    at_work = merge(part for work, waits in rows.values() for part in intersect(work, gaps(waits)))
-    return intersect(at_work, gaps(standstill))
+    own = [span for span in spans if span.row == TRAINER]
+    work, waits = ([(s.start, s.end) for s in own if s.name in names] for names in (BUSY, (TEACHER_WAIT,)))
+    return seconds(requests, work, without=waits)
 
 
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def gaps(intervals: Iterable[Interval]) -> list[Interval]:
-    """Everything that is in none of them."""
-    edges = [-math.inf, *(edge for interval in merge(intervals) for edge in interval), math.inf]
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def intersect(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """What is in one of the first and in one of the second, as disjoint intervals in order."""
-    others, found, index = merge(second), list[Interval](), 0
-    for start, end in merge(first):
-        while index < len(others) and others[index][1] <= start:
-            index += 1
-        for low, high in others[index:]:
-            if low >= end:
-                break
-            found.append((max(start, low), min(end, high)))
-    return found
-
-
-def seconds(intervals: Iterable[Interval]) -> float:
-    """Length of the union."""
-    return sum(end - start for start, end in merge(intervals))
+def seconds(*sets: Iterable[Interval], without: Iterable[Interval] = ()) -> float:
+    """Time that is in an interval of every set, and in none of `without`."""
+    every = [*sets, without]
+    edges = sorted(
+        (at, change, n) for n, intervals in enumerate(every) for start, end in intervals
+        for at, change in ((start, 1), (end, -1))
+    )
+    under_way, total, last = [0] * len(every), 0.0, 0.0
+    for at, change, n in edges:
+        if all(under_way[:-1]) and not under_way[-1]:
+            total += at - last
+        under_way[n] += change
+        last = at
+    return total

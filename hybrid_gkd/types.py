@@ -6,7 +6,10 @@ module needs no torch and the records travel through Ray without a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import abc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,14 +26,14 @@ class Prompt:
     token_ids: np.ndarray
     """int32 [P], chat template applied."""
     text: str
-    """What the user wrote, for sample generations."""
+    """The user's message, for sample generations."""
     answer: str | None = None
     """Ground truth for rule rewards; None where the data has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the rollout engine draws a response."""
+    """Sampling of a response by the rollout engine."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -82,7 +85,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTopK:
-    """What the teacher says of one response: one row per response token.
+    """The teacher's scores of one response: one row per response token.
 
     Row r is the teacher's distribution of response token r given everything before it.
     """
@@ -121,13 +124,11 @@ class Rollout:
     """B prompts"""
     sequences: tuple[Sequence, ...]
     """B * n sequences; sequence i belongs to prompt i // n."""
-    timing: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage name, for the metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one worker trains on in one optimizer step.
+    """A worker's share of one optimizer step.
 
     Every worker gets the same number of micro-batches; an empty one still takes part in the collectives.
     """
@@ -135,3 +136,44 @@ class MiniBatch:
     micro_batches: tuple[tuple[TrainSequence, ...], ...]
     num_tokens: int
     """Response tokens of the mini-batch over ALL workers: the denominator of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One sample answer of the student, for people to read.
+
+    Example: Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
+    """
+
+    prompt: str
+    response: str
+    answer: str | None = None
+    """Ground truth; None where the data has none."""
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Facts about a run that its trackers start with."""
+
+    project_name: str
+    experiment_name: str
+    run_dir: Path
+    """The folder of the run; every file goes there."""
+    config: abc.Mapping[str, Any]
+    """Resolved."""
+    total_steps: int
+    start_step: int
+    """Steps already done; 0 for a new run, the checkpoint's step for a resumed one."""
+    resume: bool
+    """Continue the files of the run in `run_dir`, without the rows after `start_step`."""
+
+
+class MetricLog(Protocol):
+    """Takes the reports of a trainer."""
+
+    def log(self, metrics: abc.Mapping[str, float], step: int) -> None:
+        """Everything of a step, once, steps ascending."""
+
+    def log_generations(self, samples: abc.Sequence[Generation], step: int) -> None:
+        """Sample answers, before `log` of the same step."""

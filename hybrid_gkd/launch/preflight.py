@@ -34,6 +34,7 @@ from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_ha
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import state_to_resume, total_steps
+from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.vllm import resolve_engine
 from hybrid_gkd.types import Prompt
 
@@ -209,6 +210,12 @@ def reward(facts: Facts) -> str:
     return f"{custom.path}:{custom.name}" if custom.path else section.name
 
 
+def trackers(facts: Facts) -> str:
+    """The trackers can be imported."""
+    load_trackers(facts.config.trainer.logger)
+    return ", ".join(facts.config.trainer.logger) or "none"
+
+
 def data(facts: Facts) -> str:
     """Every prompt can be read and fits; they fill a batch."""
     facts.train_prompts = _load_prompts(facts, "data.train_files", facts.config.data.train_files)
@@ -247,6 +254,7 @@ CHECKS = (
     Check("student", student),
     Check("teacher", teacher, after=("student",)),
     Check("reward", reward),
+    Check("trackers", trackers),
     Check("data", data, after=("student", "reward")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("disk", disk, after=("student",)),

@@ -8,31 +8,35 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import Facts, check_all
 from hybrid_gkd.launch.teacher import connect, make_local_teacher, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
-from hybrid_gkd.reporting import trackers as tracking
-from hybrid_gkd.reporting.final_table import RunSummary
-from hybrid_gkd.reporting.trace import TraceFile
-from hybrid_gkd.spans import Clock
+from hybrid_gkd.reporting.final_table import RunSummary, final_table
+from hybrid_gkd.reporting.trace import recording
+from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.trainer import GKDTrainer
+from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
+
+
+def train(config: Config, *, teacher_accuracy: float | None = None) -> None:
+    """`run`, and print the final table."""
+    print(final_table(run(config, teacher_accuracy=teacher_accuracy)))
 
 
 def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
@@ -52,15 +56,13 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
         (config.run_dir / "config.yaml").write_text(to_yaml(config))
         trainer = assemble(facts, stack)
         trainer.fit()
-        trainer.group.ask_for_spans()
-        trainer.clock.collect(trainer.group.take_spans())
     return summarise(trainer, started, teacher_accuracy)
 
 
 def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
     """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
-    clock = stack.enter_context(contextlib.closing(Clock(trace=TraceFile(config.run_dir / "trace.json"))))
+    clock = stack.enter_context(recording(config.run_dir))
     teacher, local = None, None
     if config.distillation.enabled and section.server_ip is None:
         local = stack.enter_context(make_local_teacher(config, facts.device))
@@ -76,7 +78,6 @@ def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
     if local is not None:
         local.wait_ready()
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address]))
-    clock.sources.append(group.take_spans)
     arguments: dict[str, Any] = {
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,
         "val_prompts": facts.val_prompts, "reward": facts.reward,
@@ -125,12 +126,11 @@ def check_placement(config: Config, placements: list[Placement], *, teacher_load
         check_free_memory(config, student_spec(config), placements, teacher_loaded=teacher_loaded)
 
 
-def start_tracking(facts: Facts) -> tracking.Tracking:
+def start_tracking(facts: Facts) -> Tracking:
     """The trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
     config = facts.config
     assert facts.steps is not None
-    return tracking.Tracking(
-        config.trainer.logger,
+    info = RunInfo(
         project_name=config.trainer.project_name,
         experiment_name=config.trainer.experiment_name,
         run_dir=config.run_dir,
@@ -139,6 +139,7 @@ def start_tracking(facts: Facts) -> tracking.Tracking:
         start_step=load_state(facts.resume_from).step if facts.resume_from else 0,
         resume=facts.resume_from is not None,
     )
+    return Tracking(config.trainer.logger, info)
 
 
 @contextlib.contextmanager
@@ -164,8 +165,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
                 "trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name
             ) from None
         if config.trainer.resume_mode == "disable" and run_dir.exists():
-            aside = next(p for n in range(1, 10**6) if not (p := Path(f"{run_dir}.{n}")).exists())
-            os.rename(run_dir, aside)
+            aside = run_dir.rename(free_path(run_dir))
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)
         yield

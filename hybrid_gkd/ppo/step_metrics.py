@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.models.spec import ModelSpec, training_flops
+from hybrid_gkd.types import Rollout
 
 PEAK_FLOPS: dict[str, float] = {
     "NVIDIA A10": 125e12,
@@ -19,6 +25,44 @@ PEAK_FLOPS: dict[str, float] = {
 }
 """Whole device name, so that neither a part of a GPU (MIG) nor a variant is taken for it -> dense bf16 operations per
 second according to the vendor's data sheets."""
+
+
+def step_metrics(
+    config: Config, rollout: Rollout, timing: Mapping[str, float], *, devices: Iterable[str],
+    spec: Callable[[], ModelSpec],
+) -> dict[str, float]:
+    """Times, speed and lengths of a step.
+
+    Args:
+        config: the whole configuration.
+        rollout: what the step has trained on.
+        timing: `timing/*` of the step.
+        devices: of the workers that train, by name.
+        spec: the student's, called where it is needed.
+    """
+    gen = "gen" if config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
+    parts = (gen, "wait_prev_teacher", "update_actor", "sync_rollout_weights")
+    seconds = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
+    lengths = np.array([len(s.response_ids) for s in rollout.sequences])
+    prompts = np.array([len(p.token_ids) for p in rollout.prompts])
+    metrics = {
+        **timing,
+        "timing/step": seconds,
+        "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / seconds,
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float(np.mean([s.finish_reason == "length" for s in rollout.sequences])),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "training/epoch": float(rollout.epoch),
+        "training/staleness": float(rollout.step - 1 - min(s.weight_version for s in rollout.sequences)),
+    }
+    update, peak = timing.get("timing/update_actor", 0.0), peak_flops(devices)
+    if update and peak and not spec().has_experts:
+        flops = training_flops(spec(), [s.num_tokens for s in rollout.sequences], int(lengths.sum()))
+        metrics["perf/mfu"] = config.actor_rollout_ref.actor.ppo_epochs * flops / update / peak
+    return metrics
 
 
 def peak_flops(devices: Iterable[str]) -> float:

@@ -22,16 +22,17 @@ from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import CheckpointError, TrainingError
-from hybrid_gkd.models.spec import ModelSpec, student_spec, training_flops
+from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.advantages import group_relative_advantages
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.step_metrics import peak_flops
-from hybrid_gkd.reporting.trackers import Generation, Tracking
+from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.spans import Clock
 from hybrid_gkd.types import (
+    Generation,
     GenerationRequest,
+    MetricLog,
     MiniBatch,
     Prompt,
     Rollout,
@@ -81,7 +82,7 @@ class PPOTrainer:
         train_prompts: list[Prompt],
         val_prompts: list[Prompt],
         reward: Reward | None,
-        tracking: Tracking,
+        tracking: MetricLog,
         store: CheckpointStore,
         resume_from: Path | None = None,
         clock: Clock | None = None,
@@ -117,6 +118,7 @@ class PPOTrainer:
             inactivity_timeout=config.actor_rollout_ref.nccl_timeout + LATE_SECONDS,
             clock=self.clock,
         )
+        self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
         if resume_from is not None:
@@ -133,7 +135,7 @@ class PPOTrainer:
                 metrics = self._unreported = self._update_actor(rollout)
                 self.step, self._weights_are_whole = rollout.step, True
                 self._publish_weights()
-                metrics = metrics | self._rollout_metrics(rollout)
+                metrics = metrics | self._step_metrics(rollout)
                 if self._due(self.config.trainer.test_freq) and self.val_prompts:
                     metrics |= self._validate()
                 self._report(metrics)
@@ -317,39 +319,10 @@ class PPOTrainer:
         last = self.step == self.total_steps
         return every != 0 and (last or (every > 0 and self.step % every == 0))
 
-    def _rollout_metrics(self, rollout: Rollout) -> dict[str, float]:
-        responses = np.array([len(s.response_ids) for s in rollout.sequences])
-        prompts = np.array([len(p.token_ids) for p in rollout.prompts])
-        timing = self.clock.take()
-        gen = "gen" if self.config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
-        parts = (gen, "wait_prev_teacher", "update_actor", "sync_rollout_weights")
-        timing["timing/step"] = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
-        return timing | {
-            "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / timing["timing/step"],
-            **self._utilization(rollout, timing.get("timing/update_actor", 0.0)),
-            **self.group.memory_metrics(),
-            "response_length/mean": float(responses.mean()),
-            "response_length/max": float(responses.max()),
-            "response_length/min": float(responses.min()),
-            "response_length/clip_ratio": float(np.mean([s.finish_reason == "length" for s in rollout.sequences])),
-            "prompt_length/mean": float(prompts.mean()),
-            "prompt_length/max": float(prompts.max()),
-            "training/epoch": float(rollout.epoch),
-            "training/staleness": float(rollout.step - 1 - min(s.weight_version for s in rollout.sequences)),
-        }
-
-    def _utilization(self, rollout: Rollout, seconds: float) -> dict[str, float]:
-        """`perf/mfu` of an update that took so long; nothing where the GPUs or the student's operations are unknown."""
-        peak = peak_flops(worker["device"] for worker in self.group.description)
-        if not peak or not seconds or self._student_spec.has_experts:
-            return {}
-        response_tokens = sum(len(s.response_ids) for s in rollout.sequences)
-        flops = training_flops(self._student_spec, [s.num_tokens for s in rollout.sequences], response_tokens)
-        return {"perf/mfu": self.config.actor_rollout_ref.actor.ppo_epochs * flops / seconds / peak}
-
-    @functools.cached_property
-    def _student_spec(self) -> ModelSpec:
-        return student_spec(self.config)
+    def _step_metrics(self, rollout: Rollout) -> dict[str, float]:
+        devices = [worker["device"] for worker in self.group.description]
+        found = step_metrics(self.config, rollout, self.clock.take(), devices=devices, spec=self._student_spec)
+        return found | self.group.memory_metrics()
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}
@@ -383,7 +356,8 @@ class PPOTrainer:
                 self._write_checkpoint()
                 logger.warning("the state after step %d is saved: %s", self.step, self.checkpoint)
                 if self._unreported:  # a run that resumes here will not see this step again
-                    self.tracking.log(self._unreported | {"training/global_step": float(self.step)}, self.step)
+                    metrics = {name: value for name, value in self._unreported.items() if math.isfinite(value)}
+                    self.tracking.log(metrics | {"training/global_step": float(self.step)}, self.step)
         except Exception as error:  # what ended the run is what has to be reported
             logger.warning("the state after step %d could not be saved: %s", self.step, error)
 

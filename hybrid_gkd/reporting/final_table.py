@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a finished run has to show. None where a number or a file does not exist."""
+    """Results of a finished run. None where a number or a file does not exist."""
 
     steps: int
     """Training steps done, those before a resume included."""
@@ -31,16 +31,16 @@ class RunSummary:
 def final_table(summary: RunSummary) -> str:
     """The summary as plain text, one line per fact, without a newline at the end."""
     rows = [
-        ("held-out accuracy: teacher", _percent(summary.teacher_accuracy)),
-        ("held-out accuracy: student before", _percent(summary.student_accuracy_before)),
-        ("held-out accuracy: student after", _percent(summary.student_accuracy_after)),
-        ("actor/kl_loss, first and last step", f"{_number(summary.kl_first)} -> {_number(summary.kl_last)}"),
+        ("held-out accuracy: teacher", _show(summary.teacher_accuracy, ".1%")),
+        ("held-out accuracy: student before", _show(summary.student_accuracy_before, ".1%")),
+        ("held-out accuracy: student after", _show(summary.student_accuracy_after, ".1%")),
+        ("actor/kl_loss, first and last step", f"{_show(summary.kl_first, '.4f')} -> {_show(summary.kl_last, '.4f')}"),
         ("training steps", str(summary.steps)),
         ("wall time", _duration(summary.wall_seconds)),
-        ("checkpoint", _path(summary.checkpoint)),
-        ("Hugging Face folder", _path(summary.huggingface)),
-        ("metrics", _path(summary.metrics)),
-        ("resolved configuration", _path(summary.config)),
+        ("checkpoint", _show(summary.checkpoint)),
+        ("Hugging Face folder", _show(summary.huggingface)),
+        ("metrics", _show(summary.metrics)),
+        ("resolved configuration", _show(summary.config)),
     ]
     label_width = max(len(label) for label, _ in rows)
     lines = [f"  {label:<{label_width}}  {value}" for label, value in rows]
@@ -48,16 +48,8 @@ def final_table(summary: RunSummary) -> str:
     return "\n".join([rule, *lines, rule])
 
 
-def _percent(fraction: float | None) -> str:
-    return "—" if fraction is None else f"{fraction:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "—" if value is None else f"{value:.4f}"
-
-
-def _path(path: Path | None) -> str:
-    return "—" if path is None else str(path)
+def _show(value: float | Path | None, form: str = "") -> str:
+    return "—" if value is None else format(value, form)
 
 
 def _duration(seconds: float) -> str:

@@ -1,11 +1,6 @@
 """Every metric this package reports: its name, unit and meaning.
 
-The same names appear in the console, in metrics.jsonl, in Weights & Biases and in docs/metrics.md,
-which is this table printed:
-
-    python -m hybrid_gkd.metrics > docs/metrics.md
-
-A step reports the metrics that apply to it: the table is what may appear, not what must.
+`python -m hybrid_gkd.metrics > docs/metrics.md` prints it. A step reports the metrics that apply to it.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What one number means."""
+    """Unit and meaning of a metric."""
 
     unit: str
     """Empty for a plain number."""
@@ -26,56 +21,30 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    # The learning signal. Means are over the response tokens of the whole batch, on all GPUs.
-    "actor/kl_loss": Metric(
-        "nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped, mean over response tokens"
-    ),
+    # The learning signal.
+    "actor/kl_loss": Metric("nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped"),
     "actor/loss": Metric("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
     "actor/grad_norm": Metric("", "Norm of the gradient before clipping, mean over the optimizer steps"),
     "actor/lr": Metric("", "Learning rate of the last optimizer step"),
-    "actor/entropy": Metric("nats/token", "Entropy of the student's distribution, mean over response tokens"),
-    "actor/pg_loss": Metric("nats/token", "PPO's clipped loss on the task rewards, mean over response tokens"),
+    "actor/entropy": Metric("nats/token", "Entropy of the student's distribution"),
+    "actor/pg_loss": Metric("nats/token", "PPO's clipped loss on the task rewards"),
     "actor/pg_clipfrac": Metric("fraction", "Response tokens whose PPO ratio was clipped"),
-    "actor/importance/mean": Metric("", "Weight of a response token (algorithm.rollout_is_threshold), mean over them"),
-    "actor/importance/effective_sample_size": Metric(
-        "fraction", "Of the importance weights: share of the response tokens that, weighted alike, would say as much"
-    ),
+    "actor/importance/mean": Metric("", "Importance weight (algorithm.rollout_is_threshold)"),
+    "actor/importance/effective_sample_size": Metric("fraction", "(sum w)^2 / (n sum w^2) of the importance weights"),
     "actor/ppo_kl": Metric("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
-    "actor/distillation/forward_kl": Metric(
-        "nats/token", "KL(teacher, student) on the teacher's top-k tokens and the rest, whatever the loss is"
-    ),
-    "actor/distillation/reverse_kl": Metric(
-        "nats/token", "KL(student, teacher) on the teacher's top-k tokens and the rest, whatever the loss is"
-    ),
-    "actor/distillation/clamp_share": Metric(
-        "fraction", "Response tokens whose divergence, or advantage with use_policy_gradient, is beyond "
-        "distillation.loss_max_clamp"
-    ),
-    "actor/distillation/overlap_ratio": Metric(
-        "fraction", "Share of the teacher's top-k tokens that are in the student's own top k, on a sample of tokens"
-    ),
-    "actor/distillation/student_mass": Metric(
-        "fraction", "Probability that the student gives to the teacher's top-k tokens, mean over response tokens"
-    ),
-    "actor/distillation/teacher_mass": Metric(
-        "fraction", "Probability that the teacher gives to its top-k tokens, mean over response tokens"
-    ),
+    "actor/distillation/forward_kl": Metric("nats/token", "KL(teacher, student) on the teacher's top k and the tail"),
+    "actor/distillation/reverse_kl": Metric("nats/token", "KL(student, teacher) on the teacher's top k and the tail"),
+    "actor/distillation/clamp_share": Metric("fraction", "Tokens with a divergence or advantage beyond loss_max_clamp"),
+    "actor/distillation/overlap_ratio": Metric("fraction", "Part of the teacher's top k in the student's, sampled"),
+    "actor/distillation/student_mass": Metric("fraction", "The student's probability of the teacher's top k"),
+    "actor/distillation/teacher_mass": Metric("fraction", "The teacher's probability of its top k"),
     # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
     # They may overlap, so they need not add up to timing/step.
-    "timing/step": Metric(
-        "seconds", "Generation (beside the update: waiting for it), waiting for the teacher, update and publish; "
-        "without validation and checkpoint"
-    ),
-    "timing/gen": Metric(
-        "seconds", "Drawing responses: of this batch, or with trainer.scheduler other than sync of one or two later"
-    ),
-    "timing/wait_prev_gen": Metric(
-        "seconds", "Waiting for responses with nothing else to do (the rollout engine in a pool of its own)"
-    ),
+    "timing/step": Metric("seconds", "Generation (separate pools: waiting for it), teacher wait, update and publish"),
+    "timing/gen": Metric("seconds", "Drawing responses: of this batch or, ahead of the update, of a later one"),
+    "timing/wait_prev_gen": Metric("seconds", "Waiting for responses with nothing else to do (separate pools)"),
     "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
-    "timing/get_teacher_knowledge": Metric(
-        "seconds", "Time in which at least one request was with the teacher: sent, and its scores not there"
-    ),
+    "timing/get_teacher_knowledge": Metric("seconds", "Time with at least one request at the teacher"),
     "timing/update_actor": Metric("seconds", "Forward, backward and optimizer steps"),
     "timing/sync_rollout_weights": Metric("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": Metric("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
@@ -89,25 +58,18 @@ METRICS: dict[str, Metric] = {
     "teacher/retries": Metric("", "Requests that were sent again"),
     "teacher/bytes_per_token": Metric("bytes/token", "Size of the replies per response token"),
     "teacher/queue_length": Metric("requests", "Requests of all clients that waited for a teacher worker, mean"),
-    "teacher/engine_busy": Metric(
-        "fraction", "Part of the last ten seconds in which a teacher worker had a request, mean over workers"
-    ),
+    "teacher/engine_busy": Metric("fraction", "Part of the last ten seconds with a request, mean over workers"),
     "teacher/hidden_fraction": Metric(
-        "fraction", "Share of the time with a request at the teacher in which a worker was generating or updating, and "
-        "neither it nor the trainer waited for the teacher; from the spans of trace.json since the report before"
+        "fraction", "Share of the time with a request at the teacher in which the trainer was generating or updating, "
+        "and not waiting for the teacher; from its spans since the report before"
     ),
-    "perf/tokens_per_second": Metric(
-        "tokens/second", "Prompt and response tokens of the batch per second of timing/step"
-    ),
+    "perf/tokens_per_second": Metric("tokens/second", "Prompt and response tokens per second of timing/step"),
     "perf/mfu": Metric(
-        "fraction", "Model FLOP/s utilization of the update: operations of forward and backward of the step's tokens, "
-        "recomputation not counted, per second of timing/update_actor, of what the GPUs that train do in dense bf16. "
-        "That time also holds optimizer steps, copies between GPU and host, passes for log-probabilities and the way "
-        "to the workers, but no waiting for the teacher. Absent on the CPU, unknown GPUs and for mixtures of experts"
+        "fraction", "Model FLOP/s utilization: forward and backward of the step's tokens, without recomputation, per "
+        "second of timing/update_actor, of the GPUs' dense bf16 peak. That time also holds optimizer steps, copies "
+        "between GPU and host and passes for log-probabilities. Absent on the CPU, unknown GPUs and mixtures of experts"
     ),
-    "perf/max_memory_allocated_gb": Metric(
-        "GiB", "Largest GPU memory that torch held during the step, on any GPU; without an engine that can sleep"
-    ),
+    "perf/max_memory_allocated_gb": Metric("GiB", "torch's peak of the step, any GPU; without an engine that sleeps"),
     "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
     **{
         f"perf/copy/{owner}_{direction}": Metric("GB/s", f"Speed of the last copy of {owner} {where} the GPU")
@@ -116,8 +78,7 @@ METRICS: dict[str, Metric] = {
     },
     "memory/update/sleeping_engine_gb": Metric("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
     "memory/rollout/actor_rest_gb": Metric(
-        "GiB", "GPU memory after a publish beyond what vLLM alone had taken, its first generation included: what the "
-        "student could not free"
+        "GiB", "GPU memory after a publish beyond vLLM's own, first generation included: what the student did not free"
     ),
     # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
     # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
@@ -137,13 +98,9 @@ METRICS: dict[str, Metric] = {
     "reward/std": Metric("", "Standard deviation of the same"),
     "training/global_step": Metric("steps", "Training steps done"),
     "training/epoch": Metric("epochs", "Pass over the prompt data that the batch belongs to"),
-    "training/staleness": Metric(
-        "steps", "How many steps old the weights were that wrote the responses, the oldest of the batch"
-    ),
+    "training/staleness": Metric("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
-    "val/accuracy": Metric(
-        "fraction", "Mean reward of the answers to held-out prompts: with the built-in rules, the share that is right"
-    ),
+    "val/accuracy": Metric("fraction", "Mean reward on held-out prompts: with built-in rules, the share that is right"),
     "val/response_length": Metric("tokens", "Mean response length on held-out prompts"),
     "val/num_prompts": Metric("prompts", "Held-out prompts asked"),
 }
@@ -162,7 +119,9 @@ def markdown_table() -> str:
         "# Metrics",
         "",
         "The same names in the console, in `metrics.jsonl` and in Weights & Biases. A step reports those that",
-        "apply to it. In `metrics.jsonl`, a value that is not finite is the string `NaN`, `Infinity` or `-Infinity`.",
+        "apply to it. What `actor/*` says of tokens is the mean over the response tokens of the batch, on all GPUs.",
+        "A value that is not finite ends the run.",
+        "",
         "This page is generated: `python -m hybrid_gkd.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",

@@ -1,124 +1,87 @@
-"""trace.json: the spans of a run for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""trace.json: the spans of all processes of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The JSON array format of the Trace Event Format: its end may be missing, so that the file of a run that was killed,
-or still runs, opens too. Each call writes its spans through to the system.
+A run writes it at its end, also when it fails. Of a run that still goes on, or was killed, it is made by
 
-The size is bounded: a file of MAX_BYTES becomes trace.old.json, in place of the one before, and a new one begins.
-So the newest spans are always there, and both files together take at most twice as much.
+    python -m hybrid_gkd.reporting.trace RUN_FOLDER
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
-import threading
-import time
-from collections.abc import Sequence
-from io import FileIO
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hybrid_gkd.spans import Span
+from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.spans import SUFFIX, TRAINER, Clock, Span, SpanFile
 
-MAX_BYTES = 32 * 2**20
-"""About 300,000 spans."""
 logger = logging.getLogger(__name__)
-
 
 ROLLOUT_ROWS = 10_000
 """Rows of a pool that only generates come after so many of those that train."""
 
 
-class TraceFile:
-    """Writes spans to `path`, from the first one on. Microseconds count from the creation of this object.
+@contextlib.contextmanager
+def recording(run_dir: Path) -> Iterator[Clock]:
+    """The clock of a run's trainer. At the end the trace is written, with the spans of the workers, which have ended.
 
-    A file that is there already is kept as trace.N.json. A disk that fails costs the trace, with one warning, and
-    not the run.
+    A run that continues adds to the spans of the one before.
     """
-
-    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES):
-        self.path = path
-        self._max_bytes = max_bytes
-        self._started = time.monotonic()
-        self._failed = False
-        self._lock = threading.Lock()
-        self._file: FileIO | None = None
-
-    def _begin(self) -> FileIO:
-        self._size, self._rows = 0, set[str]()
-        self._file = self.path.open("xb", buffering=0)
-        self._append(self._file, b"[")
-        return self._file
-
-    def write(self, spans: Sequence[Span]) -> None:
-        """Append spans."""
-        with self._lock:
-            if self._failed or not spans:
-                return
-            try:
-                self._write(spans)
-            except OSError as error:
-                self._failed = True
-                logger.warning("%s cannot be written, the run goes on without it: %s", self.path, error)
-
-    def _write(self, spans: Sequence[Span]) -> None:
-        file = self._file
-        if file is None:
-            if self.path.exists():
-                names = (self.path.with_suffix(f".{n}.json") for n in range(1, 10**6))
-                self.path.rename(next(name for name in names if not name.exists()))
-            file = self._begin()
-        elif self._size > self._max_bytes:
-            self._end(file)
-            self.path.replace(self.path.with_suffix(".old.json"))
-            file = self._begin()
-        events = [event for span in spans for event in self._events(span)]
-        lines = ",\n".join(json.dumps(event) for event in events)
-        self._append(file, (("\n" if self._size == 1 else ",\n") + lines).encode())
-
-    def close(self) -> None:
-        """End the array. Harmless when repeated."""
-        if self._file is not None and not self._file.closed and not self._failed:
-            try:
-                self._end(self._file)
-            except OSError as error:
-                logger.warning("%s has no end: %s", self.path, error)
-
-    def _end(self, file: FileIO) -> None:
-        self._append(file, b"\n]\n")
-        file.close()
-
-    def _append(self, file: FileIO, data: bytes) -> None:
-        view = memoryview(data)
+    with contextlib.closing(SpanFile(run_dir / "logs" / f"{TRAINER}{SUFFIX}")) as file:
         try:
-            while view:
-                view = view[file.write(view) :]
-        except OSError:
-            file.truncate(self._size)  # never a part of an event
-            raise
-        self._size += len(data)
-
-    def _events(self, span: Span) -> list[dict[str, Any]]:
-        """The span as a complete event, the first of a row with the row's name and place."""
-        events: list[dict[str, Any]] = []
-        fixed = {"trainer": 1, "teacher": 2}
-        role, _, rank = span.row.rpartition(" ")
-        pid = fixed[span.row] if span.row in fixed else 3 + int(rank) + ROLLOUT_ROWS * (role == "rollout worker")
-        if span.row not in self._rows:
-            self._rows.add(span.row)
-            for name, argument in (("process_name", {"name": span.row}), ("process_sort_index", {"sort_index": pid})):
-                events.append({"name": name, "ph": "M", "pid": pid, "args": argument})
-        start, duration = (round(1e6 * value, 1) for value in (span.start - self._started, span.end - span.start))
-        return [*events, {"name": span.name, "ph": "X", "ts": start, "dur": duration, "pid": pid, "tid": span.lane}]
+            yield Clock(sink=file)
+        finally:
+            try:
+                write_trace(run_dir)
+            except OSError as error:
+                logger.warning("trace.json cannot be written: %s", error)
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, also where its end is missing."""
-    *lines, last = path.read_text().rstrip().splitlines()
-    if last.endswith("}"):
-        with contextlib.suppress(ValueError):  # cut short where the run was killed
-            json.loads(last)
-            lines.append(last)
-    return list(json.loads("\n".join(lines or ["["]).removesuffix(",") + "]"))
+def write_trace(run_dir: Path) -> Path:
+    """Merge the spans of a run folder into its trace.json. Raises OSError."""
+    path = run_dir / "trace.json"
+    temporary = path.with_name("trace.json.tmp")
+    with temporary.open("w") as out:
+        out.write("[")
+        files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
+        spans = (Span(*row) for file in files for row in read_json_lines(file))
+        for number, event in enumerate(_events(spans)):
+            out.write((",\n" if number else "\n") + json.dumps(event))
+        out.write("\n]\n")
+    return temporary.replace(path)
+
+
+def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    """Each span as a complete event in microseconds, the first of a row after the row's name and place."""
+    rows: dict[str, int] = {TRAINER: 1, "teacher": 2}
+    named = set[str]()
+    for span in spans:
+        if span.row not in rows:
+            role, _, rank = span.row.rpartition(" ")
+            rows[span.row] = 3 + int(rank) + ROLLOUT_ROWS * (role == "rollout worker")
+        pid = rows[span.row]
+        if span.row not in named:
+            named.add(span.row)
+            yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": span.row}}
+            yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
+        start, end = round(1e6 * span.start), round(1e6 * span.end)
+        yield {"name": span.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": span.lane}
+
+
+def main() -> None:
+    """Merge, and say where it is."""
+    parser = argparse.ArgumentParser(description="Make the trace.json of a run folder.")
+    parser.add_argument("run_folder", type=Path)
+    try:
+        print(write_trace(parser.parse_args().run_folder))
+    except OSError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,6 @@ import ray
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.spans import Spans
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_dead, gather
@@ -139,16 +138,6 @@ class WorkerGroup:
         for pool in self.pools:
             pool.all_reduce(timeout)
 
-    def ask_for_spans(self) -> None:
-        """Have the workers hand over their spans, behind what they are doing."""
-        for pool in self.pools:
-            pool.ask_for_spans()
-
-    def take_spans(self) -> Spans:
-        """What the workers did until they were last asked for it, on this process's clock."""
-        parts = [pool.take_spans() for pool in self.pools]
-        return Spans([span for part in parts for span in part.spans], min(part.until for part in parts))
-
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
         """Yield finished sequences of all workers, in the order in which they finish; empty lists: it goes on.
 
@@ -222,7 +211,6 @@ class WorkerGroup:
             seconds = self.actors.call("publish", weight_version)
         else:
             seconds = self._sync_weights(weight_version)
-        self.ask_for_spans()
         return {name: max(part.get(name, 0.0) for part in seconds) for part in seconds for name in part}
 
     def _sync_weights(self, weight_version: int) -> list[dict[str, float]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +21,6 @@ class Placement:
     """In its pool."""
     host: str
     pid: int
-    wall_minus_monotonic: float
-    """Seconds between this host's wall clock and the worker's time.monotonic."""
     visible_devices: str
     """CUDA_VISIBLE_DEVICES as Ray set it."""
     device: str = "cpu"
@@ -44,12 +40,6 @@ class Placement:
     def name(self) -> str:
         """Host and device."""
         return f"{self.host} cpu" if self.gpu is None else f"{self.host} GPU {self.visible_devices}"
-
-    def clock_shift(self) -> float:
-        """Seconds from the worker's time.monotonic to this process's; hosts are compared by their wall clocks."""
-        if self.host == socket.gethostname():
-            return 0.0  # one clock for all processes of a host
-        return self.wall_minus_monotonic - (time.time() - time.monotonic())
 
     def __str__(self) -> str:
         if self.gpu is None:

@@ -6,8 +6,6 @@ that fails ends the wait at once: its peers may sit in a collective that can no 
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.spans import Span, Spans
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
@@ -28,8 +25,6 @@ PLACEMENT_SECONDS = 30
 """How long the cluster may take to find room for the workers."""
 CAUSE_SECONDS = 3.0
 """After a failure, how long its peers are listened to: one that died, or says nothing, may be its cause."""
-SPANS_SECONDS = 2.0
-"""How long a report waits for spans that the workers were asked for when they had nothing else to do."""
 
 
 class WorkerDiedError(WorkerError):
@@ -51,19 +46,15 @@ class Pool:
         self.config = config
         self.role = role
         self.nodes, self.per_node = nodes, per_node
-        self.size = size = nodes * per_node
+        self.size = nodes * per_node
         self.timeout = config.actor_rollout_ref.nccl_timeout
-        self.log_files = [log_folder / f"{role.split()[0]}_{rank}.log" for rank in range(size)]
+        self.log_files = [log_folder / f"{role.split()[0]}_{rank}.log" for rank in range(self.size)]
         self.workers: list[Any] = []
         self.placements: list[Placement] = []
         """By rank; memory as it was free before anything was loaded."""
         self._group: Any = None
         self._last_news = time.monotonic()
         """When a worker was last given something to do, or had done it."""
-        self._spans: dict[Any, int] = {}
-        """Calls that will bring spans -> rank."""
-        self._spans_until = [-math.inf] * size
-        self._clock_shifts: list[float] = []
 
     def place(self, device: str) -> None:
         """Start the workers' processes, `per_node` on each of `nodes` machines.
@@ -108,7 +99,6 @@ class Pool:
     def locate(self) -> None:
         """Ask where the workers are. Raises WorkerError if one could not start."""
         self.placements = self.call("placement")
-        self._clock_shifts = [place.clock_shift() for place in self.placements]
 
     def rendezvous(self, timeout: float | None = None) -> tuple[str, int]:
         """Host and a free port of the first worker."""
@@ -186,27 +176,6 @@ class Pool:
             except WorkerError:
                 return False
         return True
-
-    def ask_for_spans(self) -> None:
-        """Have the workers hand over their spans, behind what they are doing."""
-        self._spans |= {ref: rank for rank, ref in enumerate(self.start("take_spans"))}
-
-    def take_spans(self) -> Spans:
-        """What the workers did until they were last asked for it, on this process's clock.
-
-        A worker that does not answer within SPANS_SECONDS hands its spans over in a later call.
-        """
-        ready: list[Any] = []
-        if self._spans:
-            ready, _ = ray.wait(list(self._spans), num_returns=len(self._spans), timeout=SPANS_SECONDS)
-        found: list[Span] = []
-        for ref in ready:
-            rank = self._spans.pop(ref)
-            part: Spans = self.get("take_spans", ref, rank)
-            shift = self._clock_shifts[rank]
-            self._spans_until[rank] = max(self._spans_until[rank], part.until + shift)
-            found += [dataclasses.replace(s, start=s.start + shift, end=s.end + shift) for s in part.spans]
-        return Spans(found, min(self._spans_until))
 
     def close(self) -> None:
         """Stop the workers."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
-from hybrid_gkd.spans import Clock, Spans, spanned
+from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role, threads_per_process
 
@@ -45,7 +45,7 @@ class Worker:
         rank: 0-based, in its pool.
         size: of the pool.
         device: "cuda" or "cpu".
-        log_file: takes everything that this process prints.
+        log_file: takes everything that this process prints; its spans go to a file beside it.
     """
 
     def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str):
@@ -54,7 +54,7 @@ class Worker:
         self.role = role
         self.rank, self.size = rank, size
         self.device_type = device
-        self.clock = Clock(f"{role} {rank}")
+        self.clock = Clock(f"{role} {rank}", SpanFile(Path(log_file).with_suffix(SUFFIX)))
         self.weight_version = 0
         self.published = self.generated = False
         self.engine_pool_bytes = 0
@@ -88,13 +88,8 @@ class Worker:
             }
         return Placement(
             role=self.role, rank=self.rank, host=host, pid=os.getpid(),
-            wall_minus_monotonic=time.time() - time.monotonic(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), **gpu,
         )
-
-    def take_spans(self) -> Spans:
-        """What this worker did since the last call, on its own clock."""
-        return self.clock.take_spans()
 
     def all_reduce(self, address: tuple[str, int], *, timeout: float) -> None:
         """One number summed over all workers, on their devices.

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.reporting.trace import read_trace
-from hybrid_gkd.spans import Span, busy, intersect, seconds
+from hybrid_gkd.reporting.trace import write_trace
+from hybrid_gkd.spans import Span, hidden_seconds, seconds
 from hybrid_gkd.testing import make_tiny_model
 
 ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
@@ -147,7 +147,7 @@ def test_the_trace_shows_what_the_metrics_say(finished):
     told = [row["timing/get_teacher_knowledge"] for row in rows if row["step"]]
     assert sum(told) == pytest.approx(seconds(requests), abs=1e-3)
     hidden = [row["teacher/hidden_fraction"] * part for row, part in zip(list(rows)[1:], told, strict=True)]
-    assert sum(hidden) == pytest.approx(seconds(intersect(requests, busy(spans))), abs=1e-3)
+    assert sum(hidden) == pytest.approx(hidden_seconds(requests, spans), abs=1e-3)
 
 
 def test_the_checkpoint_is_a_hugging_face_folder(finished):
@@ -248,7 +248,10 @@ def test_a_killed_run_leaves_no_process(world, tmp_path, lingering):
     assert len(agents) <= 2  # Ray's own, which look for their dead cluster for a minute
     process.kill()
     process.communicate(timeout=60)
-    assert {event["name"] for event in read_trace(tmp_path / "hybrid_gkd" / "gkd" / "trace.json")} >= {"gen", "request"}
+    events = json.loads(write_trace(tmp_path / "hybrid_gkd" / "gkd").read_text())
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "trainer", "teacher", "worker 0"
+    }
     assert_gone([child for child in children if child not in agents])
     lingering += agents
 

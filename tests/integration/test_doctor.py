@@ -57,8 +57,8 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     assert code == 0, text
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
-        "versions", "engine", "device", "loss", "student", "teacher", "reward", "data", "checkpoint", "disk", "plan",
-        "placement", "GPU memory", "all-reduce",
+        "versions", "engine", "device", "loss", "student", "teacher", "reward", "trackers", "data", "checkpoint", "disk",
+        "plan", "placement", "GPU memory", "all-reduce",
     ]
     for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start it on the CPU"):
         assert shown in text
@@ -140,7 +140,7 @@ def placed(free, gpu="a 3"):
     """A worker on a GPU, made by hand: the tests have none."""
     return [
         Placement(
-            host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="3", device="H200", gpu=gpu,
+            host="a", pid=1, visible_devices="3", device="H200", gpu=gpu,
             free_bytes=free, total_bytes=140 * GIB,
         )
     ]

@@ -307,7 +307,7 @@ def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path, monkeypatch
 def test_two_workers_on_one_gpu_are_refused_by_rank():
     def placed(*gpus):
         return [
-            Placement(rank=rank, host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="0", device="x", gpu=gpu)
+            Placement(rank=rank, host="a", pid=1, visible_devices="0", device="x", gpu=gpu)
             for rank, gpu in enumerate(gpus)
         ]
 

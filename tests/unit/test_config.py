@@ -187,8 +187,11 @@ LIGHT = {
     "hybrid_gkd.teacher.server.local": {"torch", "ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
     "hybrid_gkd.student.actor": {"ray", "vllm"},
     "hybrid_gkd.rollout.vllm": {"ray", "vllm"},
-    "hybrid_gkd.trainer": {"vllm", "torch.distributed"},
-    "hybrid_gkd.ppo.trainer": {"vllm", "torch.distributed"},
+    "hybrid_gkd.trainer": {"vllm", "torch.distributed", "hybrid_gkd.reporting"},
+    "hybrid_gkd.ppo.trainer": {"vllm", "torch.distributed", "hybrid_gkd.reporting"},
+    "hybrid_gkd.workers.worker": {"torch", "vllm", "hybrid_gkd.reporting"},
+    "hybrid_gkd.reporting.trackers": {"torch", "ray", "wandb", "hybrid_gkd.workers"},
+    "hybrid_gkd.reporting.trace": {"torch", "ray", "numpy", "hybrid_gkd.workers"},
     "hybrid_gkd.losses.head": {"ray", "vllm", "hybrid_gkd.workers"},
     "hybrid_gkd.losses.objective": {"ray", "vllm", "hybrid_gkd.workers"},
 }

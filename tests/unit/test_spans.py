@@ -1,103 +1,90 @@
-"""Spans, what is computed from them, and the trace file."""
+"""Spans, what is computed from them, the files they are written to and the trace that is made of those."""
 
+import contextlib
 import itertools
 import json
-import math
 import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from hybrid_gkd.reporting import trace
-from hybrid_gkd.reporting.trace import TraceFile, read_trace
-from hybrid_gkd.spans import Clock, Span, Spans, busy, gaps, intersect, merge, seconds
+from hybrid_gkd import spans
+from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.reporting.trace import recording, write_trace
+from hybrid_gkd.spans import Clock, Span, SpanFile, hidden_seconds, seconds
 
 
-def worker(rank, name, start, end):
-    return Span(f"worker {rank}", name, start, end)
+class Times:
+    """Stands in for time.monotonic: the given times, one after the other."""
+
+    def __init__(self, monkeypatch):
+        self.coming = []
+        monkeypatch.setattr("hybrid_gkd.spans.time.monotonic", lambda: self.coming.pop(0))
+
+    def spans(self, clock, *spans):
+        """Record spans (name, start, end)."""
+        for name, start, end in spans:
+            self.coming += [start, end]
+            with clock.span(name):
+                pass
 
 
-def overlap(spans, requests, *, until=math.inf, workers_until=math.inf):
-    clock = Clock()
-    clock.sources.append(lambda: Spans(spans, workers_until))
-    clock.requests(requests, until=until)
-    return clock.overlap()
+def read_spans(path):
+    return [Span(*row) for row in read_json_lines(path)]
+
+
+@pytest.fixture
+def times(monkeypatch):
+    return Times(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("spans", "requests", "expected"),
+    ("own", "requests", "expected"),
     [
-        ([worker(0, "gen", 0, 10)], [(2, 8)], 1.0),
-        ([worker(0, "gen", 0, 4), worker(0, "update_actor", 6, 8)], [(2, 10)], 0.5),
-        ([worker(0, "gen", 0, 4), worker(1, "gen", 2, 6)], [(0, 8)], 0.75),  # the pool is busy while one is
-        ([worker(0, "gen", 0, 4)], [(0, 4), (2, 6), (3, 8)], 0.5),  # requests that overlap count once
-        ([worker(0, "gen", 0, 2), worker(0, "update_actor", 8, 10)], [(0, 1), (9, 10)], 1.0),  # nothing in between
-        ([worker(0, "update_actor", 0, 8), worker(0, "wait_prev_teacher", 2, 6)], [(0, 8)], 0.5),
-        ([worker(0, "sync_rollout_weights", 0, 8), worker(0, "initialize", 0, 8)], [(0, 8)], 0.0),
+        ([("gen", 0, 10)], [(2, 8)], 1.0),
+        ([("gen", 0, 4), ("update_actor", 6, 8)], [(2, 10)], 0.5),
+        ([("gen", 0, 4), ("update_actor", 2, 6)], [(0, 8)], 0.75),  # generation in another thread
+        ([("gen", 0, 4)], [(0, 4), (2, 6), (3, 8)], 0.5),  # requests that overlap count once
+        ([("gen", 0, 2), ("update_actor", 8, 10)], [(0, 1), (9, 10)], 1.0),  # nothing in between
+        ([("sync_rollout_weights", 0, 8), ("testing", 0, 8), ("wait_prev_gen", 0, 8)], [(0, 8)], 0.0),
         ([], [(0, 1)], 0.0),
+        # The next batch is generated during the wait, which costs time all the same.
+        ([("gen", 0, 10), ("wait_prev_teacher", 4, 6), ("update_actor", 6, 10)], [(1, 9)], 0.75),
+        ([("gen", 0, 10), ("wait_prev_teacher", 3, 4), ("wait_prev_teacher", 5, 7)], [(1, 9)], 0.625),
+        ([("gen", 0, 10), ("wait_prev_teacher", 0, 10)], [(1, 9)], 0.0),
     ],
 )
-def test_hidden_fraction(spans, requests, expected):
-    assert overlap(spans, requests) == {"teacher/hidden_fraction": expected}
-
-
-@pytest.mark.parametrize(
-    ("waits", "generated", "expected"),
-    [
-        ([(4, 6)], [(0, 10)], 0.75),  # the next batch is generated beside the wait, which costs time all the same
-        ([(4, 6)], [(0, 4), (6, 10)], 0.75),  # on the hybrid engine nobody generates meanwhile
-        ([(3, 4), (5, 7)], [(0, 10)], 0.625),
-        ([(0, 10)], [(0, 10)], 0.0),
-        ([], [(0, 10)], 1.0),
-    ],
-)
-def test_what_the_trainer_waited_for_is_not_hidden_by_a_pool_that_generates(waits, generated, expected):
+def test_hidden_fraction(times, own, requests, expected):
     clock = Clock()
-    work = [Span("rollout worker 0", "gen", *interval) for interval in generated]
-    clock.sources.append(lambda: Spans(work, math.inf))
-    clock.collect(Spans([Span("trainer", "wait_prev_teacher", *interval) for interval in waits], math.inf))
-    clock.collect(Spans([Span("trainer", name, 0, 10) for name in ("gen", "wait_prev_gen", "update_actor")], math.inf))
-    clock.requests([(1, 9)], until=10)
+    times.spans(clock, *own)
+    clock.requests(requests, until=20)
     assert clock.overlap() == {"teacher/hidden_fraction": expected}
 
 
-def test_a_wait_of_the_trainer_is_recorded_by_its_span_and_counts_once(monkeypatch):
-    now = iter([2.0, 6.0])
-    monkeypatch.setattr("hybrid_gkd.spans.time.monotonic", lambda: next(now))
-    clock, untils = Clock(), iter([4.0, 8.0])
-    clock.sources.append(lambda: Spans([Span("rollout worker 0", "gen", 0, 8)], next(untils)))
-    with clock.span("wait_prev_teacher"):
-        pass
-    clock.requests([(0, 8)], until=8)
-    assert clock.overlap() == {"teacher/hidden_fraction": 0.5}  # of 0 to 4
-    assert clock.overlap() == {"teacher/hidden_fraction": 0.5}  # of 4 to 8
-    assert clock._spans == []
-
-
-def test_without_requests_there_is_no_hidden_fraction():
-    assert overlap([worker(0, "gen", 0, 1)], []) == {}
-    assert Clock().overlap() == {}
-
-
-def test_what_is_not_known_yet_counts_in_the_next_report_and_nothing_twice():
-    clock, parts = Clock(), [Spans([worker(0, "gen", 0, 4)], 5), Spans([worker(0, "update_actor", 4, 9)], 20)]
-    clock.sources.append(lambda: parts.pop(0))
-    clock.requests([(2, 8)], until=8)  # the worker has told until 5: gen hides 2 of these 3 seconds
-    assert clock.overlap() == {"teacher/hidden_fraction": pytest.approx(2 / 3)}
-    clock.requests([(12, 14)], until=10)  # a request that began at 10 is still under way
-    assert clock.overlap() == {"teacher/hidden_fraction": 1.0}  # 5 to 8, behind the update
-    parts.append(Spans([], 30))
-    clock.requests([(10, 12)], until=30)
-    assert clock.overlap() == {"teacher/hidden_fraction": 0.0}
-
-
-def test_a_run_without_a_teacher_keeps_no_spans():
+def test_without_requests_there_is_no_hidden_fraction(times):
     clock = Clock()
-    clock.sources.append(lambda: Spans([worker(0, "gen", 0, 1)] * 100, 2))
-    for _ in range(3):
-        assert clock.overlap() == {}
-    assert len(clock._spans) == 0
+    assert clock.overlap() == {}
+    times.spans(clock, ("gen", 0, 1))
+    assert clock.overlap() == {}
+    times.spans(clock, ("gen", 2, 3))
+    clock.requests([], until=3)
+    assert clock.overlap() == {}
+
+
+def test_what_is_not_known_yet_counts_in_the_next_report_and_nothing_twice(times):
+    clock = Clock()
+    times.spans(clock, ("gen", 0, 4), ("update_actor", 6, 9))
+    clock.requests([(2, 5), (3, 7)], until=5)  # a request that began at 5 is still under way
+    assert clock.overlap() == {"teacher/hidden_fraction": pytest.approx(2 / 3)}  # of 2 to 5
+    assert clock.overlap() == {}
+    times.spans(clock, ("gen", 10, 12))
+    clock.requests([(5, 8), (14, 16)], until=13)
+    assert clock.overlap() == {"teacher/hidden_fraction": pytest.approx(2 / 3)}  # of 5 to 8, behind the update
+    clock.requests([(13, 14)], until=30)
+    assert clock.overlap() == {"teacher/hidden_fraction": 0.0}
 
 
 def test_interval_arithmetic_agrees_with_sets():
@@ -108,15 +95,16 @@ def test_interval_arithmetic_agrees_with_sets():
         return [(a, b) for a, b in pairs], {x for a, b in pairs for x in range(a, b)}
 
     for _ in range(500):
-        (first, one), (second, two) = some(), some()
+        (first, one), (second, two), (third, three) = some(), some(), some()
         assert seconds(first) == len(one)
-        assert seconds(intersect(first, second)) == len(one & two)
-        assert seconds(intersect(first, gaps(second))) == len(one - two)
-        assert all(a[1] < b[0] for a, b in itertools.pairwise(merge(first)))
+        assert seconds(first, second) == len(one & two)
+        assert seconds(first, without=second) == len(one - two)
+        assert seconds(first, second, without=third) == len((one & two) - three)
 
 
-def test_timing_is_the_sum_of_the_spans_and_threads_have_lanes(tmp_path):
-    clock = Clock(trace=TraceFile(tmp_path / "trace.json"))
+def test_timing_is_the_sum_of_the_spans_and_threads_have_lanes():
+    found = []
+    clock = Clock(sink=found.append)
 
     def work():
         with clock.span("gen"):
@@ -127,23 +115,22 @@ def test_timing_is_the_sum_of_the_spans_and_threads_have_lanes(tmp_path):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    clock.close()
-    events = [event for event in read_trace(clock.trace.path) if event["ph"] == "X"]
-    assert [(event["name"], event["tid"]) for event in events] == [("gen", 0), ("gen", 1), ("update_actor", 0)]
+    assert [(span.row, span.name, span.lane) for span in found] == [
+        ("trainer", "gen", 0), ("trainer", "gen", 1), ("trainer", "update_actor", 0)
+    ]
     timing = clock.take()
     for name in ("gen", "update_actor"):
-        total = sum(event["dur"] for event in events if event["name"] == name) / 1e6
+        total = sum(span.end - span.start for span in found if span.name == name)
         assert timing[f"timing/{name}"] == pytest.approx(total, abs=1e-6)
     assert clock.take() == {}
 
 
-def test_requests_under_way_at_once_are_in_lanes_of_their_own(tmp_path):
-    clock = Clock(trace=TraceFile(tmp_path / "trace.json"))
+def test_requests_under_way_at_once_are_in_lanes_of_their_own():
+    found = []
+    clock = Clock(sink=found.append)
     assert clock.requests([(0, 4), (1, 2), (2, 3), (3.5, 6)], until=7) == 6
-    clock.close()
     assert clock.take() == {"timing/get_teacher_knowledge": 6}
-    events = [event for event in read_trace(clock.trace.path) if event["ph"] == "X"]
-    assert [event["tid"] for event in events] == [0, 1, 1, 1]
+    assert [(span.row, span.name, span.lane) for span in found] == [("teacher", "request", n) for n in (0, 1, 1, 1)]
 
 
 def test_requests_that_are_under_way_at_a_report_count_once():
@@ -156,52 +143,94 @@ def test_requests_that_are_under_way_at_a_report_count_once():
     assert clock.take() == {"timing/get_teacher_knowledge": 26}
 
 
-def test_a_trace_that_has_no_end_can_be_read_and_an_earlier_one_is_kept(tmp_path):
-    path = tmp_path / "trace.json"
-    file = TraceFile(path)
-    file.write([worker(0, "gen", 1.0, 2.0)])
-    assert not path.read_text().rstrip().endswith("]")
-    first = read_trace(path)
-    assert first[0]["args"] == {"name": "worker 0"}
-    assert first[-1]["dur"] == 1e6
-    path.write_text(path.read_text() + ',\n{"name": "gen", "args": {}')  # killed while it wrote
-    assert read_trace(path) == first
-    TraceFile(path).close()  # a run that failed before it did anything
-    assert read_trace(path) == first
-    TraceFile(path).write([worker(1, "gen", 1.0, 2.0)])
-    assert read_trace(path)[0]["args"] == {"name": "worker 1"}
-    assert read_trace(tmp_path / "trace.1.json") == first
+def test_the_trainer_is_busy_only_outside_its_waits():
+    own = [Span("trainer", "update_actor", 0, 4), Span("trainer", "wait_prev_teacher", 1, 3)]
+    others = [Span("worker 0", "gen", 0, 9), Span("teacher", "request", 0, 9)]
+    assert hidden_seconds([(0.5, 9)], [*own, *others]) == 1.5  # 0.5 to 1 and 3 to 4
+
+
+def test_spans_of_a_file_are_there_at_once_and_after_a_restart(tmp_path):
+    path = tmp_path / "logs" / "worker_0.spans.jsonl"
+    SpanFile(path)
+    assert not path.exists()  # a process that did nothing
+    first = SpanFile(path)
+    first(Span("worker 0", "gen", 1.0, 2.5))
+    (found,) = read_spans(path)
+    assert found.end - found.start == pytest.approx(1.5, abs=1e-5)
+    with path.open("a") as file:
+        file.write('["worker 0", "gen", 1\n')  # cut short
+    second = SpanFile(path)
+    second(Span("worker 0", "gen", 3.0, 4.0, 1))
+    starts = [span.start for span in read_spans(path)]
+    assert len(starts) == 2
+    assert starts[1] - starts[0] == pytest.approx(2.0, abs=0.1)  # wall clocks, read twice
+    for file in (first, second):
+        file.close()
 
 
 def test_the_size_is_bounded_and_the_newest_spans_are_there(tmp_path):
-    file = TraceFile(tmp_path / "trace.json", max_bytes=5000)
+    file = SpanFile(tmp_path / "worker_0.spans.jsonl", max_bytes=5000)
     for step in range(500):
-        file.write([worker(0, "gen", step, step + 1)])
+        file(Span("worker 0", "gen", step, step + 1))
     file.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.old.json"]
-    last = [json.loads(path.read_text()) for path in (tmp_path / "trace.old.json", tmp_path / "trace.json")]
-    assert all((tmp_path / name).stat().st_size < 5500 for name in ("trace.json", "trace.old.json"))
-    assert [events[0]["name"] for events in last] == ["process_name", "process_name"]  # each opens by itself
-    starts = [event["ts"] for events in last for event in events if event["ph"] == "X"]
-    assert [b - a for a, b in itertools.pairwise(starts)] == [pytest.approx(1e6)] * (len(starts) - 1)
+    paths = [tmp_path / "worker_0.old.spans.jsonl", tmp_path / "worker_0.spans.jsonl"]
+    assert sorted(tmp_path.iterdir()) == paths
+    assert all(path.stat().st_size < 5100 for path in paths)
+    starts = [span.start for path in paths for span in read_spans(path)]
+    assert [b - a for a, b in itertools.pairwise(starts)] == [pytest.approx(1, abs=1e-5)] * (len(starts) - 1)
+    assert len(starts) > 70
 
 
-def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path, caplog):
+def test_a_full_disk_costs_the_spans_and_not_the_run(tmp_path, caplog):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    file = TraceFile(tmp_path / "trace.json")
-    file.write([worker(0, "gen", 0, 1)])
-    file._file.close()
-    file._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 (what a full disk answers)
-    file._file.truncate = lambda size: None
-    for _ in range(2):
-        file.write([worker(0, "gen", 0, 1)])
-    file.close()
-    assert [record.message for record in caplog.records if record.name == trace.logger.name] != []
-    assert len(caplog.records) == 1
+    (tmp_path / "trainer.spans.jsonl").symlink_to("/dev/full")
+    clock = Clock(sink=SpanFile(tmp_path / "trainer.spans.jsonl"))
+    for _ in range(3):
+        with clock.span("gen"):
+            pass
+    (record,) = caplog.records
+    assert record.name == spans.logger.name
+    assert "trainer.spans.jsonl cannot be written, the run goes on without it" in record.message
 
 
-def test_a_worker_is_busy_only_outside_its_own_waits():
-    spans = [worker(0, "update_actor", 0, 4), worker(1, "update_actor", 0, 4), worker(1, "wait_prev_teacher", 1, 3)]
-    assert busy(spans) == [(0, 4)]
-    assert busy([*spans, worker(0, "wait_prev_teacher", 2, 4)]) == [(0, 2), (3, 4)]
+def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):
+    with contextlib.suppress(RuntimeError), recording(tmp_path) as clock:
+        with clock.span("gen"):
+            for rank, role in enumerate(["actor worker", "rollout worker"]):
+                file = SpanFile(tmp_path / "logs" / f"{role.split()[0]}_{rank}.spans.jsonl")
+                with Clock(f"{role} {rank}", file).span("gen"):
+                    pass
+                file.close()
+        clock.requests([(1, 2)], until=3)
+        raise RuntimeError("a run that fails has a trace too")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert sorted(rows, key=rows.get) == ["trainer", "teacher", "actor worker 0", "rollout worker 1"]
+    of = {event["pid"]: event for event in events if event["ph"] == "X" and event["name"] == "gen"}
+    outer = of.pop(rows["trainer"])
+    for inner in of.values():
+        assert outer["ts"] - 1e4 < inner["ts"] <= inner["ts"] + inner["dur"] < outer["ts"] + outer["dur"] + 1e4
+    assert [event["dur"] for event in events if event["name"] == "request"] == [1e6]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_command_makes_the_trace_of_a_run_that_still_goes_on(tmp_path):
+    with contextlib.closing(SpanFile(tmp_path / "logs" / "worker_0.spans.jsonl")) as file:
+        file(Span("worker 0", "gen", 1.0, 2.0))
+        command = [sys.executable, "-m", "hybrid_gkd.reporting.trace", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())[-1]["dur"] == 1e6
+    done = subprocess.run([*command[:-1], str(tmp_path / "nothere")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "nothere" in done.stderr.splitlines()[-1]
+
+
+def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(tmp_path, caplog):
+    with recording(tmp_path / "gone") as clock:
+        pass
+    assert clock.overlap() == {}
+    assert "trace.json cannot be written" in caplog.text
+    with pytest.raises(OSError, match="gone"):
+        write_trace(tmp_path / "gone")

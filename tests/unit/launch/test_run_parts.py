@@ -166,7 +166,7 @@ def test_a_run_on_a_cluster_is_checked_against_the_gpus_that_it_gets(tmp_path):
         "actor_rollout_ref.rollout.gpu_memory_utilization=5e-6",  # of 140 GiB 0.7 MiB, of 10 GiB a third of the weights
     )
     begin(config)  # no GPU of this machine is asked
-    worker = {"host": "a", "pid": 1, "wall_minus_monotonic": 0.0, "visible_devices": "0", "device": "H200"}
+    worker = {"host": "a", "pid": 1, "visible_devices": "0", "device": "H200"}
     large = Placement(**worker, gpu="a 0", free_bytes=139 * GIB, total_bytes=140 * GIB)
     run.check_placement(config, [large], teacher_loaded=False)
     small = Placement(**worker, rank=1, gpu="a 1", free_bytes=10 * GIB, total_bytes=10 * GIB)

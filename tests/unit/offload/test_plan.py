@@ -154,7 +154,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
 def placed(role="worker", total=CARD, free=None):
     """A worker on a GPU of its own."""
     return Placement(
-        role=role, host="a", pid=1, wall_minus_monotonic=0.0, visible_devices="0", device="H200", gpu=f"a {role}",
+        role=role, host="a", pid=1, visible_devices="0", device="H200", gpu=f"a {role}",
         total_bytes=total, free_bytes=total - GIB if free is None else free,
     )
 

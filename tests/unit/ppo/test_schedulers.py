@@ -1,5 +1,6 @@
 """Generation ahead of the update, on a stand-in for the workers: what is generated, trained and published when."""
 
+import math
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, TrainingError, WorkerError
+from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.trainer import request_seeds
 from hybrid_gkd.teacher_client import TeacherMetrics
@@ -323,6 +325,32 @@ def test_the_times_of_a_step_are_without_those_of_checkpoints_and_of_the_start(t
     group.publish = lambda version: publish(version) | {"offload": 1.0}
     trainer, _, _ = fit("sync", 3, tmp_path, "trainer.save_freq=1", "trainer.val_before_train=false", group=group)
     assert [trainer.tracking.rows[step]["timing/offload"] for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
+
+
+def test_a_number_that_is_not_finite_ends_the_run_and_is_in_no_row(tmp_path):
+    group, tracking = Group(), Tracking()
+    update = group.update
+    group.update = lambda shares: [update(shares)[0] | {"actor/lr": math.nan if len(group.trained) == 2 else 0.1}]
+    _, _, failure = fit("sync", 3, tmp_path, "trainer.save_freq=-1", group=group, tracking=tracking)
+    assert str(failure) == "step 2: actor/lr is nan"
+    assert group.saved == [2]
+    assert "actor/lr" in tracking.rows[1]
+    assert tracking.rows[2]["actor/loss"] == 1.0
+    assert "actor/lr" not in tracking.rows[2]
+
+
+def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(tmp_path, monkeypatch):
+    asked = []
+    spec = ModelSpec(
+        parameters=10**9, kv_bytes_per_token=0, embedding_parameters=10**8, head_parameters=10**8, attention_width=10**5
+    )
+    monkeypatch.setattr("hybrid_gkd.ppo.trainer.student_spec", lambda config: (asked.append(1), spec)[1])
+    for device, times in (("cpu", 0), ("NVIDIA H200", 1)):
+        group = Group()
+        group.description = [{"device": device}] * 2
+        trainer, _, _ = fit("sync", 3, tmp_path / device, group=group)
+        assert len(asked) == times
+        assert all(("perf/mfu" in trainer.tracking.rows[step]) == bool(times) for step in (1, 2, 3))
 
 
 def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):

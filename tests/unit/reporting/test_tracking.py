@@ -1,7 +1,6 @@
 import io
 import json
 import logging
-import math
 import os
 import signal
 import struct
@@ -13,24 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_gkd.config import load_config
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.reporting import trackers as tracking
-from hybrid_gkd.reporting.trackers import Console, Generation, Tracking, read_rows
+from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.reporting import console as console_module
+from hybrid_gkd.reporting import wandb as wandb_module
+from hybrid_gkd.reporting.console import Console
+from hybrid_gkd.reporting.trackers import Tracking
+from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
 
 
-def make(run_dir: Path, loggers=("jsonl",), *, start_step=0, resume=False) -> Tracking:
-    return Tracking(
-        list(loggers),
-        project_name="gkd",
-        experiment_name="unit",
-        run_dir=run_dir,
-        config={"distillation": {"topk": 64}},
-        total_steps=10,
-        start_step=start_step,
-        resume=resume,
+def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False) -> RunInfo:
+    return RunInfo(
+        project_name="gkd", experiment_name="unit", run_dir=run_dir, config={"distillation": {"topk": 64}},
+        total_steps=total_steps, start_step=start_step, resume=resume,
     )
+
+
+def make(run_dir: Path, loggers=("jsonl",), **kwargs) -> Tracking:
+    return Tracking(list(loggers), info(run_dir, **kwargs))
 
 
 def run_steps(run_dir: Path, steps, **kwargs) -> None:
@@ -41,15 +43,46 @@ def run_steps(run_dir: Path, steps, **kwargs) -> None:
 
 
 def steps_of(path: Path) -> list[int]:
-    return [row["step"] for row in read_rows(path)]
+    return [row["step"] for row in read_json_lines(path)]
 
 
 # --- trainer.logger
 
 
-def test_unknown_logger_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"^trainer\.logger: .*console, jsonl, wandb.*tensorboard"):
-        make(tmp_path, ["console", "tensorboard"])
+OWN_TRACKER = """
+import json
+
+class MyTracker:
+    def __init__(self, info):
+        self.file = open(info.run_dir / "own.txt", "w")
+
+    def log(self, metrics, step):
+        print(step, json.dumps(metrics), file=self.file)
+
+    def log_generations(self, samples, step):
+        print(step, *(sample.response for sample in samples), file=self.file)
+
+    def close(self, *, failed):
+        print("failed" if failed else "done", file=self.file)
+        self.file.close()
+"""
+
+
+def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_TRACKER)
+    config = load_config(
+        [
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
+            f"trainer.logger=[{tmp_path / 'mine.py'}:MyTracker,jsonl]",
+        ]
+    )
+    run_steps(tmp_path, [1, 2], loggers=config.trainer.logger)
+    assert (tmp_path / "own.txt").read_text().splitlines() == [
+        "1 The sum is 42.", '1 {"actor/kl_loss": 0.1}', "2 The sum is 42.", '2 {"actor/kl_loss": 0.2}', "done",
+    ]
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
+    with pytest.raises(ConfigError, match=r"^trainer\.logger: must be importable, but raised ModuleNotFoundError"):
+        make(tmp_path, ["jsonl", "nothere:MyTracker"])
 
 
 def test_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_path, monkeypatch):
@@ -107,19 +140,10 @@ def test_jsonl_rows_are_on_file_after_every_step(tmp_path):
         }
 
 
-def test_jsonl_keeps_values_that_json_has_no_number_for(tmp_path):
+def test_jsonl_keeps_text_that_has_no_utf8_form(tmp_path):
     with make(tmp_path) as tracker:
-        tracker.log({"actor/loss": math.nan, "actor/grad_norm": math.inf, "actor/lr": -math.inf}, 1)
         tracker.log_generations([Generation(prompt="\ud800 \u2028 é", response="")], 2)
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert math.isnan(float(row["actor/loss"]))
-    assert float(row["actor/grad_norm"]) == math.inf
-    assert float(row["actor/lr"]) == -math.inf
-    (sample,) = read_rows(tmp_path / "generations.jsonl")
+    (sample,) = read_json_lines(tmp_path / "generations.jsonl")
     assert sample["prompt"] == "? \u2028 é"
     assert sample["answer"] is None
 
@@ -129,7 +153,7 @@ def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path):
     for name in ("metrics.jsonl", "generations.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 6, "actor/kl')
-    run_steps(tmp_path, [3, 4, 5, 6], start_step=3, resume=True)  # step 3 again: dropped, it is on file
+    run_steps(tmp_path, [4, 5, 6], start_step=3, resume=True)
     for name in ("metrics.jsonl", "generations.jsonl"):
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -180,9 +204,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_console_on_a_terminal_is_a_bar():
+def test_console_on_a_terminal_is_a_bar(monkeypatch):
     stream = Terminal()
-    console = Console(total_steps=4, start_step=1, stream=stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info(total_steps=4, start_step=1))
     console.log({"actor/kl_loss": 0.12345, "perf/tokens_per_second": 1234.5, "val/accuracy": 0.5}, 2)
     console.log({"reward/mean": 0.25}, 3)
     console.close(failed=False)
@@ -196,9 +221,10 @@ def test_console_on_a_terminal_is_a_bar():
 
 def test_console_without_a_terminal_is_a_line_every_few_seconds(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
-    console = Console(total_steps=10, start_step=0, stream=stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info())
     for step in range(1, 11):
         clock[0] += 2.0
         console.log({"actor/kl_loss": 1.0 / step, "perf/tokens_per_second": 100.0}, step)
@@ -225,18 +251,18 @@ def no_wandb_login(monkeypatch, tmp_path):
 
 def test_login_is_found_where_wandb_finds_it(no_wandb_login, monkeypatch, tmp_path):
     public, own = "https://api.wandb.ai", "https://wandb.example.org"
-    assert not tracking._has_wandb_login(public)
+    assert not wandb_module._has_wandb_login(public)
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
     netrc.write_text("machine wandb.example.org\n  login user\n  password " + "0" * 40 + "\n")
-    assert tracking._has_wandb_login(own)
-    assert not tracking._has_wandb_login(public)
+    assert wandb_module._has_wandb_login(own)
+    assert not wandb_module._has_wandb_login(public)
     netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
-    assert tracking._has_wandb_login("https://api.forge.coreweave.com")
-    assert not tracking._has_wandb_login(own)
+    assert wandb_module._has_wandb_login("https://api.forge.coreweave.com")
+    assert not wandb_module._has_wandb_login(own)
     netrc.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert tracking._has_wandb_login(public)
+    assert wandb_module._has_wandb_login(public)
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -286,7 +312,7 @@ def fail_after_step_3(run_dir: Path) -> None:
     with make(run_dir, ["jsonl", "wandb"]) as tracker:
         for step in (1, 2, 3):
             tracker.log_generations([SAMPLE], step)
-            tracker.log({"actor/kl_loss": step / 10, "actor/loss": math.nan}, step)
+            tracker.log({"actor/kl_loss": step / 10}, step)
         assert wandb_processes() != []
         raise RuntimeError("training broke")
 
@@ -295,7 +321,7 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     pytest.importorskip("wandb")
     with pytest.raises(RuntimeError, match="training broke"):
         fail_after_step_3(tmp_path)
-    run_steps(tmp_path, [2, 3, 4], loggers=["jsonl", "wandb"], start_step=2, resume=True)
+    run_steps(tmp_path, [3, 4], loggers=["jsonl", "wandb"], start_step=2, resume=True)
     assert wandb_processes() == []
 
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)

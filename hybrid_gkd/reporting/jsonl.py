@@ -1,0 +1,44 @@
+"""metrics.jsonl and generations.jsonl in the run folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hybrid_gkd.files import JsonLinesFile, encode, free_path, read_json_lines
+from hybrid_gkd.types import Generation, RunInfo
+
+logger = logging.getLogger(__name__)
+
+
+class JsonLines:
+    """metrics.jsonl with one object per step, generations.jsonl with one object per sample answer."""
+
+    def __init__(self, info: RunInfo):
+        paths = [info.run_dir / name for name in ("metrics.jsonl", "generations.jsonl")]
+        for path in paths:
+            if path.exists() and info.resume:
+                drop_rows(path, after=info.start_step)
+            elif path.exists():
+                older = path.rename(free_path(path.with_suffix(""), path.suffix))
+                logger.warning("%s is from an earlier run; kept as %s", path, older.name)
+        self._metrics, self._generations = map(JsonLinesFile, paths)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._metrics.append([{"step": step, **metrics}])
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        self._generations.append({"step": step, **asdict(sample)} for sample in samples)
+
+    def close(self, *, failed: bool) -> None:
+        self._metrics.close()
+        self._generations.close()
+
+
+def drop_rows(path: Path, *, after: int) -> None:
+    """Keep the rows of a file up to this step."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(encode(row for row in read_json_lines(path) if row["step"] <= after))
+    temporary.replace(path)

@@ -1,0 +1,105 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.types import Generation, RunInfo
+
+WANDB_FINISH_SECONDS = 300.0
+"""How long the end of a run waits for uploads; what is missing then can be sent with `wandb sync`."""
+WANDB_PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+
+
+class Wandb:
+    """A run in Weights & Biases, offline where nobody is logged in.
+
+    A resumed run continues the run it had before. Online, the server keeps the steps it already has.
+    Offline, wandb cannot continue a run, and syncing a second folder with the same id replaces the
+    first: so the new folder starts with the steps that metrics.jsonl has kept.
+    """
+
+    def __init__(self, info: RunInfo):
+        # Not at the top of the file: it takes a second, and a run that does not use it need not have it.
+        import wandb
+
+        self._wandb = wandb
+        self._samples: list[list[Any]] = []
+        info.run_dir.mkdir(parents=True, exist_ok=True)
+        offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not (
+            "WANDB_MODE" in os.environ or _has_wandb_login(wandb.setup().settings.base_url)
+        )
+        id_file = info.run_dir / "wandb_run_id"
+        history = info.run_dir / "metrics.jsonl"
+        resumes = info.resume and id_file.exists() and (not offline or history.exists())
+        self._run = wandb.init(
+            project=info.project_name,
+            name=info.experiment_name,
+            dir=str(info.run_dir),
+            config=dict(info.config),
+            id=id_file.read_text().strip() if resumes else None,
+            resume="allow" if resumes and not offline else None,
+            mode="offline" if offline else None,
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=WANDB_FINISH_SECONDS),
+        )
+        try:
+            id_file.write_text(self._run.id + "\n")
+            if offline:
+                path = self._run.settings.sync_dir
+                print(f"wandb is offline; to see the run in a browser: wandb sync {path}", file=sys.stderr, flush=True)
+                for row in read_json_lines(history) if resumes else []:
+                    step = row.pop("step")
+                    self._run.log(row, step=step, commit=True)
+            elif self._run.url:
+                print(f"wandb run: {self._run.url}", file=sys.stderr, flush=True)
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        # commit=True: otherwise the dashboard shows a step only when the next one arrives.
+        self._run.log({**metrics, **self._take_samples()}, step=step, commit=True)
+
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
+        # Kept for log(), because wandb takes nothing more of a step that is committed.
+        self._samples += [[step, s.prompt, s.response, s.answer, s.reward] for s in samples]
+
+    def close(self, *, failed: bool) -> None:
+        try:
+            if self._samples:
+                self._run.log(self._take_samples())
+            self._run.finish(exit_code=1 if failed else 0)
+        finally:
+            # Ends wandb's own process. wandb exits with that one's code, which is not this run's where a signal has
+            # ended both.
+            try:
+                self._wandb.teardown(exit_code=1 if failed else 0)
+            except SystemExit as error:
+                if error.code == 128 + signal.SIGTERM:  # this process's own handler, at this very moment
+                    raise
+
+    def _take_samples(self) -> dict[str, Any]:
+        rows, self._samples = self._samples, []
+        columns = ["step", "prompt", "response", "answer", "reward"]
+        return {"val/generations": self._wandb.Table(columns=columns, data=rows)} if rows else {}
+
+
+def _has_wandb_login(server: str) -> bool:
+    """Whether wandb would find credentials for a server: in the environment, or where `wandb login` puts them."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(server).netloc
+    # The public service goes by several names, and wandb takes the login of one for the others.
+    hosts = WANDB_PUBLIC_HOSTS if host in WANDB_PUBLIC_HOSTS else (host,)
+    try:
+        logins = netrc.netrc(os.path.expanduser(os.environ.get("NETRC", "~/.netrc")))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(logins.authenticators(name) is not None for name in hosts)
