@@ -427,7 +427,7 @@ def main() -> None:
     else:
         keys = load_keys(args.keys) if args.keys else None
         worker.HUNG_SECONDS = args.hung
-        worker.Worker(StandInEngine(args.delay, args.hang), args.places[0], keys).run()
+        worker.ScoringWorker(StandInEngine(args.delay, args.hang), args.places[0], keys).run()
 
 
 if __name__ == "__main__":

@@ -133,14 +133,14 @@ def join(arguments: argparse.Namespace) -> int:
     own_keys = load_keys(arguments.keys) if arguments.keys else None
     # Here, so that the broker's process needs neither torch nor the time to import it.
     from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
-    from hybrid_gkd.teacher.server.worker import Worker
+    from hybrid_gkd.teacher.server.worker import ScoringWorker
 
     try:
         engine = load_engine(
             EngineOptions(**{each.name: getattr(arguments, each.name) for each in fields(EngineOptions)})
         )
         log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
-        Worker(engine, arguments.proxy_addr, own_keys).run()
+        ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
         raise
     except Exception as error:

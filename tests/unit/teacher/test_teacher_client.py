@@ -18,7 +18,7 @@ from hybrid_gkd.errors import (
     TeacherUnreachable,
 )
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.client import connection, pending
+from hybrid_gkd.teacher.client import connection, requests
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -292,7 +292,7 @@ def test_what_no_server_can_score_is_refused_by_name_and_never_sent():
 
 
 def test_requests_are_packed_by_tokens(monkeypatch):
-    monkeypatch.setattr(pending, "TOKENS_PER_REQUEST", 20)
+    monkeypatch.setattr(requests, "TOKENS_PER_REQUEST", 20)
     batch = sequences(40)
     with Server() as server, connect(server, num_microbatches=8) as client:
         client.handshake(**STUDENT)
@@ -309,7 +309,7 @@ def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
     most = []
 
     def note(server, client, request, pairs):
-        most.append(submitter._waiting.num_tokens)
+        most.append(submitter._thread.waiting.num_tokens)
         answer(server, client, request, pairs)
 
     with Server(*[note] * 60) as server, connect(server, num_microbatches=1, n_server_workers=1) as submitter:
@@ -409,7 +409,7 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
             other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
             other.bind(f"tcp://127.0.0.1:{port}")
             deadline = time.monotonic() + PATIENCE
-            while not client._endpoints[0].problem:
+            while not client._thread.connections[0].problem:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         stack.enter_context(Server(port=port))
@@ -476,12 +476,12 @@ def test_close_fails_what_is_open():
 
 
 def test_a_dead_thread_fails_everything(monkeypatch):
-    def explode(*_):
+    def explode(*_, **__):
         raise RuntimeError("boom")
 
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
-        monkeypatch.setattr(client, "_on_result", explode)
+        monkeypatch.setattr(protocol, "unpack_result", explode)
         with pytest.raises(TeacherError, match="boom"):
             client.submit(sequences())[0].result(PATIENCE)
         with pytest.raises(TeacherError, match="boom"):
