@@ -26,7 +26,8 @@ import torch
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
-from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK

@@ -16,11 +16,11 @@ import os
 import signal
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
 from hybrid_gkd.teacher.client.connection import query_status
+from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.network import is_loopback
 from hybrid_gkd.teacher.server.broker import Broker
@@ -62,8 +62,10 @@ class Service:
         host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", f"{host}:{self.broker.worker_port}",
-            "--die-with-parent", str(os.getpid()), *_engine_arguments(arguments),
+            "--die-with-parent", str(os.getpid()), *EngineOptions.parsed(arguments).command_line(),
         ]  # fmt: skip
+        command += [f"--keys={arguments.keys}"] if arguments.keys else []
+        command += ["--debug"] if arguments.debug else []
         self.supervisor = Supervisor(self.broker, command, shares)
         self._announced = False
         self._drain_until: float | None = None
@@ -132,13 +134,11 @@ def join(arguments: argparse.Namespace) -> int:
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
     # Here, so that the broker's process needs neither torch nor the time to import it.
-    from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+    from hybrid_gkd.teacher.engines.table import load_engine
     from hybrid_gkd.teacher.server.worker import ScoringWorker
 
     try:
-        engine = load_engine(
-            EngineOptions(**{each.name: getattr(arguments, each.name) for each in fields(EngineOptions)})
-        )
+        engine = load_engine(EngineOptions.parsed(arguments))
         log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
         ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
@@ -184,38 +184,11 @@ def keys(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _engine_arguments(arguments: argparse.Namespace) -> list[str]:
-    """The options of the worker as `serve` got them."""
-    names = [
-        "ckpt_path",
-        "backend",
-        "n_logprobs",
-        "tp_size",
-        "device",
-        "dtype",
-        "max_model_len",
-        "gpu_memory_utilization",
-        "keys",
-    ]
-    words = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names if getattr(arguments, name)]
-    return words + [
-        f"--{flag.replace('_', '-')}" for flag in ("trust_remote_code", "debug") if getattr(arguments, flag)
-    ]
-
-
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="tracebacks and a detailed log")
     engine = argparse.ArgumentParser(add_help=False)
-    engine.add_argument("--ckpt-path", required=True, help="model folder with its tokenizer")
-    engine.add_argument("--n-logprobs", type=_positive, default=64, help="largest K that a request may ask for")
-    engine.add_argument("--tp-size", type=_positive, default=1, help="GPUs that share one model (vllm)")
-    engine.add_argument("--backend", choices=["auto", "vllm", "hf"], default="auto", help="auto: vllm if installed")
-    engine.add_argument("--max-model-len", type=_positive, help="longest prompt and response together, in tokens")
-    engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory (vllm)")
-    engine.add_argument("--dtype", default="auto", help="auto: as stored; float32 on the CPU")
-    engine.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    engine.add_argument("--trust-remote-code", action="store_true", help="run code from the model folder")
+    EngineOptions.add_to(engine)
     secure = argparse.ArgumentParser(add_help=False)
     secure.add_argument("--keys", metavar="FOLDER", help="the keys of this side, as `keys` made them")
     engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process has ended")
@@ -224,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
-    server.add_argument("--workers", type=_positive, default=1, help="processes with a model each")
+    server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
     server.add_argument("--host", default="127.0.0.1", help="address to bind")
     server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")
@@ -240,13 +213,6 @@ def _parser() -> argparse.ArgumentParser:
     maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
     maker.add_argument("--client", default="client", metavar="NAME", help="whom the client's keys are for")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _port(text: str) -> int:

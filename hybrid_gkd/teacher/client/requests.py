@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
@@ -56,41 +57,38 @@ class Waiting:
 
     def __init__(self, group_size: int):
         self._group_size = group_size
-        self._line: deque[tuple[float, Sequence, Future[TeacherTopK]]] = deque()
+        self._line: deque[tuple[float, Pair]] = deque()
         self.num_tokens = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._line)
-
     def add(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
-        self._line.append((time.monotonic(), sequence, future))
+        self._line.append((time.monotonic(), (sequence, future)))
         self.num_tokens += sequence.num_tokens
 
-    def seconds_until_due(self, now: float) -> float:
-        """Until the next group is to leave: 0 if it is full or has waited long enough."""
-        return 0.0 if self._next_group()[1] else max(0.0, self._line[0][0] + GROUP_WAIT_SECONDS - now)
+    def take_group(self, now: float) -> tuple[list[Pair], float]:
+        """The sequences of one request, once it is full or the first of them has waited long enough.
 
-    def take_group(self) -> list[Pair]:
-        """The sequences of one request."""
-        return self._take(self._next_group()[0])
+        Else none, and the seconds until then.
+        """
+        if not self._line:
+            return [], math.inf
+        size = num_tokens = 0
+        for _, (sequence, _) in itertools.islice(self._line, self._group_size):
+            num_tokens += sequence.num_tokens
+            if size > 0 and num_tokens > TOKENS_PER_REQUEST:
+                break
+            size += 1
+        wait = self._line[0][0] + GROUP_WAIT_SECONDS - now
+        if size < self._group_size and num_tokens < TOKENS_PER_REQUEST and wait > 0:
+            return [], wait
+        return self._take(size), 0.0
 
     def take_all(self) -> list[Pair]:
         return self._take(len(self._line))
 
     def _take(self, count: int) -> list[Pair]:
-        taken = [self._line.popleft()[1:] for _ in range(count)]
+        taken = [self._line.popleft()[1] for _ in range(count)]
         self.num_tokens -= sum(sequence.num_tokens for sequence, _ in taken)
         return taken
-
-    def _next_group(self) -> tuple[int, bool]:
-        """How many sequences make the next request, and whether no more would fit."""
-        num_tokens = 0
-        for index, (_, sequence, _) in enumerate(itertools.islice(self._line, self._group_size)):
-            num_tokens += sequence.num_tokens
-            if index > 0 and num_tokens > TOKENS_PER_REQUEST:
-                return index, True
-        size = min(self._group_size, len(self._line))
-        return size, size == self._group_size or num_tokens >= TOKENS_PER_REQUEST
 
 
 @dataclass(eq=False, kw_only=True)

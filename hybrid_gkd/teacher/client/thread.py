@@ -251,12 +251,12 @@ class RequestThread:
 
     def _form_requests(self) -> float:
         """Move waiting sequences into flight; returns the seconds until the next group is due."""
-        while self.waiting and len(self._in_flight) < self._max_in_flight:
+        while len(self._in_flight) < self._max_in_flight:
             now = time.monotonic()
-            due = self.waiting.seconds_until_due(now)
-            if due > 0:
-                return due
-            pairs = [pair for pair in self.waiting.take_group() if pair[1].set_running_or_notify_cancel()]
+            group, pause = self.waiting.take_group(now)
+            if not group:
+                return min(pause, POLL_SECONDS)
+            pairs = [pair for pair in group if pair[1].set_running_or_notify_cancel()]
             if pairs:
                 request = Request(
                     id=f"{self._name}-{next(self._ids)}", sequences=[pair[0] for pair in pairs],

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from hybrid_gkd.errors import ModelError, TeacherError
 from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.models.tokenizer import first_line
-from hybrid_gkd.teacher.engines.base import EngineOptions, Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.types import TeacherTopK
 
@@ -30,10 +32,11 @@ TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
 SEQUENCES_PER_STEP = {"cuda": 256, "cpu": 8}
 
 
-class VLLMEngine(ScoringEngine):
+class VLLMScoringEngine(ScoringEngine):
     """Any model that vLLM serves, tensor parallel over `tp_size` GPUs."""
 
-    def __init__(self, options: EngineOptions, device: str):
+    def __init__(self, options: EngineOptions):
+        device = options.device
         config, info = describe_model(options, "vllm")
         super().__init__(info)
         vllm_compat.check_version()
@@ -201,15 +204,16 @@ class ResponseScorer:
         return complete
 
     def _top(self, hidden: Tensor, found: list[tuple[str, _Request, np.ndarray, slice]]) -> TopLogprobs:
-        def to_device(values: list[np.ndarray]) -> Tensor:
-            tensor = torch.from_numpy(np.concatenate(values))
-            return tensor.pin_memory().to(hidden.device, non_blocking=True) if hidden.is_cuda else tensor
-
+        rows = np.concatenate([rows for _, _, rows, _ in found])
+        targets = np.concatenate([request.targets[places] for _, request, _, places in found])
+        temperatures = np.concatenate(
+            [np.full(len(rows), request.temperature, np.float32) for _, request, rows, _ in found]
+        )
         return top_logprobs(
-            hidden[to_device([rows for _, _, rows, _ in found])],
+            hidden[to_device(rows, hidden.device)],
             self._head,
-            to_device([request.targets[places] for _, request, _, places in found]),
-            to_device([np.full(len(rows), request.temperature, np.float32) for _, request, rows, _ in found]),
+            to_device(targets, hidden.device),
+            to_device(temperatures, hidden.device),
             max(request.k for _, request, _, _ in found),
             self._num_ids,
             self._shard,
