@@ -48,7 +48,7 @@ class TeacherClient:
         self, endpoints: list[str], *, topk: int, temperature: float = 1.0, vocab_size: int,
         connect_timeout: float = 10.0, request_timeout: float = 600.0, max_retries: int = 3,
         n_server_workers: int = 8, num_microbatches: int = 4, keys: str | Path | None = None,
-    ):  # fmt: skip
+    ):
         if not endpoints:
             raise TeacherError("no teacher address is given")
         for address in endpoints:
@@ -61,7 +61,7 @@ class TeacherClient:
             endpoints, self._keys, topk=topk, temperature=temperature, vocab_size=vocab_size,
             request_timeout=request_timeout, max_retries=max_retries, max_in_flight=n_server_workers,
             group_size=num_microbatches,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> TeacherClient:
         return self
@@ -78,7 +78,7 @@ class TeacherClient:
         needs = StudentNeeds(
             tokenizer_hash=tokenizer_hash, tokenizer_size=tokenizer_size, max_sequence_length=max_sequence_length,
             topk=self._topk, temperature=self._temperature,
-        )  # fmt: skip
+        )
         thread = self._thread
         with thread.changed:
             thread.changed.wait_for(

@@ -63,7 +63,7 @@ class Service:
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", f"{host}:{self.broker.worker_port}",
             "--die-with-parent", str(os.getpid()), *EngineOptions.parsed(arguments).command_line(),
-        ]  # fmt: skip
+        ]
         command += [f"--keys={arguments.keys}"] if arguments.keys else []
         command += ["--debug"] if arguments.debug else []
         self.supervisor = Supervisor(self.broker, command, shares)
@@ -72,8 +72,8 @@ class Service:
 
     def on_signal(self, *_: object) -> None:
         """The first signal drains, the second one ends."""
-        patience = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
-        self._drain_until = time.monotonic() + patience
+        timeout = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
+        self._drain_until = time.monotonic() + timeout
 
     def keep_running(self) -> bool:
         """Called several times a second. Raises TeacherError when no worker can be had."""
@@ -88,18 +88,18 @@ class Service:
                 log.warning("ending with %d requests unanswered", self.broker.num_held)
                 return False
         self.supervisor.check()
-        if self.supervisor.ready and not self._announced:
+        if self.broker.model is not None and not self._announced:
             self._announced = True
             self._announce()
         return True
 
     def _announce(self) -> None:
-        ready = {"port": self.broker.port, "worker_port": self.broker.worker_port, "pid": os.getpid()}
-        print(f"teacher ready on {self._arguments.host}:{self.broker.port}, "
-              f"workers join {self._arguments.host}:{self.broker.worker_port}", flush=True)  # fmt: skip
+        host, broker = self._arguments.host, self.broker
+        print(f"teacher ready on {host}:{broker.port}, workers join {host}:{broker.worker_port}", flush=True)
         if self._arguments.ready_file:
             path = Path(self._arguments.ready_file)
             partial = path.with_name(f"{path.name}.{os.getpid()}")
+            ready = {"port": broker.port, "worker_port": broker.worker_port, "pid": os.getpid()}
             partial.write_text(json.dumps(ready))
             os.replace(partial, path)
 
@@ -165,7 +165,7 @@ def status(arguments: argparse.Namespace) -> int:
     print(f"workers alive      {state.num_workers}")
     for worker in state.workers:
         print(f"  {worker.name:16} {'ready' if worker.ready else 'being tested'}, holds {worker.num_held}, delivered "
-              f"{worker.num_delivered}, engine busy {worker.engine_busy:.0%}")  # fmt: skip
+              f"{worker.num_delivered}, engine busy {worker.engine_busy:.0%}")
     print(f"queue length       {state.queue_length}")
     print(f"in flight          {state.num_in_flight}")
     print(f"tokens per second  {state.tokens_per_second:.0f}")
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process has ended")
 
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.teacher", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
     server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
@@ -204,14 +204,14 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--ready-file", help="written once a worker has answered a test request")
     server.add_argument("--insecure", action="store_true", help="let other machines reach --host without keys")
     server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
-                        help="after SIGTERM, for the requests that are here; a second signal ends at once")  # fmt: skip
+                        help="after SIGTERM, for the requests that are here; a second signal ends at once")
     joiner = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
     joiner.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
     asker = commands.add_parser("status", parents=[common, secure], help="print what the service is doing")
     asker.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
     maker = commands.add_parser("keys", parents=[common], help="make keys for the server and for a client")
     maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
-    maker.add_argument("--client", default="client", metavar="NAME", help="whom the client's keys are for")
+    maker.add_argument("--client", default="client", metavar="NAME", help="name of the client's keys")
     return parser
 
 

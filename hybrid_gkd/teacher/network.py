@@ -1,4 +1,4 @@
-"""Sockets, addresses and binding: everything about the network that is the same for all parts."""
+"""Sockets, addresses and binding, for client, broker and worker."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Dealer:
                 yield message, [frame.buffer for frame in frames[1:]]
 
     def read_events(self) -> bool:
-        """Take in libzmq's news of handshakes; True if a connection was made, perhaps to a new server."""
+        """Take in libzmq's events of handshakes; True if a connection was made, perhaps to a new server."""
         connected = False
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
@@ -177,14 +177,14 @@ def resolve(host: str) -> str:
 def bind(
     server: zmq.Socket, host: str, port: int, option: str, *, max_message_bytes: int, max_unsent: int,
     keys: Keys | None,
-) -> int:  # fmt: skip
+) -> int:
     """Bind a ROUTER and return its port (0 picks a free one). Raises TeacherError naming `option`.
 
     A peer that does not read gets `max_unsent` messages at most; sending it more fails with EAGAIN.
     """
     configure(server, max_message_bytes)
     server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its name at once
-    server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is an error instead of silence
+    server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message that cannot be sent is an error
     server.setsockopt(zmq.SNDHWM, max_unsent)
     server.setsockopt(zmq.RCVHWM, MAX_UNREAD)
     server.setsockopt(zmq.BACKLOG, MAX_CONNECTING)
@@ -203,7 +203,7 @@ def bind(
 
 
 def start_authenticator(context: zmq.Context, keys: Keys) -> ThreadAuthenticator:
-    """Let in who is on the allow-list, on all sockets of `context` that are bound with keys. Stop it before them."""
+    """Admits the keys on the allow-list to all sockets of `context` that are bound with keys. Stop it before them."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=AllowList(keys))

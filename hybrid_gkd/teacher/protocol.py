@@ -205,7 +205,7 @@ class Status(Message, tag="status"):
 AnyMessage = (
     Hello | Welcome | ScoreRequest | ScoreResult | ScoreError | Ping | Pong
     | Register | Registered | Rejected | StatusRequest | Status | Bye
-)  # fmt: skip
+)
 Reply = ScoreResult | ScoreError
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -277,7 +277,7 @@ def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
     request = ScoreRequest(
         id=TEST_ID, attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
         prompt_lengths=[1], response_lengths=[1],
-    )  # fmt: skip
+    )
     header, array = encode(request, [np.array([0, 1], np.int32)])
     return msgspec.structs.replace(request, arrays=decode_header(header).arrays), array
 
@@ -287,7 +287,7 @@ def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: Mode
     unpack_result(
         result, frames, server=result.server, topk=min(model.max_topk, 2), vocab_size=model.num_embeddings,
         response_lengths=[1],
-    )  # fmt: skip
+    )
 
 
 def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tuple[TokenIds, TokenIds]]:

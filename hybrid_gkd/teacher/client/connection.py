@@ -1,4 +1,4 @@
-"""One client's connection to one teacher server: whether it is there, what it serves, whether it fits the student."""
+"""One client's connection to one teacher server, and the handshake by which the two find out whether they fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSE_MILLISECONDS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """What a server said in the handshake."""
+    """A server after the handshake."""
 
     address: str
     instance: str
@@ -29,7 +29,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StudentNeeds:
-    """What a teacher is compared with before training and whenever it comes back."""
+    """The requirements that a teacher is checked against before training and whenever it comes back."""
 
     tokenizer_hash: str
     tokenizer_size: int
@@ -48,7 +48,7 @@ class StudentNeeds:
             ("tokens of prompt and response", model.max_sequence_length >= self.max_sequence_length,
              model.max_sequence_length, self.max_sequence_length),
             ("temperature", model.any_temperature or self.temperature == 1.0, able, self.temperature),
-        ):  # fmt: skip
+        ):
             if not fits:
                 raise TeacherMismatch(f"{server.address}: {what}: the teacher has {theirs}, the student needs {ours}")
 
@@ -73,7 +73,7 @@ class Connection(Dealer):
         return self.refused
 
     def require_server(self, waited: float) -> ServerInfo:
-        """What it serves. Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited` seconds."""
+        """Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited` seconds."""
         if self.foreign_version is not None:
             raise TeacherMismatch(f"{self.address}: {self.problem}")
         if self.server is not None:

@@ -26,7 +26,7 @@ Outcome = list[TeacherTopK] | BaseException
 
 @dataclass(kw_only=True)
 class TeacherMetrics:
-    """What happened since the last `drain_metrics`."""
+    """Counters since the last `drain_metrics`."""
 
     requests: list[tuple[float, float]] = field(default_factory=list)
     """time.monotonic of the first sending of a request and of its scores, one entry per request."""
@@ -132,7 +132,7 @@ class Request:
         )
 
     def why_late(self, connections: list[Connection]) -> str:
-        """What is known when the deadline has passed."""
+        """Why there was no answer before the deadline, as far as it is known."""
         reasons = ["it was never sent: no server was alive"]
         if (last := self.last_connection) is not None:
             seconds = time.monotonic() - last.heard

@@ -34,7 +34,7 @@ class RequestThread:
     def __init__(
         self, endpoints: list[str], keys: Keys | None, *, topk: int, temperature: float, vocab_size: int,
         request_timeout: float, max_retries: int, max_in_flight: int, group_size: int,
-    ):  # fmt: skip
+    ):
         self._topk, self._temperature, self._vocab_size = topk, temperature, vocab_size
         self._request_timeout, self._max_retries, self._max_in_flight = request_timeout, max_retries, max_in_flight
         self.changed = threading.Condition()
@@ -199,7 +199,7 @@ class RequestThread:
             scores = protocol.unpack_result(
                 result, frames, server=result.server or connection.address, topk=self._topk,
                 vocab_size=self._vocab_size, response_lengths=request.response_lengths,
-            )  # fmt: skip
+            )
         except TeacherError as error:
             self._metrics.bad_replies += 1
             if result.attempt == request.attempt:  # else a newer attempt is under way already
@@ -261,7 +261,7 @@ class RequestThread:
                 request = Request(
                     id=f"{self._name}-{next(self._ids)}", sequences=[pair[0] for pair in pairs],
                     futures=[pair[1] for pair in pairs], started=now, deadline=now + self._request_timeout,
-                )  # fmt: skip
+                )
                 self._in_flight[request.id] = request
         return POLL_SECONDS
 
@@ -278,7 +278,7 @@ class RequestThread:
                 id=request.id, attempt=request.attempt, timeout_seconds=request.deadline - now, topk=self._topk,
                 temperature=self._temperature, prompt_lengths=[len(each.prompt_ids) for each in request.sequences],
                 response_lengths=request.response_lengths,
-            )  # fmt: skip
+            )
             if not connection.send(message, [request.array]):
                 continue  # disconnected this moment; the missing pongs or a reconnect settle it
             request.connection = request.last_connection = connection

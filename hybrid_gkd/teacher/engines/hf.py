@@ -119,7 +119,7 @@ class HFScoringEngine(ScoringEngine):
         rows = np.concatenate(
             [np.arange(len(item.prompt_ids) - 1, len(ids)) + start
              for item, ids, start in zip(items, inputs, starts, strict=True)]
-        )  # fmt: skip
+        )
         temperatures = [np.full(len(item.response_ids), item.temperature, np.float32) for item in items]
         device = output.device if self._head is None else self._head.weight.device
         top = top_logprobs(

@@ -21,7 +21,7 @@ def option(default: Any, help: str, **keywords: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a worker is started with."""
+    """The model of a worker and how it is run."""
 
     ckpt_path: str = option(MISSING, "model folder with its tokenizer", required=True)
     n_logprobs: int = option(64, "largest K that a request may ask for", type=positive)
@@ -44,7 +44,7 @@ class EngineOptions:
         return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
 
     def command_line(self) -> list[str]:
-        """The arguments from which `parsed` makes the same options."""
+        """The arguments that `parsed` reads as the same options."""
         values = {flag(each.name): getattr(self, each.name) for each in fields(self)}
         return [name if value is True else f"{name}={value}" for name, value in values.items() if value]
 

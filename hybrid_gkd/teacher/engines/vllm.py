@@ -1,8 +1,8 @@
-"""vLLM in this process, as an engine that reads prompts: it never samples more than the one token it has to.
+"""vLLM in this process, as an engine that reads prompts: it samples one token of each, the fewest that vLLM allows.
 
-A sequence is a prompt of vLLM, and how its response is to be scored travels with the request. In every vLLM worker
-a ResponseScorer takes the place of vLLM's own prompt log-probabilities: it sees the hidden states of a step and puts
-response rows, and no others, through the head and the top-k. Its arrays travel back as vLLM's would have.
+A sequence is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a ResponseScorer
+takes the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the response rows
+alone through the head and the top-k. Its arrays travel back as vLLM's would have.
 
 Prefix caching is off. A cached block comes back without hidden states, and two responses to one prompt often
 begin alike, so that a cache hit can reach into the rows that are to be scored.
@@ -65,7 +65,7 @@ class VLLMScoringEngine(ScoringEngine):
                     device, dtype=options.dtype, max_model_len=info.max_sequence_length,
                     max_num_seqs=SEQUENCES_PER_STEP[device], hf_config=config,
                 ),
-            )  # fmt: skip
+            )
             self._engine = llm.llm_engine
             self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
             self._check_scores()
@@ -75,7 +75,7 @@ class VLLMScoringEngine(ScoringEngine):
             raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {first_line(error)}") from error
 
     def _check_scores(self) -> None:
-        """Raises ModelError when vLLM's own greedy answer is not what the scores call most likely."""
+        """Raises ModelError when the scores do not call vLLM's own greedy answer most likely."""
         from vllm import SamplingParams
 
         length = min(4, self.info.max_sequence_length // 2)
@@ -106,7 +106,7 @@ class VLLMScoringEngine(ScoringEngine):
         parameters = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},
-        )  # fmt: skip
+        )
         name = str(next(self._ids))
         self._items[name] = item
         self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
@@ -191,12 +191,10 @@ class ResponseScorer:
         if not found:
             return {}
         top = self._top(hidden, found)
-        complete, start = {}, 0
-        for name, request, rows, places in found:
-            mine = slice(start, start + len(rows))
-            start = mine.stop
-            request.parts.append(TopLogprobs(top.ids[mine, : request.k], top.logprobs[mine, : request.k],
-                                             top.sampled[mine]))  # fmt: skip
+        complete = {}
+        parts_of_all = zip(*(part.split([len(rows) for _, _, rows, _ in found]) for part in top), strict=True)
+        for (name, request, _, places), (ids, logprobs, sampled) in zip(found, parts_of_all, strict=True):
+            request.parts.append(TopLogprobs(ids[:, : request.k], logprobs[:, : request.k], sampled))
             if places.stop == len(request.targets):
                 parts = request.parts
                 complete[name] = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))

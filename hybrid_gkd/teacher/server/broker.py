@@ -63,15 +63,16 @@ class Broker:
             self.port = network.bind(
                 self._client_socket, host, port, "--port", keys=keys,
                 max_message_bytes=protocol.MAX_REQUEST_BYTES, max_unsent=MAX_UNSENT_TO_CLIENT,
-            )  # fmt: skip
+            )
             self.worker_port = network.bind(
                 self._worker_socket, host, worker_port, "--worker-port", keys=keys,
                 max_message_bytes=protocol.MAX_REPLY_BYTES, max_unsent=MAX_UNSENT_TO_WORKER,
-            )  # fmt: skip
+            )
         except BaseException:
             self.close()
             raise
-        self._model: protocol.ModelInfo | None = None
+        self.model: protocol.ModelInfo | None = None
+        """None until the first worker has been tested."""
         self._workers: dict[bytes, WorkerRecord] = {}
         self._ping_number = 0
         self._next_ping = 0.0
@@ -167,7 +168,7 @@ class Broker:
                 self._to_client(client, protocol.Pong(
                     number=message.number, instance=self.instance, pending=list(client.tickets),
                     queue_length=len(self._ledger.queue), engine_busy=self._engine_busy(),
-                ))  # fmt: skip
+                ))
             case protocol.Bye():
                 self._drop_client(client)
             case _:
@@ -175,7 +176,7 @@ class Broker:
 
     def _welcome(self) -> protocol.Welcome:
         num_workers = 0 if self._draining else self.num_workers
-        return protocol.Welcome(instance=self.instance, num_workers=num_workers, model=self._model)
+        return protocol.Welcome(instance=self.instance, num_workers=num_workers, model=self.model)
 
     def _to_client(
         self, client: ClientRecord, message: protocol.AnyMessage, payload: list[zmq.Frame] | None = None
@@ -233,8 +234,8 @@ class Broker:
                 raise protocol.ProtocolError(f"a worker may not send {type(message).__name__}")
 
     def _register(self, identity: bytes, message: protocol.Register) -> None:
-        if self._model not in (None, message.model):
-            reason = f"it serves {message.model}, this broker's clients were promised {self._model}"
+        if self.model not in (None, message.model):
+            reason = f"it serves {message.model}, this broker's clients were promised {self.model}"
             self._reject(identity, message.name, f"the broker turned the worker away: {reason}")
             return
         if identity in self._workers:  # it lives; the connection was lost, and perhaps messages with it
@@ -254,14 +255,14 @@ class Broker:
         try:
             if isinstance(reply, ScoreError):
                 raise TeacherError(reply.reason)
-            if self._model not in (None, model):
-                raise TeacherError(f"another worker registered {self._model} first")
+            if self.model not in (None, model):
+                raise TeacherError(f"another worker registered {self.model} first")
             protocol.check_test_result(reply, [frame.buffer for frame in frames], model)
         except TeacherError as error:
             del self._workers[worker.identity]
             self._reject(worker.identity, worker.name, f"the test request failed: {error}")
             return
-        self._model = model
+        self.model = model
         worker.tested = True
         log.info("worker %s joined, %d alive", worker.name, self.num_workers)
 
@@ -369,7 +370,7 @@ class Broker:
     def status(self) -> protocol.Status:
         now, queue_length = time.monotonic(), len(self._ledger.queue)
         return protocol.Status(
-            model=self._model,
+            model=self.model,
             num_workers=self.num_workers,
             queue_length=queue_length,
             num_in_flight=self.num_held - queue_length,
@@ -383,7 +384,7 @@ class Broker:
                 for worker in self._workers.values()
             ],
             **self._statistics.figures(),
-        )  # fmt: skip
+        )
 
 
 def _send(

@@ -102,7 +102,7 @@ class Ledger:
         ticket = Ticket(
             id=f"{self._name}-{self._num_opened}", client=client, request=request, payload=payload,
             num_bytes=sum(map(len, payload)), arrived=now, deadline=now + request.timeout_seconds,
-        )  # fmt: skip
+        )
         self._held_bytes += ticket.num_bytes
         client.tickets[request.id] = self.tickets[ticket.id] = self.queue[ticket.id] = ticket
 

@@ -15,7 +15,7 @@ WINDOW_SECONDS = 60.0
 MAX_SAMPLES = 4096
 COUNTERS = (
     "delivered", "tokens", "refused", "requeued", "hedged", "expired", "abandoned", "undelivered", "late", "malformed"
-)  # fmt: skip
+)
 """delivered: results sent. refused: errors sent. requeued: given to another worker. hedged: those of them that a
 silent engine still holds. expired: deadline passed. abandoned: the client went away. undelivered: the client did not
 read, or was gone. late: answers to closed requests. malformed: invalid messages."""

@@ -25,7 +25,6 @@ from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, Reply, ScoreError, ScoreRequest, ScoreResult, TokenIds
-from hybrid_gkd.teacher.server.statistics import RATE_SECONDS
 from hybrid_gkd.types import TeacherTopK
 
 if TYPE_CHECKING:  # the engines need torch, the link does not
@@ -37,6 +36,7 @@ CREDITS = 16
 """Requests held at a time: enough to keep the engine fed while the next ones arrive."""
 TOKENS_AHEAD = 32768
 """The engine gets more work while it has fewer tokens than this: a few of its steps, whatever the request size."""
+BUSY_SAMPLES = 10
 HUNG_SECONDS, HUNG_EXIT_CODE = 60.0, 70
 MAX_CONSECUTIVE_FAILURES = 3
 """An engine that fails this often in a row is broken (a CUDA error stays); the process ends and is replaced."""
@@ -69,28 +69,13 @@ class Link:
         """Deadlines of the requests without an answer, by id."""
         self._registered = 0.0
         """Monotonic time of the last registration."""
-        self._busy_since: float | None = None
-        self._busy_times: deque[tuple[float, float]] = deque()
+        self._busy: deque[bool] = deque([False] * BUSY_SAMPLES, maxlen=BUSY_SAMPLES)
+        """Whether the engine had work at the last pings, one a second."""
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     def reply(self, message: Reply, arrays: list[np.ndarray]) -> None:
         """Called by the engine's thread."""
         self._replies.send_multipart(protocol.encode(message, arrays), copy=False)
-
-    def _busy_share(self) -> float:
-        """Part of the last ten seconds in which the engine had work."""
-        now, start = time.monotonic(), self._busy_since
-        while self._busy_times and self._busy_times[0][1] < now - RATE_SECONDS:
-            self._busy_times.popleft()
-        spans = [*self._busy_times, *([(start, now)] if start is not None else [])]
-        return min(1.0, sum(end - max(begin, now - RATE_SECONDS) for begin, end in spans) / RATE_SECONDS)
-
-    def _note_busy(self) -> None:
-        if self._held and self._busy_since is None:
-            self._busy_since = time.monotonic()
-        elif not self._held and self._busy_since is not None:
-            self._busy_times.append((self._busy_since, time.monotonic()))
-            self._busy_since = None
 
     def _serve(self) -> None:
         try:
@@ -112,7 +97,6 @@ class Link:
                     self._handle(broker, message, frames)
                 if (version := broker.foreign_version) is not None:
                     raise TeacherError(f"{self._address}: the broker speaks {protocol.ForeignVersion(version)}")
-                self._note_busy()
                 self._keep_connected(broker)
                 self._end_if_hung()
         except BaseException as error:
@@ -143,7 +127,8 @@ class Link:
     def _handle(self, broker: Dealer, message: AnyMessage, frames: list[Buffer]) -> None:
         match message:
             case protocol.Ping():
-                share = self._busy_share()
+                self._busy.append(bool(self._held))
+                share = sum(self._busy) / BUSY_SAMPLES
                 broker.send(protocol.Pong(number=message.number, pending=list(self._held), engine_busy=share))
             case protocol.Registered():
                 log.info("registered with the broker at %s", self._address)
