@@ -151,7 +151,7 @@ class Pong(Message, tag="pong"):
     queue_length: Count = 0
     """Requests that wait for a worker (from the broker)."""
     engine_busy: Share = 0.0
-    """Part of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
+    """Share of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
 
 
 class Register(Message, tag="register"):

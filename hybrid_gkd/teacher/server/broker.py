@@ -1,9 +1,9 @@
 """The broker: one thread that hands requests of clients to workers with a free credit.
 
-It reads headers only and passes array frames on untouched; checksums are verified at both ends. What it
-promises: a request is answered exactly once, by a result or by an error; a worker that dies, hangs or loses a
-request costs time, not the request; no message, however malformed, ends the loop; a client that floods it or
-does not read costs the others nothing but their place in the queue.
+It reads headers only and passes array frames on untouched; checksums are verified at both ends. Its guarantees: a
+request is answered exactly once, by a result or by an error; a worker that dies, hangs or loses a request costs time,
+not the request; no message, however malformed, ends the loop; a client that floods it or does not read costs the
+others nothing but their place in the queue.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_UNSENT_TO_CLIENT = 256
 """Messages that wait for one client to read them; it gets no more before it does."""
 MAX_UNSENT_TO_WORKER = 2048
 MAX_WORKER_DEATHS = 3
-"""After this many workers died on a request it is probably the cause, and fails."""
+"""A request on which this many workers died is probably the cause, and fails."""
 CLIENT_SECONDS = 30.0
-"""A client that was silent for this long is gone, and its requests are given up."""
+"""Inactivity timeout of a client; after it, its requests are given up."""
 HEDGE_SECONDS, HEDGE_FACTOR = 10.0, 4.0
 """A request that a live worker has held for this long, and for so many times the 99th percentile, is given to
 another one as well: its engine may hang."""
@@ -125,7 +125,7 @@ class Broker:
             self._dispatch()
 
     def _forgive_own_pause(self, now: float) -> None:
-        """Nobody was silent while this process could not listen."""
+        """While this process could not listen, no peer was inactive."""
         pause, self._last_turn = now - self._last_turn, now
         if pause > protocol.LIVENESS_SECONDS / 2:
             peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._ledger.clients.values()]
@@ -143,7 +143,7 @@ class Broker:
                     raise protocol.ProtocolError(f"{len(frames)} frames")
                 handle(frames[0].bytes, protocol.decode_header(frames[1].buffer), frames[2:])
             except protocol.ForeignVersion as error:
-                # Whatever is sent carries this side's version; the other one reports it.
+                # Every message carries this side's version; the other side reports it.
                 self.counters["malformed"] += 1
                 answer = self._welcome() if source is self._client_socket else protocol.Rejected(reason=str(error))
                 _send(source, frames[0].bytes, answer)
@@ -308,7 +308,7 @@ class Broker:
         return any(worker.free > 0 and worker.identity not in ticket.tried for worker in self._workers.values())
 
     def _recover_lost(self, worker: WorkerRecord, pong: protocol.Pong) -> None:
-        """Queue again what the worker should hold but does not: its connection broke in between."""
+        """Queue requests again that the worker should hold but does not: its connection broke in between."""
         for ticket_id in worker.held.difference(pong.pending):
             ticket = self._ledger.tickets.get(ticket_id)
             if ticket is None:  # answered by another worker or expired; the credit was all that was left

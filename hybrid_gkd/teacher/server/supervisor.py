@@ -46,12 +46,12 @@ class Supervisor:
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
-        self._slots = [Slot(environment) for environment in environments]
+        self.slots = [Slot(environment) for environment in environments]
 
     def check(self) -> None:
         """Start what is to be started; called several times a second. Raises TeacherError if no worker can be had."""
         now = time.monotonic()
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.process is None:
                 if now >= slot.start_at:
                     # Its own session: Ctrl-C in a terminal reaches this process, which then stops the worker.
@@ -78,10 +78,10 @@ class Supervisor:
         slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.process is not None and slot.process.poll() is None:
                 os.killpg(slot.process.pid, signal.SIGTERM)  # all of them at once; then wait for each
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.process is not None:
                 stop_process(slot.process, grace_period=5.0)
 

@@ -47,7 +47,7 @@ def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monke
     found = Supervisor(broker, FOREVER, [{}, {}])
     try:
         found.check()
-        first, second = found._slots
+        first, second = found.slots
         other = second.process
         waits = []
         for useful in (True, False, False, True):
@@ -76,7 +76,7 @@ def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monke
             found.check()
     finally:
         found.stop()
-    assert all(slot.process.poll() is not None for slot in found._slots)
+    assert all(slot.process.poll() is not None for slot in found.slots)
 
 
 @pytest.mark.parametrize(
