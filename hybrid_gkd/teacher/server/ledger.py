@@ -79,9 +79,7 @@ class Ledger:
         self.clients: dict[bytes, ClientRecord] = {}
         self.tickets: dict[str, Ticket] = {}
         self.queue: OrderedDict[str, Ticket] = OrderedDict()
-        self._name = uuid.uuid4().hex
         self._held_bytes = 0
-        self._num_opened = 0
 
     def why_busy(self, client: ClientRecord, num_bytes: int) -> str | None:
         """The limit that a request of this size would exceed."""
@@ -97,10 +95,9 @@ class Ledger:
 
     def open(self, client: ClientRecord, request: ScoreRequest, payload: list[zmq.Frame]) -> None:
         """Queue a request."""
-        self._num_opened += 1
         now = time.monotonic()
         ticket = Ticket(
-            id=f"{self._name}-{self._num_opened}", client=client, request=request, payload=payload,
+            id=uuid.uuid4().hex, client=client, request=request, payload=payload,
             num_bytes=sum(map(len, payload)), arrived=now, deadline=now + request.timeout_seconds,
         )
         self._held_bytes += ticket.num_bytes
