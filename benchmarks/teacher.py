@@ -26,12 +26,13 @@ import torch
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
-from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
-PATIENCE = 900.0
+TIMEOUT = 900.0
 MEMORY = 0.8
 ACCURACY_TOKENS = (64, 192)
 """Of a prompt and its response."""
@@ -113,23 +114,23 @@ def ask(
         for i, (prompt, response) in enumerate(each)
     ] for each in (pairs, few))  # fmt: skip
     with TeacherClient(
-        [address], topk=topk, vocab_size=len(tokenizer), request_timeout=PATIENCE, n_server_workers=in_flight
+        [address], topk=topk, vocab_size=len(tokenizer), request_timeout=TIMEOUT, n_server_workers=in_flight
     ) as client:
         client.handshake(
             tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer), max_sequence_length=2
         )
         for future in client.submit(sequences[: max(8, len(sequences) // 8)]):
-            future.result(PATIENCE)
+            future.result(TIMEOUT)
         client.drain_metrics()
         processes = {"worker": workers, "broker": [broker], "client": [os.getpid()]}
         before = {name: sum(map(cpu_seconds, pids)) for name, pids in processes.items()}
         started = time.perf_counter()
         for future in client.submit(sequences):
-            future.result(PATIENCE)
+            future.result(TIMEOUT)
         seconds = time.perf_counter() - started
         spent = {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in processes.items()}
         seen = client.drain_metrics()
-        scores = [future.result(PATIENCE) for future in client.submit(checked)]
+        scores = [future.result(TIMEOUT) for future in client.submit(checked)]
     figures = {
         "rate": seen.tokens / seconds,
         "reply bytes": seen.bytes_received / sum(len(sequence.response_ids) for sequence in sequences),
@@ -169,7 +170,7 @@ def measure_service(
             asked = client.submit(
                 ask, teacher.address, str(folder), pairs, few, k, args.in_flight, workers, teacher.pid
             )
-            figures[k], scores[k] = asked.result(PATIENCE)
+            figures[k], scores[k] = asked.result(TIMEOUT)
             print(f"K = {k}: {figures[k]}", flush=True)
     return figures, scores
 
@@ -276,7 +277,7 @@ def main() -> None:
             ckpt_path=str(folder), backend=args.backend, n_logprobs=max(args.topk), gpu_memory_utilization=MEMORY
         )
         with own_process() as engine:  # the GPU is free again afterwards
-            rates = engine.submit(engine_rates, options, pairs, args.topk).result(PATIENCE)
+            rates = engine.submit(engine_rates, options, pairs, args.topk).result(TIMEOUT)
         print(f"engine alone: {rates}", flush=True)
         figures, scores = measure_service(args, folder, pairs, few)
         print(report(args, rates, figures, accuracy(folder, few, scores) if few else {}))

@@ -32,8 +32,8 @@ from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
-PATIENCE = 120.0
-"""Seconds; a bound on hanging, not an expectation."""
+TIMEOUT = 120.0
+"""Seconds; ends a scenario that hangs."""
 VOCAB, TOPK = 1000, 8
 HANG_TOKEN = VOCAB - 1
 """A worker that is started with --hang sleeps for an hour on a prompt that begins with it."""
@@ -94,9 +94,9 @@ def free_port() -> int:
 
 
 def wait_until(condition, what):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE} s {what}"
+        assert time.monotonic() < deadline, f"waited {TIMEOUT} s {what}"
         time.sleep(0.02)
 
 
@@ -137,7 +137,7 @@ class Cluster:
         return False
 
     def status(self) -> protocol.Status:
-        return query_status(self.address, PATIENCE)
+        return query_status(self.address, TIMEOUT)
 
     def wait_for_workers(self, count: int) -> None:
         wait_until(lambda: self.status().num_workers == count, f"for {count} workers")
@@ -156,7 +156,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def connected(address: str, **options):
-    defaults = {"topk": TOPK, "vocab_size": VOCAB, "connect_timeout": PATIENCE, "request_timeout": PATIENCE}
+    defaults = {"topk": TOPK, "vocab_size": VOCAB, "connect_timeout": TIMEOUT, "request_timeout": TIMEOUT}
     with TeacherClient([address], **(defaults | options)) as client:
         client.handshake(**STUDENT)
         yield client
@@ -202,7 +202,7 @@ class Load:
                 self.submitted += len(batch)
                 for sequence, future in zip(batch, self._client.submit(batch), strict=True):
                     future.add_done_callback(lambda _, index=sequence.index: self.deliveries.update([index]))
-                    expect(future.result(PATIENCE), sequence)
+                    expect(future.result(TIMEOUT), sequence)
         except BaseException as error:
             self.error = error
 
@@ -213,7 +213,7 @@ class Load:
     def stop(self) -> dict[str, int]:
         """Wait for what is under way; nothing may be lost, wrong or delivered twice."""
         self._stopping.set()
-        self._thread.join(PATIENCE)
+        self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
         self.check()
         assert self.deliveries.keys() == set(range(self.submitted))
@@ -266,23 +266,23 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
     with LocalTeacher(model_path, log_path=folder / "teacher.log", options=options) as teacher:
         teacher.wait_ready()
         client = TeacherClient(
-            [teacher.address], topk=TOPK, vocab_size=259, connect_timeout=PATIENCE, request_timeout=PATIENCE,
+            [teacher.address], topk=TOPK, vocab_size=259, connect_timeout=TIMEOUT, request_timeout=TIMEOUT,
             num_microbatches=2,
         )  # fmt: skip
         with client:
             client.handshake(**handshake, max_sequence_length=80)
-            wanted = [future.result(PATIENCE) for future in client.submit(batch)]
+            wanted = [future.result(TIMEOUT) for future in client.submit(batch)]
             started, killed, rounds, exact = time.monotonic(), 0, 0, 0
             while killed < num_kills:
                 futures = client.submit(batch)
                 rounds += 1
                 killed += _kill_a_busy_child(teacher)
                 for future, want in zip(futures, wanted, strict=True):
-                    score = future.result(PATIENCE)
+                    score = future.result(TIMEOUT)
                     np.testing.assert_allclose(score.sampled_logprobs, want.sampled_logprobs, atol=1e-4)
                     np.testing.assert_allclose(score.logprobs, want.logprobs, rtol=1e-3, atol=1e-4)
                     exact += np.array_equal(score.ids, want.ids) and np.array_equal(score.logprobs, want.logprobs)
-            state, metrics = query_status(teacher.address, PATIENCE), client.drain_metrics()
+            state, metrics = query_status(teacher.address, TIMEOUT), client.drain_metrics()
         assert state.counters["delivered"] == len(metrics.latencies)
         return {
             "kills": killed, "sequences": rounds * len(batch), "lost": 0, "bit for bit equal": exact,
@@ -293,16 +293,16 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
 
 def _kill_a_busy_child(teacher: LocalTeacher) -> bool:
     """Whether a worker was killed while it held requests."""
-    state = query_status(teacher.address, PATIENCE)
+    state = query_status(teacher.address, TIMEOUT)
     before = state.counters["requeued"]
     busy = [each.name for each in state.workers if each.num_held and each.num_delivered]
     if not busy:
         return False
     os.kill(int(busy[0].rpartition(":")[2]), signal.SIGKILL)
     wait_until(
-        lambda: busy[0] not in {each.name for each in query_status(teacher.address, PATIENCE).workers}, "for the loss"
+        lambda: busy[0] not in {each.name for each in query_status(teacher.address, TIMEOUT).workers}, "for the loss"
     )
-    return query_status(teacher.address, PATIENCE).counters["requeued"] > before
+    return query_status(teacher.address, TIMEOUT).counters["requeued"] > before
 
 
 def restart_broker(num_restarts: int, pause: float = 1.0) -> dict[str, object]:
@@ -353,7 +353,7 @@ def hang_engine(hedge_seconds: float = broker.HEDGE_SECONDS) -> dict[str, float]
         (future,) = client.submit([sequence])
         wait_until(cluster.busy_workers, "for the worker to take the request")
         cluster.add_worker()
-        expect(future.result(PATIENCE), sequence)
+        expect(future.result(TIMEOUT), sequence)
         state = cluster.status()
         assert state.counters["hedged"] == 1
         assert state.num_workers == 2
@@ -366,11 +366,11 @@ def hang_only_engine() -> dict[str, object]:
         sequence = make_sequences(np.random.default_rng(0), 1)[0]
         sequence.prompt_ids[0] = HANG_TOKEN
         (future,) = client.submit([sequence])
-        error = future.exception(PATIENCE)
+        error = future.exception(TIMEOUT)
         assert isinstance(error, TeacherTimeout), error
         assert cluster.address in str(error)
         (process,) = cluster.workers.values()
-        assert process.wait(PATIENCE) == worker.HUNG_EXIT_CODE
+        assert process.wait(TIMEOUT) == worker.HUNG_EXIT_CODE
         return {"the client's error": str(error)}
 
 
@@ -380,7 +380,7 @@ def deaf_client(num_requests: int) -> dict[str, float]:
     with Cluster(1) as cluster, connected(cluster.address) as client, zmq.Context() as context:
         batch = make_sequences(rng, 32)
         for future, sequence in zip(client.submit(batch), batch, strict=True):
-            expect(future.result(PATIENCE), sequence)
+            expect(future.result(TIMEOUT), sequence)
         memory = memory_mib(cluster.broker.pid)
         with context.socket(zmq.DEALER) as deaf:
             deaf.setsockopt(zmq.RCVHWM, 1)
@@ -394,11 +394,11 @@ def deaf_client(num_requests: int) -> dict[str, float]:
                     prompt_lengths=[16], response_lengths=[496],
                 )  # fmt: skip
                 frames = protocol.encode(request, [protocol.request_array([pair])])
-                assert deaf.poll(int(PATIENCE * 1000), zmq.POLLOUT)
+                assert deaf.poll(int(TIMEOUT * 1000), zmq.POLLOUT)
                 deaf.send_multipart(frames)
                 if index % 100 == 0:
                     for future, sequence in zip(client.submit(batch), batch, strict=True):
-                        expect(future.result(PATIENCE), sequence)
+                        expect(future.result(TIMEOUT), sequence)
             state = cluster.status()
             assert state.counters["undelivered"] > 0, state.counters
             growth = memory_mib(cluster.broker.pid) - memory
@@ -427,7 +427,7 @@ def main() -> None:
     else:
         keys = load_keys(args.keys) if args.keys else None
         worker.HUNG_SECONDS = args.hung
-        worker.Worker(StandInEngine(args.delay, args.hang), args.places[0], keys).run()
+        worker.ScoringWorker(StandInEngine(args.delay, args.hang), args.places[0], keys).run()
 
 
 if __name__ == "__main__":

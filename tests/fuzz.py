@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 from faults import (
     MODEL,
-    PATIENCE,
+    TIMEOUT,
     TOPK,
     Cluster,
     connected,
@@ -142,14 +142,14 @@ def fuzz_broker(num_messages: int, seed: int = 0) -> dict[str, float]:
             for port, good in zip(cluster.ports, (to_client_port, to_worker_port), strict=True):
                 _send_raw_garbage(port, rng)
                 with context.socket(zmq.DEALER) as dealer:
-                    dealer.setsockopt(zmq.LINGER, int(PATIENCE * 1000))
+                    dealer.setsockopt(zmq.LINGER, int(TIMEOUT * 1000))
                     dealer.connect(f"tcp://127.0.0.1:{port}")
                     for _ in range(BURST):
                         dealer.send_multipart(mutator.bad(good))
                     sent += BURST
             batch = make_sequences(rng, 4)
             for future, sequence in zip(client.submit(batch), batch, strict=True):
-                expect(future.result(PATIENCE), sequence)
+                expect(future.result(TIMEOUT), sequence)
         growth = memory_mib(cluster.broker.pid) - memory
         state = cluster.status()
         assert cluster.broker.poll() is None
@@ -164,7 +164,7 @@ def fuzz_broker(num_messages: int, seed: int = 0) -> dict[str, float]:
 
 def _send_raw_garbage(port: int, rng: np.random.Generator) -> None:
     greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + b"\x00" * 48
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as plain:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as plain:
         plain.sendall((greeting if rng.integers(2) else b"") + rng.bytes(int(rng.integers(1, 2000))))
 
 
@@ -205,14 +205,14 @@ def fuzz_worker(num_messages: int, seed: int = 0) -> dict[str, float]:
 
 
 def _next_message(router: zmq.Socket, kind: type) -> tuple[bytes, protocol.AnyMessage, list[bytes]]:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         if router.poll(200):
             worker, header, *arrays = router.recv_multipart()
             message = protocol.decode_header(header)
             if isinstance(message, kind):
                 return worker, message, [header, *arrays]
-    raise AssertionError(f"waited {PATIENCE} s for {kind.__name__}")
+    raise AssertionError(f"waited {TIMEOUT} s for {kind.__name__}")
 
 
 def _answer_to(router: zmq.Socket, request_id: str, worker: bytes) -> list[bytes]:
@@ -246,7 +246,7 @@ class BadServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopping.set()
-        self._thread.join(PATIENCE)
+        self._thread.join(TIMEOUT)
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
@@ -287,7 +287,7 @@ def fuzz_client(num_messages: int, seed: int = 0) -> dict[str, float]:
             while not server.done:
                 batch = make_sequences(rng, 32, length=8)
                 for future, sequence in zip(client.submit(batch), batch, strict=True):
-                    expect(future.result(PATIENCE), sequence)
+                    expect(future.result(TIMEOUT), sequence)
                     accepted += 1
                 memory = memory or memory_mib(os.getpid())
             metrics = client.drain_metrics()

@@ -16,11 +16,11 @@ import os
 import signal
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
 from hybrid_gkd.teacher.client.connection import query_status
+from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.network import is_loopback
 from hybrid_gkd.teacher.server.broker import Broker
@@ -62,16 +62,18 @@ class Service:
         host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", f"{host}:{self.broker.worker_port}",
-            "--die-with-parent", str(os.getpid()), *_engine_arguments(arguments),
-        ]  # fmt: skip
+            "--die-with-parent", str(os.getpid()), *EngineOptions.parsed(arguments).command_line(),
+        ]
+        command += [f"--keys={arguments.keys}"] if arguments.keys else []
+        command += ["--debug"] if arguments.debug else []
         self.supervisor = Supervisor(self.broker, command, shares)
         self._announced = False
         self._drain_until: float | None = None
 
     def on_signal(self, *_: object) -> None:
         """The first signal drains, the second one ends."""
-        patience = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
-        self._drain_until = time.monotonic() + patience
+        timeout = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
+        self._drain_until = time.monotonic() + timeout
 
     def keep_running(self) -> bool:
         """Called several times a second. Raises TeacherError when no worker can be had."""
@@ -86,18 +88,18 @@ class Service:
                 log.warning("ending with %d requests unanswered", self.broker.num_held)
                 return False
         self.supervisor.check()
-        if self.supervisor.ready and not self._announced:
+        if self.broker.model is not None and not self._announced:
             self._announced = True
             self._announce()
         return True
 
     def _announce(self) -> None:
-        ready = {"port": self.broker.port, "worker_port": self.broker.worker_port, "pid": os.getpid()}
-        print(f"teacher ready on {self._arguments.host}:{self.broker.port}, "
-              f"workers join {self._arguments.host}:{self.broker.worker_port}", flush=True)  # fmt: skip
+        host, broker = self._arguments.host, self.broker
+        print(f"teacher ready on {host}:{broker.port}, workers join {host}:{broker.worker_port}", flush=True)
         if self._arguments.ready_file:
             path = Path(self._arguments.ready_file)
             partial = path.with_name(f"{path.name}.{os.getpid()}")
+            ready = {"port": broker.port, "worker_port": broker.worker_port, "pid": os.getpid()}
             partial.write_text(json.dumps(ready))
             os.replace(partial, path)
 
@@ -132,15 +134,13 @@ def join(arguments: argparse.Namespace) -> int:
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
     # Here, so that the broker's process needs neither torch nor the time to import it.
-    from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
-    from hybrid_gkd.teacher.server.worker import Worker
+    from hybrid_gkd.teacher.engines.table import load_engine
+    from hybrid_gkd.teacher.server.worker import ScoringWorker
 
     try:
-        engine = load_engine(
-            EngineOptions(**{each.name: getattr(arguments, each.name) for each in fields(EngineOptions)})
-        )
+        engine = load_engine(EngineOptions.parsed(arguments))
         log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
-        Worker(engine, arguments.proxy_addr, own_keys).run()
+        ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
         raise
     except Exception as error:
@@ -165,7 +165,7 @@ def status(arguments: argparse.Namespace) -> int:
     print(f"workers alive      {state.num_workers}")
     for worker in state.workers:
         print(f"  {worker.name:16} {'ready' if worker.ready else 'being tested'}, holds {worker.num_held}, delivered "
-              f"{worker.num_delivered}, engine busy {worker.engine_busy:.0%}")  # fmt: skip
+              f"{worker.num_delivered}, engine busy {worker.engine_busy:.0%}")
     print(f"queue length       {state.queue_length}")
     print(f"in flight          {state.num_in_flight}")
     print(f"tokens per second  {state.tokens_per_second:.0f}")
@@ -184,69 +184,35 @@ def keys(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _engine_arguments(arguments: argparse.Namespace) -> list[str]:
-    """The options of the worker as `serve` got them."""
-    names = [
-        "ckpt_path",
-        "backend",
-        "n_logprobs",
-        "tp_size",
-        "device",
-        "dtype",
-        "max_model_len",
-        "gpu_memory_utilization",
-        "keys",
-    ]
-    words = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names if getattr(arguments, name)]
-    return words + [
-        f"--{flag.replace('_', '-')}" for flag in ("trust_remote_code", "debug") if getattr(arguments, flag)
-    ]
-
-
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="tracebacks and a detailed log")
     engine = argparse.ArgumentParser(add_help=False)
-    engine.add_argument("--ckpt-path", required=True, help="model folder with its tokenizer")
-    engine.add_argument("--n-logprobs", type=_positive, default=64, help="largest K that a request may ask for")
-    engine.add_argument("--tp-size", type=_positive, default=1, help="GPUs that share one model (vllm)")
-    engine.add_argument("--backend", choices=["auto", "vllm", "hf"], default="auto", help="auto: vllm if installed")
-    engine.add_argument("--max-model-len", type=_positive, help="longest prompt and response together, in tokens")
-    engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory (vllm)")
-    engine.add_argument("--dtype", default="auto", help="auto: as stored; float32 on the CPU")
-    engine.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    engine.add_argument("--trust-remote-code", action="store_true", help="run code from the model folder")
+    EngineOptions.add_to(engine)
     secure = argparse.ArgumentParser(add_help=False)
     secure.add_argument("--keys", metavar="FOLDER", help="the keys of this side, as `keys` made them")
     engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process has ended")
 
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.teacher", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
-    server.add_argument("--workers", type=_positive, default=1, help="processes with a model each")
+    server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
     server.add_argument("--host", default="127.0.0.1", help="address to bind")
     server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")
     server.add_argument("--ready-file", help="written once a worker has answered a test request")
     server.add_argument("--insecure", action="store_true", help="let other machines reach --host without keys")
     server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
-                        help="after SIGTERM, for the requests that are here; a second signal ends at once")  # fmt: skip
+                        help="after SIGTERM, for the requests that are here; a second signal ends at once")
     joiner = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
     joiner.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
     asker = commands.add_parser("status", parents=[common, secure], help="print what the service is doing")
     asker.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
     maker = commands.add_parser("keys", parents=[common], help="make keys for the server and for a client")
     maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
-    maker.add_argument("--client", default="client", metavar="NAME", help="whom the client's keys are for")
+    maker.add_argument("--client", default="client", metavar="NAME", help="name of the client's keys")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _port(text: str) -> int:

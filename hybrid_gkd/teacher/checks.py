@@ -1,4 +1,4 @@
-"""What must hold of scores before they reach a loss."""
+"""Checks of scores before they reach a loss."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from hybrid_gkd.errors import BadTeacherReply
 
 
 def check_topk(
-    ids: np.ndarray,
-    logprobs: np.ndarray,
-    sampled_logprobs: np.ndarray,
-    *,
-    num_rows: int,
-    topk: int,
-    vocab_size: int,
-    server: str,
-    request: str,
+    ids: np.ndarray, logprobs: np.ndarray, sampled_logprobs: np.ndarray, *, num_rows: int, topk: int,
+    vocab_size: int, server: str, request: str,
 ) -> None:
-    """Refuse scores that must not reach a loss.
+    """Refuse unusable scores.
 
     Args:
         ids: int32 [num_rows, topk], each in [0, vocab_size), distinct within a row
@@ -28,7 +21,7 @@ def check_topk(
         sampled_logprobs: float [num_rows], finite, not positive
 
     Raises BadTeacherReply with server, request, row and value.
-    """  # fmt: skip
+    """
 
     def fail(what: str, bad: np.ndarray, values: np.ndarray) -> None:
         if bad.any():
@@ -36,7 +29,7 @@ def check_topk(
             raise BadTeacherReply(f"{server}: request {request}, row {place[0]}: {what} (value {values[place]})")
 
     shapes = {"ids": (ids, (num_rows, topk)), "logprobs": (logprobs, (num_rows, topk)),
-              "sampled_logprobs": (sampled_logprobs, (num_rows,))}  # fmt: skip
+              "sampled_logprobs": (sampled_logprobs, (num_rows,))}
     for name, (array, shape) in shapes.items():
         if array.shape != shape:
             raise BadTeacherReply(f"{server}: request {request}: {name} has shape {array.shape}, expected {shape}")

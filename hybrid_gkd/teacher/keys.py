@@ -1,4 +1,4 @@
-"""CURVE keys: who may talk to the service, and how both sides know that they talk to the right one.
+"""CURVE keys: the service admits clients by their public keys, and they recognise it by its own.
 
     FOLDER/server/   server.key, server.key_secret    for `serve --keys FOLDER/server`
                      clients/NAME.key                 public keys that are let in; read at every connection

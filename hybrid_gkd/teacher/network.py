@@ -1,10 +1,15 @@
-"""Sockets, addresses and binding: everything about the network that is the same for all parts."""
+"""Sockets, addresses and binding, for client, broker and worker."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
+import time
+import uuid
+from collections.abc import Iterator
 
+import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
@@ -12,6 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import AllowList, Keys
+from hybrid_gkd.teacher.protocol import AnyMessage, Buffer
+
+log = logging.getLogger(__name__)
 
 AUTHENTICATION_DOMAIN = "teacher"
 MAX_CONNECTING = 128
@@ -21,6 +29,12 @@ MAX_UNREAD = 32
 """Messages of one peer that wait to be read; beyond that TCP makes the peer wait."""
 DISRUPTIONS = 5
 """A handshake that was cut off this often in a row will not succeed."""
+HANDSHAKE_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+MESSAGES_PER_TURN = 64
+"""Read from one socket before the others get their turn."""
 EXPECTS_KEYS = "the server expects keys (actor_rollout_ref.teacher.keys, --keys) and none were given"
 
 
@@ -37,72 +51,107 @@ def configure(socket: zmq.Socket, max_message_bytes: int) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
 
 
-def connect(
-    context: zmq.Context, address: str, max_message_bytes: int, *, keys: Keys | None, name: bytes = b""
-) -> tuple[zmq.Socket, Monitor]:
-    """A DEALER that connects to ``host:port`` in the background; `name` is its routing id."""
-    dealer = context.socket(zmq.DEALER)
-    configure(dealer, max_message_bytes)
-    if name:
-        dealer.setsockopt(zmq.ROUTING_ID, name)  # survives reconnects
-    dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a server that is away
-    if keys is not None:
-        dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
-        dealer.curve_serverkey = keys.server_public
-    monitor = Monitor(dealer, keys)
-    dealer.connect(endpoint_url(address))
-    return dealer, monitor
+class Dealer:
+    """A DEALER socket that connects to ``host:port`` in the background. Belongs to one thread."""
 
+    def __init__(self, context: zmq.Context, address: str, max_message_bytes: int, keys: Keys | None):
+        self.address = address
+        self.heard = time.monotonic()
+        """When the last message came; at first, when this was made."""
+        self.foreign_version: int | None = None
+        """The protocol version of a server that speaks another one."""
+        self.refused = ""
+        """Why no handshake will ever succeed, from libzmq's events; empty as long as one may."""
+        self.bytes_sent = self.bytes_received = 0
+        self._context, self._max_message_bytes, self._keys = context, max_message_bytes, keys
+        self._name = uuid.uuid4().bytes
+        self._open()
 
-class Monitor:
-    """What libzmq tells about the handshakes of a connecting socket."""
-
-    def __init__(self, dealer: zmq.Socket, keys: Keys | None):
-        self._keys = keys
+    def _open(self) -> None:
+        self.socket = self._context.socket(zmq.DEALER)
+        configure(self.socket, self._max_message_bytes)
+        self.socket.setsockopt(zmq.ROUTING_ID, self._name)  # survives reconnects
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a server that is away
+        if self._keys is not None:
+            self.socket.curve_publickey, self.socket.curve_secretkey = self._keys.public, self._keys.secret
+            self.socket.curve_serverkey = self._keys.server_public
         self._num_cut_off = 0
-        self.problem = ""
-        """Why no handshake will ever succeed; empty as long as one may."""
-        self.socket = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )  # fmt: skip
+        self._monitor = self.socket.get_monitor_socket(HANDSHAKE_EVENTS)
+        self.socket.connect(endpoint_url(self.address))
+        self._opened = time.monotonic()
 
-    def read(self) -> bool:
-        """Take in what has happened; True if a connection was made."""
+    def reopen_if_stuck(self, now: float) -> None:
+        """libzmq never tries again after some failures (a handshake refused, a message too long): start over."""
+        if now - max(self._opened, self.heard) > 2 * protocol.LIVENESS_SECONDS:
+            self.close()
+            self._open()
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)
+
+    def register(self, poller: zmq.Poller) -> None:
+        for each in (self.socket, self._monitor):
+            poller.register(each, zmq.POLLIN)
+
+    def send(self, message: AnyMessage, arrays: list[np.ndarray] | None = None) -> bool:
+        """False when there is no connection at the moment; the message is dropped then."""
+        return self.send_frames(protocol.encode(message, arrays or []))
+
+    def send_frames(self, frames: list) -> bool:
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        self.bytes_sent += sum(memoryview(frame).nbytes for frame in frames)
+        return True
+
+    def receive(self) -> Iterator[tuple[AnyMessage, list[Buffer]]]:
+        """Header and array frames of what has arrived; not everything, so that a flood does not stop the rest."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.bytes_received += sum(map(len, frames))
+            try:
+                message = protocol.decode_header(frames[0].buffer)
+            except protocol.ForeignVersion as error:
+                self.foreign_version = error.version
+            except protocol.ProtocolError as error:  # a request that it belonged to is found lost at the next pong
+                log.debug("%s: dropped a malformed message: %s", self.address, error)
+            else:
+                self.heard = time.monotonic()
+                yield message, [frame.buffer for frame in frames[1:]]
+
+    def read_events(self) -> bool:
+        """Take in libzmq's events of handshakes; True if a connection was made, perhaps to a new server."""
         connected = False
-        while self.socket.poll(0):
-            event = recv_monitor_message(self.socket)["event"]
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connected, self.problem, self._num_cut_off = True, "", 0
+                connected, self.refused, self._num_cut_off = True, "", 0
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 assert self._keys is not None, "only a server that was given keys can refuse them"
-                self.problem = (
+                self.refused = (
                     f"the server does not accept the key in {self._keys.folder}; "
                     "its public half (.key) belongs into clients/ of the server's keys"
                 )
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self.problem = (
-                    EXPECTS_KEYS
-                    if self._keys is None
-                    else f"keys were given ({self._keys.folder}), but the server was started without"
-                )
+                given = self._keys and f"keys were given ({self._keys.folder}), but the server was started without"
+                self.refused = given or EXPECTS_KEYS
             else:  # libzmq does not say why; a server that closes first hides what the other events would tell
                 self._num_cut_off += 1
                 if self._num_cut_off >= DISRUPTIONS:
-                    own = self._keys and (
+                    given = self._keys and (
                         f"its key is not the one in {self._keys.folder / 'server.key'}, it was started without keys"
                     )
-                    self.problem = (
+                    self.refused = (
                         f"the server has ended {self._num_cut_off} connections during the handshake: "
-                        f"{own or EXPECTS_KEYS}, or it is no teacher service"
+                        f"{given or EXPECTS_KEYS}, or it is no teacher service"
                     )
         return connected
-
-
-def close(dealer: zmq.Socket, monitor: Monitor, linger_ms: int = 0) -> None:
-    dealer.disable_monitor()
-    monitor.socket.close(linger=0)
-    dealer.close(linger=linger_ms)
 
 
 def endpoint_url(address: str) -> str:
@@ -128,14 +177,14 @@ def resolve(host: str) -> str:
 def bind(
     server: zmq.Socket, host: str, port: int, option: str, *, max_message_bytes: int, max_unsent: int,
     keys: Keys | None,
-) -> int:  # fmt: skip
+) -> int:
     """Bind a ROUTER and return its port (0 picks a free one). Raises TeacherError naming `option`.
 
     A peer that does not read gets `max_unsent` messages at most; sending it more fails with EAGAIN.
     """
     configure(server, max_message_bytes)
     server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its name at once
-    server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is an error instead of silence
+    server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message that cannot be sent is an error
     server.setsockopt(zmq.SNDHWM, max_unsent)
     server.setsockopt(zmq.RCVHWM, MAX_UNREAD)
     server.setsockopt(zmq.BACKLOG, MAX_CONNECTING)
@@ -154,7 +203,7 @@ def bind(
 
 
 def start_authenticator(context: zmq.Context, keys: Keys) -> ThreadAuthenticator:
-    """Let in who is on the allow-list, on all sockets of `context` that are bound with keys. Stop it before them."""
+    """Admits the keys on the allow-list to all sockets of `context` that are bound with keys. Stop it before them."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=AllowList(keys))

@@ -1,27 +1,11 @@
-"""What client, broker and worker of the teacher service say to each other.
+"""The messages between client, broker and worker of the teacher service.
 
-A message is a list of frames: a header (magic, version, CRC-32, a strictly typed msgpack map), then the raw
-buffers of its arrays. The header carries dtype, shape and CRC-32 of every array, so that damage anywhere
-between the two ends is noticed. Nothing that comes from a socket is ever unpickled. docs/teacher_protocol.md
-describes all of it for those who write a client of their own.
+A message is a list of frames: a header (magic, version, CRC-32, a strictly typed msgpack map), then the raw buffers
+of its arrays, whose dtype, shape and CRC-32 the header carries. Nothing that comes from a socket is ever unpickled.
+docs/teacher_protocol.md says who sends which message when, and how lost requests are found.
 
-Who answers whom (client and broker on one port, broker and worker on the other):
-
-    client                      broker                           worker
-    Hello            ->         Welcome                                          before anything else
-    ScoreRequest     ->         ScoreRequest          ->         ScoreResult | ScoreError
-    Ping             ->         Pong                                             every second
-                                Ping                  ->         Pong            every second
-                                Registered | Rejected <-         Register        at start, and when pings stop
-    StatusRequest    ->         Status
-    Bye              ->                                                          when the client closes
-
-A Pong lists the requests that its sender still holds. Messages of one connection arrive in order, so a
-request sent before the Ping, without a reply and not in the list, is lost and is sent again.
-
-Shapes: n sequences of one request, P prompt and R response tokens of one sequence, K candidates. Only
-response positions travel back: token ids int32, log-probabilities of candidates float16, of the
-response's own tokens float32.
+Shapes: P prompt and R response tokens of one sequence, K candidates. Only response positions travel back: token ids
+int32, log-probabilities of candidates float16, of the response's own tokens float32.
 """
 
 from __future__ import annotations
@@ -44,7 +28,9 @@ PREFIX_BYTES = 8
 """Magic, version (1 byte), CRC-32 of magic, version and map (little endian)."""
 PING_INTERVAL_SECONDS = 1.0
 LIVENESS_SECONDS = 4.0
-"""A peer that was silent for this long counts as dead."""
+"""A peer without a message for this long counts as dead."""
+TEST_ID = "test"
+"""Of the request that every new worker has to answer."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_ARRAYS = 3
 MAX_REQUEST_BYTES = 16 << 20
@@ -80,13 +66,13 @@ class ArraySpec(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="kind"):
-    """Base of all headers; the subclass name is the kind."""
+    """Base of all headers; the tag is the kind."""
 
     arrays: tuple[ArraySpec, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker serves. All workers of one broker serve the same."""
+    """The model of a worker; the same for all workers of one broker."""
 
     model: str
     backend: str
@@ -116,7 +102,7 @@ class Welcome(Message, tag="welcome"):
 
 
 class Bye(Message, tag="bye"):
-    """The client is gone; nobody waits for what it asked for."""
+    """The client is gone; its requests are given up."""
 
 
 class ScoreRequest(Message, tag="score"):
@@ -142,7 +128,7 @@ class ScoreResult(Message, tag="result"):
     id: RequestId
     attempt: Count
     server: str = ""
-    """Which worker scored it, for error messages."""
+    """The worker, for error messages."""
 
 
 class ScoreError(Message, tag="error"):
@@ -165,7 +151,7 @@ class Pong(Message, tag="pong"):
     queue_length: Count = 0
     """Requests that wait for a worker (from the broker)."""
     engine_busy: Share = 0.0
-    """Part of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
+    """Share of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
 
 
 class Register(Message, tag="register"):
@@ -177,7 +163,7 @@ class Register(Message, tag="register"):
 
 
 class Registered(Message, tag="registered"):
-    """The worker forgets what it held before; new work follows."""
+    """The worker forgets the requests that it held; new ones follow."""
 
 
 class Rejected(Message, tag="rejected"):
@@ -219,7 +205,7 @@ class Status(Message, tag="status"):
 AnyMessage = (
     Hello | Welcome | ScoreRequest | ScoreResult | ScoreError | Ping | Pong
     | Register | Registered | Rejected | StatusRequest | Status | Bye
-)  # fmt: skip
+)
 Reply = ScoreResult | ScoreError
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -289,11 +275,19 @@ def request_array(sequences: ListLike[tuple[TokenIds, TokenIds]]) -> np.ndarray:
 def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
     """The smallest request that a worker of this model has to be able to answer, and its array frame."""
     request = ScoreRequest(
-        id="test", attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
+        id=TEST_ID, attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
         prompt_lengths=[1], response_lengths=[1],
-    )  # fmt: skip
+    )
     header, array = encode(request, [np.array([0, 1], np.int32)])
     return msgspec.structs.replace(request, arrays=decode_header(header).arrays), array
+
+
+def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: ModelInfo) -> None:
+    """Raises ProtocolError or BadTeacherReply, as a client would."""
+    unpack_result(
+        result, frames, server=result.server, topk=min(model.max_topk, 2), vocab_size=model.num_embeddings,
+        response_lengths=[1],
+    )
 
 
 def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tuple[TokenIds, TokenIds]]:
@@ -303,12 +297,9 @@ def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tupl
     arrays = decode_arrays(request, frames)
     if len(arrays) != 1 or arrays[0].dtype != np.int32 or arrays[0].shape != (request.num_tokens,):
         raise ProtocolError(f"a request needs one int32 array of {request.num_tokens} token ids")
-    sequences, start = [], 0
-    for num_prompt, num_response in zip(request.prompt_lengths, request.response_lengths, strict=True):
-        middle, end = start + num_prompt, start + num_prompt + num_response
-        sequences.append((arrays[0][start:middle], arrays[0][middle:end]))
-        start = end
-    return sequences
+    lengths = [each for pair in zip(request.prompt_lengths, request.response_lengths, strict=True) for each in pair]
+    parts = np.split(arrays[0], np.cumsum(lengths, dtype=np.int64))[:-1]
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
@@ -320,15 +311,10 @@ def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
 
 
 def unpack_result(
-    result: ScoreResult,
-    frames: ListLike[Buffer],
-    *,
-    server: str,
-    topk: int,
-    vocab_size: int,
+    result: ScoreResult, frames: ListLike[Buffer], *, server: str, topk: int, vocab_size: int,
     response_lengths: ListLike[int],
 ) -> list[TeacherTopK]:
-    """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""  # fmt: skip
+    """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""
     arrays = decode_arrays(result, frames)
     if [array.dtype.name for array in arrays] != ["int32", "float16", "float32"]:
         raise ProtocolError(f"a result needs ids, log-probabilities and sampled; got {result.arrays}")
@@ -336,20 +322,15 @@ def unpack_result(
     check_topk(
         ids, logprobs, sampled, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size, server=server,
         request=result.id,
-    )  # fmt: skip
-    scores, start = [], 0
-    for num_rows in response_lengths:
-        rows = slice(start, start + num_rows)
-        scores.append(
-            # Copies, so that one long-lived sequence does not keep the whole message in memory.
-            TeacherTopK(
-                ids=ids[rows].copy(),
-                logprobs=logprobs[rows].copy(),
-                sampled_logprobs=sampled[rows].copy(),
-            )
+    )
+    ends = np.cumsum(response_lengths)[:-1]
+    # Copies, so that one long-lived sequence does not keep the whole message in memory.
+    return [
+        TeacherTopK(ids=own_ids.copy(), logprobs=own_logprobs.copy(), sampled_logprobs=own_sampled.copy())
+        for own_ids, own_logprobs, own_sampled in zip(
+            *(np.split(array, ends) for array in (ids, logprobs, sampled)), strict=True
         )
-        start += num_rows
-    return scores
+    ]
 
 
 def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.models.vllm_compat import vllm_available
-from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
+from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.teacher.engines.topk import top_logprobs
 from hybrid_gkd.testing import make_tiny_model
 
 pytestmark = pytest.mark.gpu
-PATIENCE = 600.0
+TIMEOUT = 600.0
 EMBEDDINGS, TOLERANCE = 40011, 0.02
 """Mean difference; single ones depend on how much bfloat16 costs this model, so on a plain forward in it."""
 # name: (number of sequences, K, temperature)
@@ -51,7 +52,7 @@ def score_all(folder, backend):
     not vllm_available(), reason="vLLM is not installed"))])  # fmt: skip
 def test_close_to_float32(model_path, backend):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found, num_ids = pool.submit(score_all, model_path, backend).result(PATIENCE)
+        found, num_ids = pool.submit(score_all, model_path, backend).result(TIMEOUT)
     exact, plain = (
         AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).cuda().eval()
         for dtype in (torch.float32, torch.bfloat16)

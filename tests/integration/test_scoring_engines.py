@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.vllm_compat import vllm_available
-from hybrid_gkd.teacher.engines.base import EngineOptions, load_engine
-from hybrid_gkd.teacher.engines.hf import HFEngine
+from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.teacher.engines.vllm import ResponseScorer
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 
-PATIENCE = 900.0  # seconds; a bound on hanging, not an expectation
+TIMEOUT = 900.0  # seconds; ends a test that hangs
 TOKENS = 260  # of the tokenizer, with one that transformers adds for a Qwen2 model
 EMBEDDINGS = 331  # of the model: odd, and more than the tokenizer has
 TOLERANCE = 1e-4
@@ -63,7 +63,7 @@ def score_all(folder, backend, tp_size):
 def in_own_process(function, *arguments):
     """vLLM changes the process that it runs in."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result(PATIENCE)
+        return pool.submit(function, *arguments).result(TIMEOUT)
 
 
 def load_with_shifted_rows(folder):
@@ -158,7 +158,7 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
         **options,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    engine = HFEngine(EngineOptions(ckpt_path=str(tmp_path), n_logprobs=9), "cpu")
+    engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=9))
     assert engine._head is None
     assert ("sequences are padded" in caplog.text) == padded
     found = {"mixed": engine.score(sequences(20, 60), 9, 0.7)}
@@ -167,7 +167,7 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
 
 
 def test_clear_forgets_what_was_queued(model_path, reference):
-    engine = HFEngine(EngineOptions(ckpt_path=model_path, n_logprobs=5), "cpu")
+    engine = load_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
     engine.add("first", sequences(3, 20), 5, 1.0)
     engine.add("second", sequences(3, 20), 5, 1.0)
     engine.step()

@@ -16,7 +16,7 @@ from hybrid_gkd.teacher.server.local import LocalTeacher
 from hybrid_gkd.teacher.server.statistics import COUNTERS
 from hybrid_gkd.testing import make_tiny_model
 
-PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
+TIMEOUT = 120.0  # seconds; ends a test that hangs
 TOPK, LIMIT = 7, 128
 
 
@@ -29,14 +29,14 @@ def model_path(tmp_path_factory):
 def teacher(model_path, tmp_path_factory):
     options = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(LIMIT)]
     log_path = tmp_path_factory.mktemp("log") / "teacher.log"
-    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=PATIENCE) as running:
+    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
         running.wait_ready()
         yield running
 
 
 @pytest.fixture
 def client(teacher):
-    with contextlib.closing(plain_client.PlainClient(teacher.address, PATIENCE)) as connected:
+    with contextlib.closing(plain_client.PlainClient(teacher.address, TIMEOUT)) as connected:
         yield connected
 
 

@@ -19,14 +19,14 @@ from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 
-PATIENCE = faults.PATIENCE
+TIMEOUT = faults.TIMEOUT
 HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", "128"]
 
 
 def command(*words, **options):
     return subprocess.run(
         [sys.executable, "-m", "hybrid_gkd.teacher", *map(str, words)], capture_output=True, text=True,
-        timeout=PATIENCE, env=child_environment(), **options,
+        timeout=TIMEOUT, env=child_environment(), **options,
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def teacher(model_path, keys, tmp_path_factory):
     """On all interfaces, which is allowed with keys."""
     options = [*HF, "--keys", str(keys / "server"), "--host", "0.0.0.0"]
     log_path = tmp_path_factory.mktemp("log") / "teacher.log"
-    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=PATIENCE) as running:
+    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
         running.wait_ready()
         yield running
 
@@ -73,7 +73,7 @@ def test_the_wrong_key_is_an_error_that_says_so(teacher, keys, tmp_path, folder,
         shutil.copytree(keys / "client", keys / folder, dirs_exist_ok=True)
         shutil.copy(keys / "stranger" / "stranger.key", keys / folder / "server.key")
     chosen = None if folder is None else keys / folder
-    client = TeacherClient([teacher.address], topk=1, vocab_size=259, connect_timeout=PATIENCE, keys=chosen)
+    client = TeacherClient([teacher.address], topk=1, vocab_size=259, connect_timeout=TIMEOUT, keys=chosen)
     with client, pytest.raises(TeacherUnreachable, match=text) as error:
         client.handshake(**faults.STUDENT)
     assert teacher.address in str(error.value)
@@ -89,7 +89,7 @@ def test_the_wrong_key_is_an_error_that_says_so(teacher, keys, tmp_path, folder,
 def test_a_worker_without_the_right_key_cannot_join(teacher, keys, words, text):
     joiner = [sys.executable, faults.__file__, "worker", teacher.worker_address, *words]
     ended = subprocess.run(
-        joiner, capture_output=True, text=True, timeout=PATIENCE, env=child_environment(), cwd=keys
+        joiner, capture_output=True, text=True, timeout=TIMEOUT, env=child_environment(), cwd=keys
     )
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
@@ -102,7 +102,7 @@ def test_keys_for_a_server_without(keys):
         # Either side may be the first to end a connection on which the two do not agree.
         text = r"(keys were given .*, but the server|ended 5 connections .*, it) was started without"
         with pytest.raises(TeacherUnreachable, match=text):
-            query_status(cluster.address, PATIENCE, load_keys(keys / "client"))
+            query_status(cluster.address, TIMEOUT, load_keys(keys / "client"))
 
 
 def test_a_key_can_be_added_and_taken_away_while_the_service_runs(teacher, keys):
@@ -163,7 +163,7 @@ def test_a_pickle_bomb_is_only_a_malformed_message(tmp_path):
     with faults.Cluster(1) as cluster, zmq.Context() as context, faults.connected(cluster.address) as client:
         for port in cluster.ports:
             with context.socket(zmq.DEALER) as dealer:
-                dealer.setsockopt(zmq.LINGER, int(PATIENCE * 1000))
+                dealer.setsockopt(zmq.LINGER, int(TIMEOUT * 1000))
                 dealer.connect(f"tcp://127.0.0.1:{port}")
                 for message in messages:
                     dealer.send_multipart(message)
@@ -174,16 +174,16 @@ def test_a_pickle_bomb_is_only_a_malformed_message(tmp_path):
         with context.socket(zmq.DEALER) as dealer:  # the broker passes the array on to the worker
             dealer.connect(f"tcp://{cluster.address}")
             dealer.send_multipart([*protocol.encode(request), bomb])
-            assert dealer.poll(int(PATIENCE * 1000))
+            assert dealer.poll(int(TIMEOUT * 1000))
             answer = protocol.decode_header(dealer.recv_multipart()[0])
             assert isinstance(answer, protocol.ScoreError)
         (score,) = client.submit([sequence])
-        faults.expect(score.result(PATIENCE), sequence)
+        faults.expect(score.result(TIMEOUT), sequence)
         assert all(process.poll() is None for process in (cluster.broker, *cluster.workers.values()))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         with TeacherClient([f"127.0.0.1:{port}"], topk=1, vocab_size=9, connect_timeout=0.5) as client:
-            assert router.poll(int(PATIENCE * 1000))
+            assert router.poll(int(TIMEOUT * 1000))
             for message in messages:
                 router.send_multipart([router.recv_multipart()[0], *message])
             with pytest.raises(TeacherUnreachable, match="nothing answered"):

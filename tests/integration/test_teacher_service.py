@@ -27,7 +27,7 @@ from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import Sequence
 
-PATIENCE = 120.0  # seconds; a bound on hanging, not an expectation
+TIMEOUT = 120.0  # seconds; ends a test that hangs
 MAX_LENGTH = 128
 HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
 VLLM = ["--backend", "vllm", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
@@ -49,27 +49,27 @@ def running(*args, **options):
 @pytest.fixture(scope="module")
 def hf_teacher(model_path, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("hf") / "teacher.log"
-    with running(model_path, log_path=log_path, options=HF, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=log_path, options=HF, start_timeout=TIMEOUT) as teacher:
         yield teacher
 
 
 @pytest.fixture
 def own_teacher(model_path, tmp_path):
     """For tests that break it."""
-    with running(model_path, log_path=tmp_path / "teacher.log", options=HF, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=tmp_path / "teacher.log", options=HF, start_timeout=TIMEOUT) as teacher:
         yield teacher
 
 
 @pytest.fixture(scope="module")
 def vllm_teacher(model_path, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("vllm") / "teacher.log"
-    with running(model_path, log_path=log_path, options=VLLM, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=log_path, options=VLLM, start_timeout=TIMEOUT) as teacher:
         yield teacher
 
 
 @contextlib.contextmanager
 def connected(model_path, teacher, **options):
-    options = {"topk": 5, "vocab_size": 259, "connect_timeout": PATIENCE, "request_timeout": PATIENCE} | options
+    options = {"topk": 5, "vocab_size": 259, "connect_timeout": TIMEOUT, "request_timeout": TIMEOUT} | options
     tokenizer = load_tokenizer(model_path)
     with TeacherClient([teacher.address], **options) as client:
         client.handshake(
@@ -108,7 +108,7 @@ def reference(model_path):
 
 def expect_scores(futures, batch, reference, temperature=1.0):
     for future, sequence in zip(futures, batch, strict=True):
-        score = future.result(PATIENCE)
+        score = future.result(TIMEOUT)
         expected = reference(sequence, temperature)
         top = -np.sort(-expected, axis=1)[:, : score.ids.shape[1]]
         rows = np.arange(len(sequence.response_ids))
@@ -126,7 +126,7 @@ def test_hf_scores_are_the_plain_log_softmax(model_path, hf_teacher, reference, 
 
 
 def test_whole_vocabulary(model_path, tmp_path, reference):
-    options = {"log_path": tmp_path / "log", "options": HF, "n_logprobs": 259, "start_timeout": PATIENCE}
+    options = {"log_path": tmp_path / "log", "options": HF, "n_logprobs": 259, "start_timeout": TIMEOUT}
     with running(model_path, **options) as teacher, connected(model_path, teacher, topk=259) as client:
         batch = sequences(3)
         expect_scores(client.submit(batch), batch, reference)
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_said(model_path, hf_teacher):
     )  # fmt: skip
     with connected(model_path, hf_teacher) as client:
         with pytest.raises(TeacherRefused, match=f"has {long.num_tokens} tokens, the server's limit is {MAX_LENGTH}"):
-            client.submit([long])[0].result(PATIENCE)
+            client.submit([long])[0].result(TIMEOUT)
 
 
 def test_malformed_messages_are_dropped_and_counted(model_path, hf_teacher, reference):
@@ -180,7 +180,7 @@ def test_malformed_messages_are_dropped_and_counted(model_path, hf_teacher, refe
                 for frames in ([b""], [b"\x80\x04garbage"], [b"x"] * 50, [b"\x93", b"y"]):
                     dealer.send_multipart(frames)
         time.sleep(0.5)
-    with socket.create_connection(hf_teacher.address.split(":"), timeout=PATIENCE) as plain:
+    with socket.create_connection(hf_teacher.address.split(":"), timeout=TIMEOUT) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert query_status(hf_teacher.address).counters["malformed"] == before + 8
     with connected(model_path, hf_teacher) as client:
@@ -195,9 +195,9 @@ def start_joined_worker(model_path, address, log_path):
 
 
 def wait_until(condition, what):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE} s: {what}"
+        assert time.monotonic() < deadline, f"waited {TIMEOUT} s: {what}"
         time.sleep(0.05)
 
 
@@ -253,7 +253,7 @@ def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
 
 def test_several_workers_share_the_work(model_path, tmp_path, reference):
     options = [*HF, "--workers", "2"]
-    with running(model_path, log_path=tmp_path / "log", options=options, start_timeout=PATIENCE) as teacher:
+    with running(model_path, log_path=tmp_path / "log", options=options, start_timeout=TIMEOUT) as teacher:
         wait_until(lambda: query_status(teacher.address).num_workers == 2, "for both workers")
         with connected(model_path, teacher, num_microbatches=1) as client:
             for _ in range(20):
@@ -266,7 +266,7 @@ def test_several_workers_share_the_work(model_path, tmp_path, reference):
         assert {worker.name.rpartition(":")[2] for worker in state.workers} == set(map(str, children(teacher.pid)))
         shown = subprocess.run(
             [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr", teacher.address], capture_output=True,
-            text=True, timeout=PATIENCE, env=child_environment(),
+            text=True, timeout=TIMEOUT, env=child_environment(),
         ).stdout  # fmt: skip
         for line in (r"latency +p50 \d+\.\d+ s, p95", r"bytes per token +34\b", r"engine busy +\d+%", r"holds \d"):
             assert re.search(line, shown), shown
@@ -274,14 +274,14 @@ def test_several_workers_share_the_work(model_path, tmp_path, reference):
 
 def test_sigterm_drains(model_path, tmp_path, reference):
     """What was taken is answered, what comes later is not taken, and the service ends by itself."""
-    options = {"log_path": tmp_path / "log", "options": [*HF, "--drain-timeout", str(PATIENCE)]}
+    options = {"log_path": tmp_path / "log", "options": [*HF, "--drain-timeout", str(TIMEOUT)]}
     batch, late = sequences(8), []
 
     def refused():
         late.extend(client.submit(batch[:1]))  # the signal needs a moment
         return query_status(teacher.address).counters["refused"] > 0
 
-    with running(model_path, start_timeout=PATIENCE, **options) as teacher:
+    with running(model_path, start_timeout=TIMEOUT, **options) as teacher:
         with connected(model_path, teacher, n_server_workers=1000) as client:
             (worker,) = children(teacher.pid)
             os.kill(worker, signal.SIGSTOP)
@@ -294,7 +294,7 @@ def test_sigterm_drains(model_path, tmp_path, reference):
             wait_until(lambda: teacher.poll() is not None, "for the service to end")
         assert teacher.poll() == 0
     with pytest.raises(TeacherError, match=rf"{teacher.address}: request .* waited .*: the teacher client was closed"):
-        late[-1].result(PATIENCE)
+        late[-1].result(TIMEOUT)
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_tea
         options = [*HF, "--worker-port", ports[1]]
         log_path = tmp_path / "second.log"
         with running(
-            model_path, log_path=log_path, port=int(ports[0]), start_timeout=PATIENCE, options=options
+            model_path, log_path=log_path, port=int(ports[0]), start_timeout=TIMEOUT, options=options
         ) as second:
             expect_scores(futures, batch, reference)
             wait_until(lambda: query_status(second.address).num_workers == 2, "for the worker to come back")
@@ -356,7 +356,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher
     values = {"model": model_path, "taken": hf_teacher.address.split(":")[1]}
     command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--port", "0", "--worker-port", "0"]
     command += ["--backend", "hf", "--device", "cpu", *(word.format(**values) for word in arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=child_environment())
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=child_environment())
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode == 1
     assert len(errors) == 1
@@ -365,7 +365,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher
 
 
 def test_the_launcher_reports_the_reason_at_once(tmp_path):
-    teacher = LocalTeacher("/no/such/folder", log_path=tmp_path / "log", options=HF, start_timeout=PATIENCE)
+    teacher = LocalTeacher("/no/such/folder", log_path=tmp_path / "log", options=HF, start_timeout=TIMEOUT)
     with teacher, pytest.raises(TeacherError, match="did not start: /no/such/folder: no such model folder; its log: "):
         teacher.wait_ready()
     assert teacher.poll() == 1
@@ -375,7 +375,7 @@ def test_status_command(hf_teacher):
     command = [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr"]
     environment = child_environment()
     answer = subprocess.run(
-        [*command, hf_teacher.address], capture_output=True, text=True, timeout=PATIENCE, env=environment
+        [*command, hf_teacher.address], capture_output=True, text=True, timeout=TIMEOUT, env=environment
     )
     assert answer.returncode == 0
     for line in (
@@ -387,7 +387,7 @@ def test_status_command(hf_teacher):
     ):
         assert re.search(line, answer.stdout), answer.stdout
     nobody = subprocess.run(
-        [*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=PATIENCE, env=environment
+        [*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=TIMEOUT, env=environment
     )
     assert nobody.returncode == 1
     assert nobody.stderr.startswith("error: 127.0.0.1:1: no teacher server answered")

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed"),
     pytest.mark.slow,
 ]
-PATIENCE = 900.0
+TIMEOUT = 900.0
 VOCABULARY, LENGTH, FIRST_ROW = 50, 9, 3
 HIDDEN = torch.randn(2, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
 TARGETS = np.arange(LENGTH - FIRST_ROW, dtype=np.int64)
@@ -111,4 +111,4 @@ def test_hooks():
     """In a process of its own, because vLLM changes the process that imports it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         for function in (use_newer_runner, use_older_runner, miss_what_is_not_there):
-            pool.submit(function).result(PATIENCE)
+            pool.submit(function).result(TIMEOUT)

@@ -1,6 +1,6 @@
-"""Scoring engines: what a model says about given responses. `hf` is plain transformers, `vllm` is fast.
+"""The interface of scoring engines: the log-probabilities that a model gives to responses.
 
-Both answer with the same numbers for the same model, up to the rounding of its dtype.
+All engines return the same numbers for the same model, up to the rounding of its dtype.
 """
 
 from __future__ import annotations
@@ -11,32 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.protocol import ModelInfo, TokenIds
 from hybrid_gkd.types import TeacherTopK
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What a worker is started with."""
-
-    ckpt_path: str
-    backend: str = "auto"
-    """"hf", "vllm", or "auto": vllm where it is installed."""
-    n_logprobs: int = 64
-    """Largest K that a request may ask for."""
-    tp_size: int = 1
-    """GPUs that share one model (vllm)."""
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None: what the model was trained for."""
-    gpu_memory_utilization: float = 0.9
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,7 +24,6 @@ class Item:
     """One sequence on its way through an engine."""
 
     job: Any
-    """Whatever the caller knows it by, hashable."""
     index: int
     """Within the job."""
     prompt_ids: TokenIds
@@ -65,11 +44,9 @@ class Item:
 class ScoringEngine(ABC):
     """One model, ready to score: jobs are added, and come back from `step` in the order in which they are done.
 
-    A step leaves work for the device behind when it returns, so that the caller can deal with what has come back
+    A step leaves work for the device behind when it returns, so that the caller can deal with the finished jobs
     while the device computes. After an exception from `add` or `step`, `clear` makes the engine usable again.
     """
-
-    info: ModelInfo
 
     def __init__(self, info: ModelInfo):
         self.info = info
@@ -78,7 +55,10 @@ class ScoringEngine(ABC):
         self._results: dict[Any, list[TeacherTopK | None]] = {}
 
     def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
-        """Queue (prompt ids int32 [P], response ids int32 [R]) pairs with P, R >= 1, within the limits of `info`."""
+        """Queue (prompt ids int32 [P], response ids int32 [R]) pairs with P, R >= 1, within the limits of `info`.
+
+        `job` is the caller's name for them, any hashable value.
+        """
         self._results[job] = [None] * len(sequences)
         for index, (prompt_ids, response_ids) in enumerate(sequences):
             item = Item(
@@ -130,31 +110,8 @@ class ScoringEngine(ABC):
     def _clear(self) -> None: ...
 
 
-def load_engine(options: EngineOptions) -> ScoringEngine:
-    """Load the model. Raises ModelError with the folder or the option at fault."""
-    backend = options.backend
-    if backend == "auto":
-        backend = "vllm" if vllm_compat.vllm_available() else "hf"
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("--device cuda: PyTorch sees no GPU here")
-    if device == "cpu" and options.dtype not in ("auto", "float32"):
-        raise ModelError(f"--dtype {options.dtype}: on the CPU the engines compute in float32")
-    if backend == "hf" and options.tp_size > 1:
-        raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
-    if backend == "vllm":
-        from hybrid_gkd.teacher.engines.vllm import VLLMEngine
-
-        return VLLMEngine(options, device)
-    from hybrid_gkd.teacher.engines.hf import HFEngine
-
-    return HFEngine(options, device)
-
-
 def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo]:
-    """The model's config and what a client is told. Raises ModelError for a folder that lacks either."""
+    """The model's config, and its description for clients. Raises ModelError for a folder that lacks either."""
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(options.ckpt_path, options.trust_remote_code)  # first: it finds a missing folder at once

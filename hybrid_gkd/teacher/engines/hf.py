@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, to_device
 from hybrid_gkd.models.tokenizer import first_line
-from hybrid_gkd.teacher.engines.base import EngineOptions, Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.types import TeacherTopK
 
@@ -24,24 +25,24 @@ WHOLE_MODEL_TOKENS = 2048
 """Tokens per forward of models that give logits only for all rows at once."""
 
 
-class HFEngine(ScoringEngine):
+class HFScoringEngine(ScoringEngine):
     """Packed where the model's attention can be replaced; padded, and so slower, where it cannot."""
 
-    def __init__(self, options: EngineOptions, device: str):
+    def __init__(self, options: EngineOptions):
         config, info = describe_model(options, "hf")
         super().__init__(info)
         self._queue: deque[Item] = deque()
         self._running: _Forward | None = None
         self._packed = True
         try:
-            self._model = _load(options, device, PACKED_ATTENTION)
+            self._model = _load(options, PACKED_ATTENTION)
             self._check_packing()
         except Exception as error:  # whatever an architecture raises for an attention that it does not know
             log.warning("%s; sequences are padded, which is slower", first_line(error))
             self._packed, self._model = False, None
             # transformers' other implementations leave the cap away without a word.
             capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-            self._model = _load(options, device, "eager" if capped else None)
+            self._model = _load(options, "eager" if capped else None)
         self._head: Any = self._model.get_output_embeddings() if self._head_is_separable() else None
 
     @torch.inference_mode()
@@ -72,13 +73,12 @@ class HFEngine(ScoringEngine):
         """Keyword arguments of the forward: one packed row, or one padded row per sequence."""
         device = self._model.get_input_embeddings().weight.device
         if self._packed:
-            packed = pack(inputs, "cpu").model_kwargs()
-            return {name: _to(each, device) if isinstance(each, Tensor) else each for name, each in packed.items()}
+            return pack(inputs, device).model_kwargs()
         ids = np.zeros((len(inputs), max(map(len, inputs))), np.int64)
         mask = np.zeros_like(ids)
         for row, tokens in enumerate(inputs):
             ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        return {"input_ids": _to(ids, device), "attention_mask": _to(mask, device), "use_cache": False}
+        return {"input_ids": to_device(ids, device), "attention_mask": to_device(mask, device), "use_cache": False}
 
     def _enqueue(self, item: Item) -> None:
         self._queue.append(item)
@@ -95,7 +95,7 @@ class HFEngine(ScoringEngine):
         return done.wait() if done is not None else []
 
     def _take(self) -> list[Item]:
-        """What goes into the next forward, at least one sequence if any waits."""
+        """The sequences of the next forward, at least one if any waits."""
         limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
         items: list[Item] = []
         longest = total = 0
@@ -119,15 +119,17 @@ class HFEngine(ScoringEngine):
         rows = np.concatenate(
             [np.arange(len(item.prompt_ids) - 1, len(ids)) + start
              for item, ids, start in zip(items, inputs, starts, strict=True)]
-        )  # fmt: skip
-        lengths = [len(item.response_ids) for item in items]
+        )
+        temperatures = [np.full(len(item.response_ids), item.temperature, np.float32) for item in items]
         device = output.device if self._head is None else self._head.weight.device
-        chosen = output.flatten(0, 1)[_to(rows, output.device)].to(device)
         top = top_logprobs(
-            chosen, self._logits, _to(np.concatenate([item.response_ids for item in items]).astype(np.int64), device),
-            _to(np.repeat(np.array([item.temperature for item in items], np.float32), lengths), device),
-            max(item.k for item in items), self.info.vocab_size,
-        )  # fmt: skip
+            output.flatten(0, 1)[to_device(rows, output.device)].to(device),
+            self._logits,
+            to_device(np.concatenate([item.response_ids for item in items]).astype(np.int64), device),
+            to_device(np.concatenate(temperatures), device),
+            max(item.k for item in items),
+            self.info.vocab_size,
+        )
         return _Forward(items, top)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -155,33 +157,23 @@ class _Forward:
     def wait(self) -> list[tuple[Item, TeacherTopK]]:
         if self._event is not None:
             self._event.synchronize()
-        ids, logprobs, sampled = (part.numpy() for part in self._host)
-        scores, start = [], 0
-        for item in self._items:
-            rows = slice(start, start + len(item.response_ids))
-            start = rows.stop
-            own = TeacherTopK(
-                ids=ids[rows, : item.k], logprobs=logprobs[rows, : item.k], sampled_logprobs=sampled[rows]
-            )
-            scores.append((item, own))
-        return scores
+        ends = np.cumsum([len(item.response_ids) for item in self._items])[:-1]
+        parts = zip(self._items, *(np.split(part.numpy(), ends) for part in self._host), strict=True)
+        return [
+            (item, TeacherTopK(ids=ids[:, : item.k], logprobs=logprobs[:, : item.k], sampled_logprobs=sampled))
+            for item, ids, logprobs, sampled in parts
+        ]
 
 
-def _to(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """On the device; to a GPU from pinned memory, so that nothing waits."""
-    tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def _load(options: EngineOptions, device: str, attention: str | None) -> Any:
+def _load(options: EngineOptions, attention: str | None) -> Any:
     """Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     try:
         return AutoModelForCausalLM.from_pretrained(
             options.ckpt_path,
-            dtype=torch.float32 if device == "cpu" else options.dtype,
-            device_map="auto" if device == "cuda" else None,
+            dtype=torch.float32 if options.device == "cpu" else options.dtype,
+            device_map="auto" if options.device == "cuda" else None,
             trust_remote_code=options.trust_remote_code,
             attn_implementation=attention,
         ).eval()

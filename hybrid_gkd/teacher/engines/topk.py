@@ -1,10 +1,9 @@
-"""From hidden states to a teacher's answer: the K most likely ids, their log-probabilities, the sampled token's.
+"""From hidden states to the K most likely ids, their log-probabilities and that of the sampled token.
 
-Never more than HEAD_ROWS rows of logits exist at a time. Which ids can be chosen and what the log-probabilities
-are normalised over are two questions. A model's matrix often has more rows than its tokenizer has tokens; such
-rows take part in the softmax of teacher and student alike, so the normaliser runs over all of them and a
-distribution is the one that `log_softmax` of the model's logits gives. But they stand for no token, and a student
-with the same tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
+Never more than HEAD_ROWS rows of logits exist at a time. A model's matrix often has more rows than its tokenizer has
+tokens. These padding rows take part in the softmax of teacher and student alike, so log-probabilities are normalised
+over all rows, as `log_softmax` of the model's logits is. But they stand for no token, and a student with the same
+tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
 
 Shapes: R rows, D hidden size, V columns of logits, K candidates.
 """
@@ -23,7 +22,7 @@ HEAD_ROWS = 1024
 
 
 class TopLogprobs(NamedTuple):
-    """What is said of R rows."""
+    """The scores of R rows."""
 
     ids: Tensor
     """int32 [R, K], most likely first."""
@@ -56,10 +55,9 @@ def top_logprobs(
         targets: int64 [R], ids of the tokens that were sampled
         temperatures: float32 [R], logits are divided by them
         k: 1 <= k <= num_ids
-    """  # fmt: skip
+    """
     inverse = temperatures.reciprocal()
     chunks = [slice(start, start + HEAD_ROWS) for start in range(0, len(hidden), HEAD_ROWS)]
-    # Only what needs the logits is done chunk by chunk.
     parts = [_of_logits(head(hidden[rows]), targets[rows], inverse[rows], k, num_ids, shard) for rows in chunks]
     ids, values, normalizers, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     normalizer = normalizers.logsumexp(1)
@@ -113,4 +111,4 @@ def _gather(
     numbers = torch.cat([ids.view(torch.float32), values, normalizer[:, None], sampled], dim=1)
     ids, values, normalizer, sampled = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
     return (ids.flatten(1).view(torch.int32), values.flatten(1), normalizer[..., 0].logsumexp(1),
-            sampled[..., 0].amax(1, keepdim=True))  # fmt: skip
+            sampled[..., 0].amax(1, keepdim=True))

@@ -47,7 +47,7 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     _block_statistics[(num_rows, num_tiles)](
         logits, logits.stride(0), inverse_temperatures, maxima, normalizers, num_columns, num_ids,
         TILE=TILE, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    )
     blocks, ids = logits.new_empty(2, num_rows, k, dtype=torch.int32)
     values = logits.new_empty(num_rows, k, dtype=torch.float32)
     width = triton.next_power_of_2(num_blocks)
@@ -58,7 +58,7 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     _choose_elements[(num_rows,)](
         logits, logits.stride(0), blocks, ids, values, num_ids, k,
         BLOCK=block, WIDTH=width, num_warps=_num_warps(width),
-    )  # fmt: skip
+    )
     return ids, values, normalizers
 
 
@@ -70,7 +70,7 @@ def _num_warps(width: int) -> int:
 def _block_statistics(
     logits, row_stride, inverse_temperatures, maxima, normalizers, num_columns, num_ids,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Largest element of every block; log-sum-exp of every tile at the row's temperature."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)

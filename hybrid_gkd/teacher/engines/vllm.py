@@ -1,8 +1,8 @@
-"""vLLM in this process, as an engine that reads prompts: it never samples more than the one token it has to.
+"""vLLM in this process, as an engine that reads prompts: it samples one token of each, the fewest that vLLM allows.
 
-A sequence is a prompt of vLLM, and how its response is to be scored travels with the request. In every vLLM worker
-a ResponseScorer takes the place of vLLM's own prompt log-probabilities: it sees the hidden states of a step and puts
-response rows, and no others, through the head and the top-k. Its arrays travel back as vLLM's would have.
+A sequence is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a ResponseScorer
+takes the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the response rows
+alone through the head and the top-k. Its arrays travel back as vLLM's would have.
 
 Prefix caching is off. A cached block comes back without hidden states, and two responses to one prompt often
 begin alike, so that a cache hit can reach into the rows that are to be scored.
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from hybrid_gkd.errors import ModelError, TeacherError
 from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.models.tokenizer import first_line
-from hybrid_gkd.teacher.engines.base import EngineOptions, Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
+from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.types import TeacherTopK
 
@@ -30,10 +32,11 @@ TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
 SEQUENCES_PER_STEP = {"cuda": 256, "cpu": 8}
 
 
-class VLLMEngine(ScoringEngine):
+class VLLMScoringEngine(ScoringEngine):
     """Any model that vLLM serves, tensor parallel over `tp_size` GPUs."""
 
-    def __init__(self, options: EngineOptions, device: str):
+    def __init__(self, options: EngineOptions):
+        device = options.device
         config, info = describe_model(options, "vllm")
         super().__init__(info)
         vllm_compat.check_version()
@@ -62,7 +65,7 @@ class VLLMEngine(ScoringEngine):
                     device, dtype=options.dtype, max_model_len=info.max_sequence_length,
                     max_num_seqs=SEQUENCES_PER_STEP[device], hf_config=config,
                 ),
-            )  # fmt: skip
+            )
             self._engine = llm.llm_engine
             self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
             self._check_scores()
@@ -72,7 +75,7 @@ class VLLMEngine(ScoringEngine):
             raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {first_line(error)}") from error
 
     def _check_scores(self) -> None:
-        """Raises ModelError when vLLM's own greedy answer is not what the scores call most likely."""
+        """Raises ModelError when the scores do not call vLLM's own greedy answer most likely."""
         from vllm import SamplingParams
 
         length = min(4, self.info.max_sequence_length // 2)
@@ -103,7 +106,7 @@ class VLLMEngine(ScoringEngine):
         parameters = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},
-        )  # fmt: skip
+        )
         name = str(next(self._ids))
         self._items[name] = item
         self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
@@ -188,12 +191,10 @@ class ResponseScorer:
         if not found:
             return {}
         top = self._top(hidden, found)
-        complete, start = {}, 0
-        for name, request, rows, places in found:
-            mine = slice(start, start + len(rows))
-            start = mine.stop
-            request.parts.append(TopLogprobs(top.ids[mine, : request.k], top.logprobs[mine, : request.k],
-                                             top.sampled[mine]))  # fmt: skip
+        complete = {}
+        parts_of_all = zip(*(part.split([len(rows) for _, _, rows, _ in found]) for part in top), strict=True)
+        for (name, request, _, places), (ids, logprobs, sampled) in zip(found, parts_of_all, strict=True):
+            request.parts.append(TopLogprobs(ids[:, : request.k], logprobs[:, : request.k], sampled))
             if places.stop == len(request.targets):
                 parts = request.parts
                 complete[name] = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
@@ -201,15 +202,16 @@ class ResponseScorer:
         return complete
 
     def _top(self, hidden: Tensor, found: list[tuple[str, _Request, np.ndarray, slice]]) -> TopLogprobs:
-        def to_device(values: list[np.ndarray]) -> Tensor:
-            tensor = torch.from_numpy(np.concatenate(values))
-            return tensor.pin_memory().to(hidden.device, non_blocking=True) if hidden.is_cuda else tensor
-
+        rows = np.concatenate([rows for _, _, rows, _ in found])
+        targets = np.concatenate([request.targets[places] for _, request, _, places in found])
+        temperatures = np.concatenate(
+            [np.full(len(rows), request.temperature, np.float32) for _, request, rows, _ in found]
+        )
         return top_logprobs(
-            hidden[to_device([rows for _, _, rows, _ in found])],
+            hidden[to_device(rows, hidden.device)],
             self._head,
-            to_device([request.targets[places] for _, request, _, places in found]),
-            to_device([np.full(len(rows), request.temperature, np.float32) for _, request, rows, _ in found]),
+            to_device(targets, hidden.device),
+            to_device(temperatures, hidden.device),
             max(request.k for _, request, _, _ in found),
             self._num_ids,
             self._shard,

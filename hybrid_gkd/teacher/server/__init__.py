@@ -1,1 +1,1 @@
-"""The teacher service: broker, workers, and who watches them."""
+"""The teacher service: broker, workers and their supervisor."""

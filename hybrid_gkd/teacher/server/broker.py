@@ -1,9 +1,9 @@
 """The broker: one thread that hands requests of clients to workers with a free credit.
 
-It reads headers only and passes array frames on untouched; checksums are verified at both ends. What it
-promises: a request is answered exactly once, by a result or by an error; a worker that dies, hangs or loses a
-request costs time, not the request; no message, however malformed, ends the loop; a client that floods it or
-does not read costs the others nothing but their place in the queue.
+It reads headers only and passes array frames on untouched; checksums are verified at both ends. Its guarantees: a
+request is answered exactly once, by a result or by an error; a worker that dies, hangs or loses a request costs time,
+not the request; no message, however malformed, ends the loop; a client that floods it or does not read costs the
+others nothing but their place in the queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.protocol import Reply, ScoreError, ScoreRequest, ScoreResult
-from hybrid_gkd.teacher.server.ledger import Client, Ledger, Ticket, Worker
+from hybrid_gkd.teacher.server.ledger import ClientRecord, Ledger, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.statistics import Statistics
 
 log = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 MAX_UNSENT_TO_CLIENT = 256
 """Messages that wait for one client to read them; it gets no more before it does."""
 MAX_UNSENT_TO_WORKER = 2048
-MAX_LOSSES = 3
-"""After this many workers died on a request it is probably the cause; its client is told."""
+MAX_WORKER_DEATHS = 3
+"""A request on which this many workers died is probably the cause, and fails."""
 CLIENT_SECONDS = 30.0
-"""A client that was silent for this long is gone; nobody computes for it any more."""
+"""Inactivity timeout of a client; after it, its requests are given up."""
 HEDGE_SECONDS, HEDGE_FACTOR = 10.0, 4.0
 """A request that a live worker has held for this long, and for so many times the 99th percentile, is given to
 another one as well: its engine may hang."""
@@ -63,21 +63,22 @@ class Broker:
             self.port = network.bind(
                 self._client_socket, host, port, "--port", keys=keys,
                 max_message_bytes=protocol.MAX_REQUEST_BYTES, max_unsent=MAX_UNSENT_TO_CLIENT,
-            )  # fmt: skip
+            )
             self.worker_port = network.bind(
                 self._worker_socket, host, worker_port, "--worker-port", keys=keys,
                 max_message_bytes=protocol.MAX_REPLY_BYTES, max_unsent=MAX_UNSENT_TO_WORKER,
-            )  # fmt: skip
+            )
         except BaseException:
             self.close()
             raise
-        self._model: protocol.ModelInfo | None = None
-        self._workers: dict[bytes, Worker] = {}
+        self.model: protocol.ModelInfo | None = None
+        """None until the first worker has been tested."""
+        self._workers: dict[bytes, WorkerRecord] = {}
         self._ping_number = 0
         self._next_ping = 0.0
         self._last_turn = time.monotonic()
         self._draining = False
-        self._statistics = Statistics(time.monotonic())
+        self._statistics = Statistics()
         self.counters = self._statistics.counters
 
     @property
@@ -88,7 +89,7 @@ class Broker:
     @property
     def num_held(self) -> int:
         """Requests of clients that have no answer yet."""
-        return sum(len(client.tickets) for client in self._ledger.clients.values())
+        return len(self._ledger.tickets)
 
     def num_delivered(self, worker_name: str) -> int:
         """Results of the live worker with this name."""
@@ -119,16 +120,15 @@ class Broker:
                 self._next_ping = now + protocol.PING_INTERVAL_SECONDS
                 self._ping_workers()
                 self._hedge(now)
-                self._drop_silent_clients(now)
-            self._drop_dead_workers()
+            self._drop_silent(now)
             self._expire()
             self._dispatch()
 
     def _forgive_own_pause(self, now: float) -> None:
-        """Nobody was silent while this process could not listen."""
+        """While this process could not listen, no peer was inactive."""
         pause, self._last_turn = now - self._last_turn, now
         if pause > protocol.LIVENESS_SECONDS / 2:
-            peers: list[Worker | Client] = [*self._workers.values(), *self._ledger.clients.values()]
+            peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._ledger.clients.values()]
             for peer in peers:
                 peer.heard = now
 
@@ -143,7 +143,7 @@ class Broker:
                     raise protocol.ProtocolError(f"{len(frames)} frames")
                 handle(frames[0].bytes, protocol.decode_header(frames[1].buffer), frames[2:])
             except protocol.ForeignVersion as error:
-                # Whatever is sent carries this side's version; the other one reports it.
+                # Every message carries this side's version; the other side reports it.
                 self.counters["malformed"] += 1
                 answer = self._welcome() if source is self._client_socket else protocol.Rejected(reason=str(error))
                 _send(source, frames[0].bytes, answer)
@@ -157,39 +157,39 @@ class Broker:
         if isinstance(message, protocol.StatusRequest):
             _send(self._client_socket, identity, self.status())
             return
-        client = self._ledger.clients.setdefault(identity, Client(heard=0.0))
+        client = self._ledger.clients.setdefault(identity, ClientRecord(identity))
         client.heard = time.monotonic()
         match message:
             case protocol.Hello():
-                self._to_client(identity, self._welcome())
+                self._to_client(client, self._welcome())
             case ScoreRequest():
-                self._accept(identity, client, message, payload)
+                self._accept(client, message, payload)
             case protocol.Ping():
-                self._to_client(identity, protocol.Pong(
+                self._to_client(client, protocol.Pong(
                     number=message.number, instance=self.instance, pending=list(client.tickets),
                     queue_length=len(self._ledger.queue), engine_busy=self._engine_busy(),
-                ))  # fmt: skip
+                ))
             case protocol.Bye():
-                self._drop_client(identity)
+                self._drop_client(client)
             case _:
                 raise protocol.ProtocolError(f"a client may not send {type(message).__name__}")
 
     def _welcome(self) -> protocol.Welcome:
         num_workers = 0 if self._draining else self.num_workers
-        return protocol.Welcome(instance=self.instance, num_workers=num_workers, model=self._model)
+        return protocol.Welcome(instance=self.instance, num_workers=num_workers, model=self.model)
 
-    def _to_client(self, identity: bytes, message: protocol.AnyMessage, payload: list[zmq.Frame] | None = None) -> None:
-        errno = _send(self._client_socket, identity, message, payload)
-        client = self._ledger.clients.get(identity)
-        if client is not None:
-            client.blocked = errno == zmq.EAGAIN
+    def _to_client(
+        self, client: ClientRecord, message: protocol.AnyMessage, payload: list[zmq.Frame] | None = None
+    ) -> None:
+        errno = _send(self._client_socket, client.identity, message, payload)
+        client.blocked = errno == zmq.EAGAIN
         if errno and isinstance(message, ScoreResult | ScoreError):
             self.counters["undelivered"] += 1
 
-    def _accept(self, identity: bytes, client: Client, request: ScoreRequest, payload: list[zmq.Frame]) -> None:
+    def _accept(self, client: ClientRecord, request: ScoreRequest, payload: list[zmq.Frame]) -> None:
         known = client.tickets.get(request.id)
         if known is not None:
-            # The client lost patience. The request keeps its place; a second worker may try it.
+            # The client asks again. The request keeps its place; a second worker may try it.
             known.request, known.deadline = request, time.monotonic() + request.timeout_seconds
             if known.worker is not None and self._has_free_worker(known):
                 self._requeue(known)
@@ -197,24 +197,19 @@ class Broker:
         busy = "the service is shutting down" if self._draining else None
         busy = busy or self._ledger.why_busy(client, sum(map(len, payload)))
         if busy is None:
-            self._ledger.open(identity, request, payload)
+            self._ledger.open(client, request, payload)
         else:
             self.counters["refused"] += 1
-            self._to_client(identity, ScoreError(id=request.id, attempt=request.attempt, code="busy", reason=busy))
+            self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="busy", reason=busy))
 
-    def _drop_client(self, identity: bytes) -> None:
-        self.counters["abandoned"] += self._ledger.drop_client(identity)
-
-    def _drop_silent_clients(self, now: float) -> None:
-        for identity in [each for each, client in self._ledger.clients.items() if client.heard < now - CLIENT_SECONDS]:
-            self._drop_client(identity)
+    def _drop_client(self, client: ClientRecord) -> None:
+        self.counters["abandoned"] += self._ledger.drop_client(client)
 
     def _finish(self, ticket: Ticket, answer: Reply, payload: list[zmq.Frame]) -> None:
         """The one answer to the client."""
         self._ledger.close(ticket)
-        if ticket.client:
-            answer = msgspec.structs.replace(answer, id=ticket.request.id, attempt=ticket.request.attempt)
-            self._to_client(ticket.client, answer, payload)
+        answer = msgspec.structs.replace(answer, id=ticket.request.id, attempt=ticket.request.attempt)
+        self._to_client(ticket.client, answer, payload)
 
     def _fail(self, ticket: Ticket, code: str, reason: str) -> None:
         self._finish(ticket, ScoreError(id=ticket.id, attempt=0, code=code, reason=reason), [])
@@ -232,128 +227,111 @@ class Broker:
             case protocol.Pong():
                 if worker is not None:
                     worker.engine_busy = message.engine_busy
-                    self._recover_lost(identity, worker, message)
+                    self._recover_lost(worker, message)
             case ScoreResult() | ScoreError():
                 self._on_reply(identity, message, payload)
             case _:
                 raise protocol.ProtocolError(f"a worker may not send {type(message).__name__}")
 
     def _register(self, identity: bytes, message: protocol.Register) -> None:
-        reason = None
-        if self._model is not None and message.model != self._model:
-            reason = f"it serves {message.model}, this broker's clients were promised {self._model}"
-        if reason:
+        if self.model not in (None, message.model):
+            reason = f"it serves {message.model}, this broker's clients were promised {self.model}"
             self._reject(identity, message.name, f"the broker turned the worker away: {reason}")
             return
         if identity in self._workers:  # it lives; the connection was lost, and perhaps messages with it
-            self._drop_worker(identity, died=False)
-        self._workers[identity] = Worker(
-            name=message.name, model=message.model, credits=message.credits, heard=time.monotonic()
-        )
+            self._drop_worker(self._workers[identity], died=False)
+        self._workers[identity] = WorkerRecord(identity, message, heard=time.monotonic())
         _send(self._worker_socket, identity, protocol.Registered())
-        self._send_test_request(identity, message.model)
+        request, array = protocol.make_test_request(message.model)
+        _send(self._worker_socket, identity, request, [zmq.Frame(array)])
 
     def _reject(self, identity: bytes, name: str, reason: str) -> None:
         log.warning("worker %s: %s", name, reason)
         _send(self._worker_socket, identity, protocol.Rejected(reason=reason))
 
-    def _send_test_request(self, identity: bytes, model: protocol.ModelInfo) -> None:
-        request, array = protocol.make_test_request(model)
-        self._send_ticket(self._ledger.open(b"", request, [zmq.Frame(array)]), identity)
-
-    def _judge_test(
-        self, identity: bytes, worker: Worker, ticket: Ticket, reply: Reply, frames: list[zmq.Frame]
-    ) -> None:
+    def _judge_test(self, worker: WorkerRecord, reply: Reply, frames: list[zmq.Frame]) -> None:
         """A worker gets work once its answer to the test request has passed the checks of a client."""
-        reason = None
-        if isinstance(reply, ScoreError):
-            reason = reply.reason
-        elif self._model not in (None, worker.model):
-            reason = f"another worker registered {self._model} first"
-        else:
-            try:
-                protocol.unpack_result(
-                    reply, [frame.buffer for frame in frames], server=reply.server, topk=ticket.request.topk,
-                    vocab_size=worker.model.num_embeddings, response_lengths=[1],
-                )  # fmt: skip
-            except TeacherError as error:
-                reason = str(error)
-        if reason:
-            del self._workers[identity]
-            self._reject(identity, worker.name, f"the test request failed: {reason}")
+        model = worker.registration.model
+        try:
+            if isinstance(reply, ScoreError):
+                raise TeacherError(reply.reason)
+            if self.model not in (None, model):
+                raise TeacherError(f"another worker registered {self.model} first")
+            protocol.check_test_result(reply, [frame.buffer for frame in frames], model)
+        except TeacherError as error:
+            del self._workers[worker.identity]
+            self._reject(worker.identity, worker.name, f"the test request failed: {error}")
             return
-        self._model = worker.model
+        self.model = model
         worker.tested = True
         log.info("worker %s joined, %d alive", worker.name, self.num_workers)
 
     def _on_reply(self, identity: bytes, reply: Reply, payload: list[zmq.Frame]) -> None:
         worker, ticket = self._workers.get(identity), self._ledger.tickets.get(reply.id)
         if worker is not None:
+            if not worker.tested and reply.id == protocol.TEST_ID:
+                self._judge_test(worker, reply, payload)
+                return
             worker.held.discard(reply.id)
             worker.suspect = False
         if ticket is None or identity not in ticket.tried:
             self.counters["late"] += 1
             return
         self._finish(ticket, reply, payload)
-        if not ticket.client:
-            if worker is not None:
-                self._judge_test(identity, worker, ticket, reply, payload)
-        elif isinstance(reply, ScoreResult):
-            self._statistics.add(ticket, sum(map(len, payload)), time.monotonic())
-            if worker is not None:
-                worker.num_delivered += 1
-        else:
+        if isinstance(reply, ScoreError):
             self.counters["refused"] += 1
+            return
+        self._statistics.add(ticket, sum(map(len, payload)))
+        if worker is not None:
+            worker.num_delivered += 1
 
     def _ping_workers(self) -> None:
         self._ping_number += 1
-        for identity, worker in list(self._workers.items()):
-            errno = _send(self._worker_socket, identity, protocol.Ping(number=self._ping_number))
+        for worker in list(self._workers.values()):
+            errno = _send(self._worker_socket, worker.identity, protocol.Ping(number=self._ping_number))
             if errno == zmq.EHOSTUNREACH:
                 log.warning("worker %s: the connection is gone", worker.name)
-                self._drop_worker(identity)
+                self._drop_worker(worker)
 
     def _hedge(self, now: float) -> None:
-        """Give what a worker keeps for too long to another one as well; the first answer counts."""
-        patience = max(HEDGE_SECONDS, HEDGE_FACTOR * self._statistics.longest_usual_service(now))
-        for ticket in list(self._ledger.tickets.values()):
-            if not ticket.client or ticket.worker is None or ticket.sent > now - patience:
-                continue
-            if self._has_free_worker(ticket):
-                worker = self._workers[ticket.worker]
-                worker.suspect = True
-                log.warning("worker %s keeps a request for %.0f s, another one gets it", worker.name, now - ticket.sent)
+        """Give a request that a worker keeps for too long to another one as well; the first answer counts."""
+        timeout = max(HEDGE_SECONDS, HEDGE_FACTOR * self._statistics.longest_usual_service())
+        for ticket in self._ledger.tickets.values():
+            if ticket.worker is not None and ticket.sent <= now - timeout and self._has_free_worker(ticket):
+                ticket.worker.suspect = True
+                seconds = now - ticket.sent
+                log.warning("worker %s keeps a request for %.0f s, another one gets it", ticket.worker.name, seconds)
                 self.counters["hedged"] += 1
                 self._requeue(ticket)
 
     def _has_free_worker(self, ticket: Ticket) -> bool:
-        return any(worker.free > 0 and each not in ticket.tried for each, worker in self._workers.items())
+        return any(worker.free > 0 and worker.identity not in ticket.tried for worker in self._workers.values())
 
-    def _recover_lost(self, identity: bytes, worker: Worker, pong: protocol.Pong) -> None:
-        """Queue again what the worker should hold but does not: its connection broke in between."""
+    def _recover_lost(self, worker: WorkerRecord, pong: protocol.Pong) -> None:
+        """Queue requests again that the worker should hold but does not: its connection broke in between."""
         for ticket_id in worker.held.difference(pong.pending):
             ticket = self._ledger.tickets.get(ticket_id)
             if ticket is None:  # answered by another worker or expired; the credit was all that was left
                 worker.held.discard(ticket_id)
-            elif ticket.worker == identity and ticket.sent_at_ping < pong.number:
+            elif ticket.worker is worker and ticket.sent_at_ping < pong.number:
                 worker.held.discard(ticket_id)
                 self._requeue(ticket)
 
-    def _drop_dead_workers(self) -> None:
-        oldest = time.monotonic() - protocol.LIVENESS_SECONDS
-        for identity in [identity for identity, worker in self._workers.items() if worker.heard < oldest]:
-            name = self._workers[identity].name
-            log.warning("worker %s was silent for %.0f s and counts as dead", name, protocol.LIVENESS_SECONDS)
-            self._drop_worker(identity)
+    def _drop_silent(self, now: float) -> None:
+        for client in list(self._ledger.clients.values()):
+            if client.heard < now - CLIENT_SECONDS:
+                self._drop_client(client)
+        for worker in list(self._workers.values()):
+            if worker.heard < now - protocol.LIVENESS_SECONDS:
+                log.warning("worker %s was silent for %g s and counts as dead", worker.name, protocol.LIVENESS_SECONDS)
+                self._drop_worker(worker)
 
-    def _drop_worker(self, identity: bytes, *, died: bool = True) -> None:
-        for ticket_id in self._workers.pop(identity).held:
-            ticket = self._ledger.tickets.get(ticket_id)
-            if ticket is None or ticket.worker != identity:
-                continue
-            ticket.losses += died
-            if not ticket.client or ticket.losses >= MAX_LOSSES:
-                self._fail(ticket, "failed", f"{ticket.losses} workers died while they held the request")
+    def _drop_worker(self, worker: WorkerRecord, *, died: bool = True) -> None:
+        del self._workers[worker.identity]
+        for ticket in [each for each in self._ledger.tickets.values() if each.worker is worker]:
+            ticket.worker_deaths += died
+            if ticket.worker_deaths >= MAX_WORKER_DEATHS:
+                self._fail(ticket, "failed", f"{ticket.worker_deaths} workers died while they held the request")
             else:
                 self._requeue(ticket)
 
@@ -365,39 +343,48 @@ class Broker:
 
     def _dispatch(self) -> None:
         """Give the oldest requests to the workers with the most free credits."""
-        while (ticket := self._ledger.next_ticket()) is not None:
-            free = {identity: worker.free for identity, worker in self._workers.items() if worker.free > 0}
+        while self._ledger.queue:
+            free = [worker for worker in self._workers.values() if worker.free > 0]
             if not free:
                 return
-            self._ledger.queue.popleft()
-            self._send_ticket(ticket, max(free, key=lambda each: (each not in ticket.tried, free[each])))
-
-    def _send_ticket(self, ticket: Ticket, identity: bytes) -> None:
-        ticket.worker, ticket.sent, ticket.sent_at_ping = identity, time.monotonic(), self._ping_number
-        ticket.tried.add(identity)
-        self._workers[identity].held.add(ticket.id)
-        remaining = max(0.0, ticket.deadline - ticket.sent)
-        request = msgspec.structs.replace(ticket.request, id=ticket.id, timeout_seconds=remaining)
-        _send(self._worker_socket, identity, request, ticket.payload)
+            _, ticket = self._ledger.queue.popitem(last=False)
+            worker = max(free, key=lambda each: (each.identity not in ticket.tried, each.free))
+            ticket.worker, ticket.sent, ticket.sent_at_ping = worker, time.monotonic(), self._ping_number
+            ticket.tried.add(worker.identity)
+            worker.held.add(ticket.id)
+            remaining = max(0.0, ticket.deadline - ticket.sent)
+            request = msgspec.structs.replace(ticket.request, id=ticket.id, timeout_seconds=remaining)
+            _send(self._worker_socket, worker.identity, request, ticket.payload)
 
     def _expire(self) -> None:
-        expired = self._ledger.expired(time.monotonic())
-        for ticket in expired:
+        now = time.monotonic()
+        for ticket in [each for each in self._ledger.tickets.values() if each.deadline <= now]:
             self.counters["expired"] += 1
             where = "waiting for a worker" if ticket.worker is None else "at a worker"
             self._fail(ticket, "expired", f"the deadline passed while the request was {where}")
-        if expired:
-            self._ledger.tidy_queue()
 
     def _engine_busy(self) -> float:
         busy = [worker.engine_busy for worker in self._workers.values() if worker.tested]
         return sum(busy) / max(len(busy), 1)
 
     def status(self) -> protocol.Status:
-        return self._statistics.status(
-            time.monotonic(), model=self._model, num_workers=self.num_workers, engine_busy=self._engine_busy(),
-            ledger=self._ledger, workers=list(self._workers.values()),
-        )  # fmt: skip
+        now, queue_length = time.monotonic(), len(self._ledger.queue)
+        return protocol.Status(
+            model=self.model,
+            num_workers=self.num_workers,
+            queue_length=queue_length,
+            num_in_flight=self.num_held - queue_length,
+            engine_busy=self._engine_busy(),
+            workers=[
+                protocol.WorkerStatus(
+                    name=worker.name, ready=worker.tested, num_held=len(worker.held),
+                    num_delivered=worker.num_delivered, engine_busy=worker.engine_busy,
+                    silent_seconds=now - worker.heard,
+                )
+                for worker in self._workers.values()
+            ],
+            **self._statistics.figures(),
+        )
 
 
 def _send(

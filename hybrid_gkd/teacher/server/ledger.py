@@ -1,10 +1,10 @@
-"""The requests that a broker holds: who asked, who computes, and what waits. It knows nothing of sockets."""
+"""The requests that a broker holds, their clients and the workers. It knows nothing of sockets."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import zmq
@@ -22,34 +22,37 @@ class Ticket:
     """A request from its arrival to its one answer. Workers know it by `id`, the client by `request.id`."""
 
     id: str
-    client: bytes
-    """Routing id; empty for the test request that every new worker has to pass."""
+    client: ClientRecord
     request: ScoreRequest
     payload: list[zmq.Frame]
     num_bytes: int
     arrived: float
     deadline: float
-    worker: bytes | None = None
+    worker: WorkerRecord | None = None
+    """None while the ticket is in the queue."""
     sent: float = 0.0
     sent_at_ping: int = 0
     tried: set[bytes] = field(default_factory=set)
-    losses: int = 0
+    """Routing ids of workers that it was sent to."""
+    worker_deaths: int = 0
 
 
 @dataclass(eq=False)
-class Client:
-    heard: float
+class ClientRecord:
+    identity: bytes
+    """Routing id."""
+    heard: float = 0.0
+    """Monotonic time of the last message."""
     tickets: dict[str, Ticket] = field(default_factory=dict)
     """By the client's own ids."""
     blocked: bool = False
-    """It did not read what was sent to it: the last message could not be queued any more."""
+    """The last message could not be queued any more: the client does not read."""
 
 
 @dataclass(eq=False)
-class Worker:
-    name: str
-    model: protocol.ModelInfo
-    credits: int
+class WorkerRecord:
+    identity: bytes
+    registration: protocol.Register
     heard: float
     """Monotonic time of the last message."""
     held: set[str] = field(default_factory=set)
@@ -61,23 +64,24 @@ class Worker:
     engine_busy: float = 0.0
 
     @property
+    def name(self) -> str:
+        return self.registration.name
+
+    @property
     def free(self) -> int:
-        return self.credits - len(self.held) if self.tested and not self.suspect else 0
+        return self.registration.credits - len(self.held) if self.tested and not self.suspect else 0
 
 
 class Ledger:
     """Every ticket is here until it is answered or its client is gone; those without a worker are in the queue."""
 
     def __init__(self) -> None:
-        self.clients: dict[bytes, Client] = {}
+        self.clients: dict[bytes, ClientRecord] = {}
         self.tickets: dict[str, Ticket] = {}
-        self.queue: deque[Ticket] = deque()
-        """May hold tickets that have been closed meanwhile."""
-        self._name = uuid.uuid4().hex
+        self.queue: OrderedDict[str, Ticket] = OrderedDict()
         self._held_bytes = 0
-        self._num_opened = 0
 
-    def why_busy(self, client: Client, num_bytes: int) -> str | None:
+    def why_busy(self, client: ClientRecord, num_bytes: int) -> str | None:
         """The limit that a request of this size would exceed."""
         if client.blocked:
             return "the client does not read its replies"
@@ -89,50 +93,33 @@ class Ledger:
             return f"the queue is full ({len(self.tickets)} requests, {self._held_bytes} bytes)"
         return None
 
-    def open(self, client: bytes, request: ScoreRequest, payload: list[zmq.Frame]) -> Ticket:
-        """A new ticket; that of a client waits in the queue."""
-        self._num_opened += 1
+    def open(self, client: ClientRecord, request: ScoreRequest, payload: list[zmq.Frame]) -> None:
+        """Queue a request."""
         now = time.monotonic()
         ticket = Ticket(
-            id=f"{self._name}-{self._num_opened}", client=client, request=request, payload=payload,
+            id=uuid.uuid4().hex, client=client, request=request, payload=payload,
             num_bytes=sum(map(len, payload)), arrived=now, deadline=now + request.timeout_seconds,
-        )  # fmt: skip
-        self.tickets[ticket.id] = ticket
+        )
         self._held_bytes += ticket.num_bytes
-        if client:
-            self.clients[client].tickets[request.id] = ticket
-            self.queue.append(ticket)
-        return ticket
+        client.tickets[request.id] = self.tickets[ticket.id] = self.queue[ticket.id] = ticket
 
     def close(self, ticket: Ticket) -> None:
-        """Forget the ticket: whatever still comes for it is late."""
+        """Forget the ticket; a later answer counts as late."""
         del self.tickets[ticket.id]
+        del ticket.client.tickets[ticket.request.id]
+        self.queue.pop(ticket.id, None)
         self._held_bytes -= ticket.num_bytes
-        if ticket.client:
-            del self.clients[ticket.client].tickets[ticket.request.id]
 
     def requeue(self, ticket: Ticket) -> None:
+        """To the head of the queue."""
         ticket.worker = None
-        self.queue.appendleft(ticket)
+        self.queue[ticket.id] = ticket
+        self.queue.move_to_end(ticket.id, last=False)
 
-    def drop_client(self, identity: bytes) -> int:
-        """Returns how many requests nobody waits for any more."""
-        tickets = list(self.clients[identity].tickets.values())
+    def drop_client(self, client: ClientRecord) -> int:
+        """Returns the number of its requests that had no answer."""
+        tickets = list(client.tickets.values())
         for ticket in tickets:
             self.close(ticket)
-        del self.clients[identity]
-        self.tidy_queue()
+        del self.clients[client.identity]
         return len(tickets)
-
-    def next_ticket(self) -> Ticket | None:
-        """The one at the head of the queue, which stays there."""
-        while self.queue and self.queue[0].id not in self.tickets:
-            self.queue.popleft()
-        return self.queue[0] if self.queue else None
-
-    def expired(self, now: float) -> list[Ticket]:
-        return [ticket for ticket in self.tickets.values() if ticket.deadline <= now]
-
-    def tidy_queue(self) -> None:
-        """Closed tickets must not pile up behind one that waits."""
-        self.queue = deque(ticket for ticket in self.queue if ticket.id in self.tickets)

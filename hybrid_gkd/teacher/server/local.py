@@ -29,7 +29,7 @@ class LocalTeacher:
     def __init__(
         self, ckpt_path: str, *, log_path: str | Path, n_logprobs: int = 64, port: int = 0,
         options: list[str] | None = None, environment: dict[str, str] | None = None, start_timeout: float = 900.0,
-    ):  # fmt: skip
+    ):
         self._arguments = ["--ckpt-path", ckpt_path, "--n-logprobs", str(n_logprobs), "--port", str(port)]
         self._arguments += ["--worker-port", "0", "--drain-timeout", "5", *(options or [])]
         self._environment = {**child_environment(), **(environment or {})}
@@ -102,12 +102,12 @@ class LocalTeacher:
         self._ready_folder.cleanup()
 
 
-def stop_process(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
-    """End a child that leads its own session, with its children: SIGTERM, `patience` seconds, SIGKILL."""
+def stop_process(process: subprocess.Popen[bytes], grace_period: float = 10.0) -> None:
+    """End a child that leads its own session, with its children: SIGTERM, `grace_period` seconds, SIGKILL."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(patience)
+            process.wait(grace_period)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()

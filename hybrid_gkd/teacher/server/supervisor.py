@@ -23,7 +23,7 @@ MAX_BACKOFF_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Slot:
-    """One of the worker processes, and its successors."""
+    """A worker process and its successors."""
 
     environment: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
@@ -36,32 +36,29 @@ class Slot:
 
 
 class Supervisor:
-    """Keeps `num_workers` processes that run `command` alive.
+    """Keeps worker processes alive.
 
     Args:
-        broker: which workers are ready, and what they have delivered.
+        broker: says which workers are ready and how much they have delivered.
         command: starts one worker.
-        environments: added to the environment of each.
+        environments: variables of each process, beyond this one's.
     """
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
-        self._slots = [Slot(environment) for environment in environments]
-        self.ready = False
-        """A worker has answered its test request; stays true."""
+        self.slots = [Slot(environment) for environment in environments]
 
     def check(self) -> None:
         """Start what is to be started; called several times a second. Raises TeacherError if no worker can be had."""
         now = time.monotonic()
-        self.ready = self.ready or self._broker.num_workers > 0
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.process is None:
                 if now >= slot.start_at:
                     # Its own session: Ctrl-C in a terminal reaches this process, which then stops the worker.
                     slot.process = subprocess.Popen(
                         self._command, stdin=subprocess.DEVNULL, start_new_session=True,
                         env=child_environment() | slot.environment,
-                    )  # fmt: skip
+                    )
                 continue
             name = f"{socket.gethostname()}:{slot.process.pid}"
             slot.has_delivered = slot.has_delivered or self._broker.num_delivered(name) > 0
@@ -74,23 +71,23 @@ class Supervisor:
         how = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with code {code}"
         slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
         hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
-        if not self.ready or hopeless:
+        if self._broker.model is None or hopeless:
             raise WorkerFailed(how, told=code == 1)
         wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
         log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
         slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.process is not None and slot.process.poll() is None:
                 os.killpg(slot.process.pid, signal.SIGTERM)  # all of them at once; then wait for each
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.process is not None:
-                stop_process(slot.process, patience=5.0)
+                stop_process(slot.process, grace_period=5.0)
 
 
 class WorkerFailed(TeacherError):
-    """No worker can be had. `told`: it has printed the reason itself."""
+    """No worker can be started. `told`: it has printed the reason itself."""
 
     def __init__(self, how: str, *, told: bool):
         super().__init__(f"the teacher's worker {how}")

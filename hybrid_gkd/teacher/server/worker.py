@@ -1,7 +1,7 @@
 """A worker: one process with one scoring engine that serves one broker.
 
-The main thread belongs to the engine. A second thread owns the socket, so that pings are answered while
-the engine computes; the two hand each other messages through a queue (work) and an inproc socket (replies).
+The engine runs in the main thread. A background thread owns the socket, so that pings are answered while the engine
+computes; the two exchange messages through a queue (work) and an inproc socket (replies).
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import queue
 import socket
 import threading
 import time
-import uuid
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
-from hybrid_gkd.teacher.protocol import Reply, ScoreError, ScoreRequest, ScoreResult, TokenIds
-from hybrid_gkd.teacher.server.statistics import RATE_SECONDS
+from hybrid_gkd.teacher.network import Dealer
+from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, Reply, ScoreError, ScoreRequest, ScoreResult, TokenIds
 from hybrid_gkd.types import TeacherTopK
 
 if TYPE_CHECKING:  # the engines need torch, the link does not
@@ -37,6 +36,7 @@ CREDITS = 16
 """Requests held at a time: enough to keep the engine fed while the next ones arrive."""
 TOKENS_AHEAD = 32768
 """The engine gets more work while it has fewer tokens than this: a few of its steps, whatever the request size."""
+BUSY_SAMPLES = 10
 HUNG_SECONDS, HUNG_EXIT_CODE = 60.0, 70
 MAX_CONSECUTIVE_FAILURES = 3
 """An engine that fails this often in a row is broken (a CUDA error stays); the process ends and is replaced."""
@@ -44,159 +44,122 @@ MAX_CONSECUTIVE_FAILURES = 3
 
 @dataclass(eq=False)
 class Work:
-    """One request and the time by which its answer is of no more use."""
+    """One request with its deadline."""
 
     request: ScoreRequest
     sequences: list[tuple[TokenIds, TokenIds]]
     deadline: float
 
 
-@dataclass(eq=False)
 class Link:
-    """The worker's end of the connection to the broker; `serve` runs in its own thread.
+    """The worker's connection to the broker, in a background thread.
 
-    It registers, registers again when the broker has been silent (restarted, or it took this worker for
-    dead), answers pings with what the worker holds, and turns away what cannot be scored.
+    It registers, registers again when the broker has been silent (restarted, or it took this worker for dead),
+    answers pings with the ids that the worker holds, and refuses requests that cannot be scored.
     """
 
-    address: str
-    registration: protocol.Register
-    keys: Keys | None = None
-    inbox: queue.SimpleQueue[Work | BaseException] = field(default_factory=queue.SimpleQueue)
-    """Work for the engine; an exception says that the link has ended."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, address: str, registration: protocol.Register, keys: Keys | None):
+        self._address, self._registration, self._keys = address, registration, keys
+        self.inbox: queue.SimpleQueue[Work | BaseException] = queue.SimpleQueue()
+        """Work for the engine; an exception says that the link has ended."""
         self._context = zmq.Context()
         self._replies = self._context.socket(zmq.PAIR)
         self._replies.bind("inproc://replies")
         self._held: dict[str, float] = {}
-        """Requests without an answer, and until when it is wanted."""
-        self._heard = self._opened = time.monotonic()
-        self._next_registration = 0.0
-        self._busy_since: float | None = None
-        self._busy_times: deque[tuple[float, float]] = deque()
+        """Deadlines of the requests without an answer, by id."""
+        self._registered = 0.0
+        """Monotonic time of the last registration."""
+        self._busy: deque[bool] = deque([False] * BUSY_SAMPLES, maxlen=BUSY_SAMPLES)
+        """Whether the engine had work at the last pings, one a second."""
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     def reply(self, message: Reply, arrays: list[np.ndarray]) -> None:
         """Called by the engine's thread."""
         self._replies.send_multipart(protocol.encode(message, arrays), copy=False)
 
-    def _busy_share(self) -> float:
-        """Part of the last ten seconds in which the engine had work."""
-        now, start = time.monotonic(), self._busy_since
-        while self._busy_times and self._busy_times[0][1] < now - RATE_SECONDS:
-            self._busy_times.popleft()
-        spans = [*self._busy_times, *([(start, now)] if start is not None else [])]
-        return min(1.0, sum(end - max(begin, now - RATE_SECONDS) for begin, end in spans) / RATE_SECONDS)
-
-    def _note_busy(self) -> None:
-        if self._held and self._busy_since is None:
-            self._busy_since = time.monotonic()
-        elif not self._held and self._busy_since is not None:
-            self._busy_times.append((self._busy_since, time.monotonic()))
-            self._busy_since = None
-
     def _serve(self) -> None:
         try:
             replies = self._context.socket(zmq.PAIR)
             replies.connect("inproc://replies")
-            name = uuid.uuid4().bytes
-            while True:  # until an error ends it; a connection is replaced when libzmq has given it up
-                broker, monitor = network.connect(
-                    self._context, self.address, protocol.MAX_REQUEST_BYTES, keys=self.keys, name=name
-                )
-                self._opened = time.monotonic()
-                self._use(broker, monitor, replies)
-                network.close(broker, monitor)
+            broker = Dealer(self._context, self._address, protocol.MAX_REQUEST_BYTES, self._keys)
+            while True:  # until an error ends it
+                poller = zmq.Poller()  # a new one, because the connection may have been reopened
+                poller.register(replies, zmq.POLLIN)
+                broker.register(poller)
+                ready = dict(poller.poll(200))
+                if broker.read_events():  # the broker may be a new one, or may have lost what was under way
+                    self._register(broker)
+                if broker.refused:
+                    raise TeacherError(f"{self._address}: the broker cannot be joined: {broker.refused}")
+                if replies in ready:
+                    self._forward(broker, replies.recv_multipart(copy=False))
+                for message, frames in broker.receive():
+                    self._handle(broker, message, frames)
+                if (version := broker.foreign_version) is not None:
+                    raise TeacherError(f"{self._address}: the broker speaks {protocol.ForeignVersion(version)}")
+                self._keep_connected(broker)
+                self._end_if_hung()
         except BaseException as error:
             self.inbox.put(error)
 
-    def _use(self, broker: zmq.Socket, monitor: network.Monitor, replies: zmq.Socket) -> None:
-        poller = zmq.Poller()
-        for each in (broker, monitor.socket, replies):
-            poller.register(each, zmq.POLLIN)
-        while time.monotonic() - max(self._heard, self._opened) < 2 * protocol.LIVENESS_SECONDS:
-            ready = dict(poller.poll(200))
-            if monitor.socket in ready:
-                if monitor.read():  # the broker may be a new one, or may have lost what was under way
-                    self._register(broker)
-                if monitor.problem:
-                    raise TeacherError(f"{self.address}: the broker cannot be joined: {monitor.problem}")
-            if replies in ready:
-                self._forward(broker, replies.recv_multipart(copy=False))
-            if broker in ready:
-                self._receive(broker)
-            self._note_busy()
-            self._keep_registered(broker)
-            self._end_if_hung()
+    def _register(self, broker: Dealer) -> None:
+        self._registered = time.monotonic()
+        broker.send(self._registration)
 
-    def _register(self, broker: zmq.Socket) -> None:
-        self._next_registration = time.monotonic() + protocol.PING_INTERVAL_SECONDS
-        _send(broker, protocol.encode(self.registration))
-
-    def _keep_registered(self, broker: zmq.Socket) -> None:
+    def _keep_connected(self, broker: Dealer) -> None:
         now = time.monotonic()
-        if now >= self._next_registration and now - self._heard > protocol.LIVENESS_SECONDS:
+        if now > max(broker.heard + protocol.LIVENESS_SECONDS, self._registered + protocol.PING_INTERVAL_SECONDS):
             self._register(broker)
+        broker.reopen_if_stuck(now)
 
     def _end_if_hung(self) -> None:
-        """An engine that keeps a request long after anybody wants its answer will never give it back."""
+        """An engine that keeps a request long after its deadline will never give it back."""
         if self._held and min(self._held.values()) < time.monotonic() - HUNG_SECONDS:
             log.critical("the engine has not answered %.0f s after a request's deadline: it hangs", HUNG_SECONDS)
             os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be asked
 
-    def _forward(self, broker: zmq.Socket, frames: list[zmq.Frame]) -> None:
+    def _forward(self, broker: Dealer, frames: list[zmq.Frame]) -> None:
         message = protocol.decode_header(frames[0].buffer)
         assert isinstance(message, ScoreResult | ScoreError)
         self._held.pop(message.id, None)
-        _send(broker, frames)
+        broker.send_frames(frames)  # a broker that is away asks again for what it misses
 
-    def _receive(self, broker: zmq.Socket) -> None:
-        frames = broker.recv_multipart(copy=False)
-        try:
-            message = protocol.decode_header(frames[0].buffer)
-        except protocol.ForeignVersion as error:
-            raise TeacherError(f"{self.address}: the broker speaks {error}") from error
-        except protocol.ProtocolError as error:
-            log.debug("dropped a malformed message: %s", error)
-            return
-        self._heard = time.monotonic()
+    def _handle(self, broker: Dealer, message: AnyMessage, frames: list[Buffer]) -> None:
         match message:
             case protocol.Ping():
-                pong = protocol.Pong(
-                    number=message.number, pending=list(self._held), engine_busy=self._busy_share()
-                )
-                _send(broker, protocol.encode(pong))
+                self._busy.append(bool(self._held))
+                share = sum(self._busy) / BUSY_SAMPLES
+                broker.send(protocol.Pong(number=message.number, pending=list(self._held), engine_busy=share))
             case protocol.Registered():
-                log.info("registered with the broker at %s", self.address)
+                log.info("registered with the broker at %s", self._address)
                 with contextlib.suppress(queue.Empty):
                     while True:  # the broker has given all of it to others, or is a new one
                         self.inbox.get_nowait()
                 self._held.clear()
             case ScoreRequest():
-                self._take(broker, message, frames[1:])
+                self._accept(broker, message, frames)
             case protocol.Rejected():
                 raise TeacherError(message.reason)
 
-    def _take(self, broker: zmq.Socket, request: ScoreRequest, frames: list[zmq.Frame]) -> None:
+    def _accept(self, broker: Dealer, request: ScoreRequest, frames: list[Buffer]) -> None:
         try:
-            sequences = protocol.unpack_request(request, [frame.buffer for frame in frames])
+            sequences = protocol.unpack_request(request, frames)
         except protocol.ProtocolError as error:
-            code, reason = "failed", str(error)
-        else:
-            code, reason = "refused", protocol.refusal(request, sequences, self.registration.model) or ""
+            broker.send(_error(request, "failed", str(error)))
+            return
+        reason = protocol.refusal(request, sequences, self._registration.model)
         if reason:
-            self._forward(broker, [zmq.Frame(frame) for frame in protocol.encode(_error(request, code, reason))])
+            broker.send(_error(request, "refused", reason))
         else:
             deadline = time.monotonic() + request.timeout_seconds
             self._held[request.id] = deadline
             self.inbox.put(Work(request, sequences, deadline))
 
 
-class Worker:
-    """Scores what the broker at `address` (host:port) hands out, until the link ends or the engine breaks.
+class ScoringWorker:
+    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks.
 
-    The engine computes ahead: what a step returns is encoded and sent while the device works on the next one.
+    The engine computes ahead: the scores of a step are encoded and sent while the device works on the next one.
     """
 
     def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None):
@@ -221,15 +184,17 @@ class Worker:
                 self._answer(work, scores)
 
     def _next_batch(self) -> list[Work]:
-        """What is waiting, as much as the engine needs; waits if it has nothing to do."""
+        """As many waiting requests as the engine needs; waits for one if the engine is idle."""
         batch: list[Work] = []
         num_tokens = self._engine.num_tokens
         while num_tokens < TOKENS_AHEAD:
             try:
                 # No deadline: an idle worker waits for work for as long as its broker or its parent lives.
-                work = _checked(self._link.inbox.get(block=num_tokens == 0))
+                work = self._link.inbox.get(block=num_tokens == 0)
             except queue.Empty:
                 break
+            if isinstance(work, BaseException):
+                raise work
             if work.deadline > time.monotonic():
                 batch.append(work)
                 num_tokens += work.request.num_tokens
@@ -238,7 +203,7 @@ class Worker:
         return batch
 
     def _recover(self, error: Exception, batch: list[Work]) -> None:
-        """After an exception, find the request that the engine cannot bear by scoring one at a time."""
+        """After an exception, score one request at a time to find the one that breaks the engine."""
         pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
         log.warning("the engine failed with %d requests: %s: %s", len(pending), type(error).__name__, error)
         for work in pending:
@@ -265,18 +230,5 @@ class Worker:
             raise TeacherError(f"the engine failed {self._num_failures} times in a row, last with {error}") from error
 
 
-def _checked(work: Work | BaseException) -> Work:
-    if isinstance(work, BaseException):
-        raise work
-    return work
-
-
 def _error(request: ScoreRequest, code: str, reason: str) -> ScoreError:
     return ScoreError(id=request.id, attempt=request.attempt, code=code, reason=reason[:2000])
-
-
-def _send(broker: zmq.Socket, frames: list) -> None:
-    try:
-        broker.send_multipart(frames, zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-        log.debug("the broker is away; it asks again for what it misses")

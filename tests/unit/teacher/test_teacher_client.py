@@ -18,11 +18,11 @@ from hybrid_gkd.errors import (
     TeacherUnreachable,
 )
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.client import connection, pending
+from hybrid_gkd.teacher.client import connection, requests
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
-PATIENCE = 30.0  # seconds; a bound on hanging, no test waits for it
+TIMEOUT = 30.0  # seconds; no test waits for it
 STUDENT = {"tokenizer_hash": "h", "tokenizer_size": 50, "max_sequence_length": 32}
 
 
@@ -72,7 +72,7 @@ class Server:
 
     def __exit__(self, *exc_info):
         self._stopping.set()
-        self._thread.join(PATIENCE)
+        self._thread.join(TIMEOUT)
         self._context.destroy(linger=0)
         assert not self._thread.is_alive()
 
@@ -170,13 +170,13 @@ def sequences(count=3):
 
 
 def connect(*servers, **options):
-    options = {"topk": 4, "vocab_size": 50, "num_microbatches": 4, "connect_timeout": PATIENCE} | options
+    options = {"topk": 4, "vocab_size": 50, "num_microbatches": 4, "connect_timeout": TIMEOUT} | options
     return TeacherClient([server.address for server in servers], **options)
 
 
 def expect_scores(futures, batch):
     for future, sequence in zip(futures, batch, strict=True):
-        score = future.result(PATIENCE)
+        score = future.result(TIMEOUT)
         expected = scores_of([(sequence.prompt_ids, sequence.response_ids)], 4)[0]
         np.testing.assert_array_equal(score.ids, expected.ids)
         np.testing.assert_array_equal(score.sampled_logprobs, expected.sampled_logprobs)
@@ -210,7 +210,7 @@ def test_at_most_n_server_workers_requests_are_in_flight():
     ):
         client.handshake(**STUDENT)
         futures = client.submit(batch)
-        assert gate.wait(PATIENCE)
+        assert gate.wait(TIMEOUT)
         expect_scores(futures, batch)
         assert max(most) == 2
 
@@ -258,7 +258,7 @@ def test_bad_replies_end_in_an_error_that_says_what_was_wrong(fault, text):
         client.handshake(**STUDENT)
         for future in client.submit(sequences()):
             with pytest.raises(BadTeacherReply, match=text) as caught:
-                future.result(PATIENCE)
+                future.result(TIMEOUT)
             assert server.address in str(caught.value)
         assert client.drain_metrics().bad_replies == 3
 
@@ -287,12 +287,12 @@ def test_what_no_server_can_score_is_refused_by_name_and_never_sent():
             (futures[5], "sequence 43 needs a prompt and a response; got 1 and 0 tokens"),
         ):
             with pytest.raises(TeacherRefused, match=f"{server.address}: {text}"):
-                future.result(PATIENCE)
+                future.result(TIMEOUT)
         assert sum(len(request.prompt_lengths) for request in server.requests) == 3
 
 
 def test_requests_are_packed_by_tokens(monkeypatch):
-    monkeypatch.setattr(pending, "TOKENS_PER_REQUEST", 20)
+    monkeypatch.setattr(requests, "TOKENS_PER_REQUEST", 20)
     batch = sequences(40)
     with Server() as server, connect(server, num_microbatches=8) as client:
         client.handshake(**STUDENT)
@@ -306,15 +306,24 @@ def test_requests_are_packed_by_tokens(monkeypatch):
 def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
     monkeypatch.setattr(teacher_client, "MAX_WAITING_TOKENS", 30)
     batch = sequences(60)
-    most = []
+    most, queued = [], []
+
+    class Watched(list):
+        """`submit` takes a sequence after it has found room for the one before."""
+
+        def __iter__(self):
+            queued.clear()
+            for sequence in list.__iter__(self):
+                yield sequence
+                queued.append(sequence.num_tokens)
 
     def note(server, client, request, pairs):
-        most.append(submitter._waiting.num_tokens)
+        most.append(sum(queued) - sum(each.num_tokens for each in server.requests))
         answer(server, client, request, pairs)
 
     with Server(*[note] * 60) as server, connect(server, num_microbatches=1, n_server_workers=1) as submitter:
         submitter.handshake(**STUDENT)
-        expect_scores(submitter.submit(batch), batch)
+        expect_scores(submitter.submit(Watched(batch)), batch)
         assert 0 < max(most) <= 30 + 9
     with Server(*[silence] * 60) as server, connect(server, num_microbatches=1, request_timeout=1.0) as submitter:
         submitter.handshake(**STUDENT)
@@ -325,7 +334,7 @@ def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
 def test_what_the_server_says_of_itself_is_counted():
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         found = []
         while not found and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -350,7 +359,7 @@ def test_refusal_is_final():
     with Server(error("refused")) as server, connect(server) as client:
         client.handshake(**STUDENT)
         with pytest.raises(TeacherRefused, match="because"):
-            client.submit(sequences())[0].result(PATIENCE)
+            client.submit(sequences())[0].result(TIMEOUT)
         assert len(server.requests) == 1
 
 
@@ -362,7 +371,7 @@ def test_timeout_names_server_request_and_wait():
             with pytest.raises(
                 TeacherTimeout, match=r"3 sequences, .* tokens\): waited 1\.\d s for its scores"
             ) as caught:
-                future.result(PATIENCE)
+                future.result(TIMEOUT)
             assert server.address in str(caught.value)
         assert server.requests[0].id in str(caught.value)
 
@@ -408,8 +417,8 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
             other.curve_server = True
             other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
             other.bind(f"tcp://127.0.0.1:{port}")
-            deadline = time.monotonic() + PATIENCE
-            while not client._endpoints[0].problem:
+            deadline = time.monotonic() + TIMEOUT
+            while not client._thread.connections[0].problem:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         stack.enter_context(Server(port=port))
@@ -423,7 +432,7 @@ def test_server_that_comes_back_with_another_model_ends_the_run():
     with Server(change) as server, connect(server) as client:
         client.handshake(**STUDENT)
         with pytest.raises(TeacherMismatch, match="tokenizer hash: the teacher has other, the student needs h"):
-            client.submit(sequences())[0].result(PATIENCE)
+            client.submit(sequences())[0].result(TIMEOUT)
         with pytest.raises(TeacherMismatch):
             client.submit(sequences())
 
@@ -471,19 +480,19 @@ def test_close_fails_what_is_open():
             futures = client.submit(sequences())
         for future in futures:
             with pytest.raises(TeacherError, match="closed"):
-                future.result(PATIENCE)
+                future.result(TIMEOUT)
         client.close()
 
 
 def test_a_dead_thread_fails_everything(monkeypatch):
-    def explode(*_):
+    def explode(*_, **__):
         raise RuntimeError("boom")
 
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
-        monkeypatch.setattr(client, "_on_result", explode)
+        monkeypatch.setattr(protocol, "unpack_result", explode)
         with pytest.raises(TeacherError, match="boom"):
-            client.submit(sequences())[0].result(PATIENCE)
+            client.submit(sequences())[0].result(TIMEOUT)
         with pytest.raises(TeacherError, match="boom"):
             client.submit(sequences())
 
@@ -493,7 +502,7 @@ def test_cancelled_futures_are_left_out():
     with Server(silence) as server, connect(server, n_server_workers=1, request_timeout=4) as client:
         client.handshake(**STUDENT)
         futures = client.submit(batch)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not server.requests and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(future.cancel() for future in futures[4:6])

@@ -12,12 +12,13 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.server import supervisor
 from hybrid_gkd.teacher.server.supervisor import Supervisor, gpu_shares
 
-PATIENCE = 60.0  # seconds; a bound on hanging, not an expectation
+TIMEOUT = 60.0  # seconds; ends a test that hangs
 FOREVER = [sys.executable, "-c", "import time; time.sleep(1000)"]
 FAILS = [sys.executable, "-c", "raise SystemExit(1)"]
 
 
 class FakeBroker:
+    model = None
     num_workers = 0
     delivered = 0
 
@@ -26,7 +27,7 @@ class FakeBroker:
 
 
 def watch(supervisor, condition):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         supervisor.check()
@@ -42,11 +43,11 @@ def test_a_worker_that_never_gets_ready_ends_the_service():
 
 def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monkeypatch):
     broker = FakeBroker()
-    broker.num_workers = 1
+    broker.model, broker.num_workers = "a model", 1
     found = Supervisor(broker, FOREVER, [{}, {}])
     try:
         found.check()
-        first, second = found._slots
+        first, second = found.slots
         other = second.process
         waits = []
         for useful in (True, False, False, True):
@@ -75,7 +76,7 @@ def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monke
             found.check()
     finally:
         found.stop()
-    assert all(slot.process.poll() is not None for slot in found._slots)
+    assert all(slot.process.poll() is not None for slot in found.slots)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, ScoreResult
 from hybrid_gkd.teacher.server import worker as worker_module
-from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, Work, Worker
+from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, ScoringWorker, Work
 from hybrid_gkd.types import TeacherTopK
 
 INFO = ModelInfo(
@@ -72,7 +72,7 @@ def run(monkeypatch, works, match="the end"):
     link, engine = Link(works), Engine()
     monkeypatch.setattr(worker_module, "Link", lambda *_: link)
     with pytest.raises(TeacherError, match=match):
-        Worker(engine, "unused:1").run()
+        ScoringWorker(engine, "unused:1").run()
     return link.replies, engine
 
 

@@ -1,9 +1,10 @@
-"""What the client keeps: one request until its outcome, and counters of what happened."""
+"""Requests from their first sending to their outcome, the sequences that wait for one, and counters."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -19,11 +21,12 @@ GROUP_WAIT_SECONDS = 0.005
 TOKENS_PER_REQUEST = 16384
 """A request takes no further sequence beyond this many tokens; two or more fill one call of the engine."""
 Pair = tuple[Sequence, Future[TeacherTopK]]
+Outcome = list[TeacherTopK] | BaseException
 
 
 @dataclass(kw_only=True)
 class TeacherMetrics:
-    """What happened since the last `drain_metrics`."""
+    """Counters since the last `drain_metrics`."""
 
     requests: list[tuple[float, float]] = field(default_factory=list)
     """time.monotonic of the first sending of a request and of its scores, one entry per request."""
@@ -54,87 +57,90 @@ class Waiting:
 
     def __init__(self, group_size: int):
         self._group_size = group_size
-        self._line: deque[tuple[float, Sequence, Future[TeacherTopK]]] = deque()
+        self._line: deque[tuple[float, Pair]] = deque()
         self.num_tokens = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._line)
-
     def add(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
-        self._line.append((time.monotonic(), sequence, future))
+        self._line.append((time.monotonic(), (sequence, future)))
         self.num_tokens += sequence.num_tokens
 
-    def seconds_until_due(self, now: float) -> float:
-        """Until the next group is to leave: 0 if it is full or has waited long enough."""
-        return 0.0 if self._next_group()[1] else max(0.0, self._line[0][0] + GROUP_WAIT_SECONDS - now)
+    def take_group(self, now: float) -> tuple[list[Pair], float]:
+        """The sequences of one request, once it is full or the first of them has waited long enough.
 
-    def take_group(self) -> list[Pair]:
-        """The sequences of one request."""
-        return self._take(self._next_group()[0])
+        Else none, and the seconds until then.
+        """
+        if not self._line:
+            return [], math.inf
+        size = num_tokens = 0
+        for _, (sequence, _) in itertools.islice(self._line, self._group_size):
+            num_tokens += sequence.num_tokens
+            if size > 0 and num_tokens > TOKENS_PER_REQUEST:
+                break
+            size += 1
+        wait = self._line[0][0] + GROUP_WAIT_SECONDS - now
+        if size < self._group_size and num_tokens < TOKENS_PER_REQUEST and wait > 0:
+            return [], wait
+        return self._take(size), 0.0
 
     def take_all(self) -> list[Pair]:
         return self._take(len(self._line))
 
     def _take(self, count: int) -> list[Pair]:
-        taken = [self._line.popleft()[1:] for _ in range(count)]
+        taken = [self._line.popleft()[1] for _ in range(count)]
         self.num_tokens -= sum(sequence.num_tokens for sequence, _ in taken)
         return taken
 
-    def _next_group(self) -> tuple[int, bool]:
-        """How many sequences make the next request, and whether no more would fit."""
-        num_tokens = 0
-        for index, (_, sequence, _) in enumerate(itertools.islice(self._line, self._group_size)):
-            num_tokens += sequence.num_tokens
-            if index > 0 and num_tokens > TOKENS_PER_REQUEST:
-                return index, True
-        size = min(self._group_size, len(self._line))
-        return size, size == self._group_size or num_tokens >= TOKENS_PER_REQUEST
 
-
-@dataclass(eq=False)
-class PendingRequest:
+@dataclass(eq=False, kw_only=True)
+class Request:
     """Sequences that travel together, from their first sending to their scores or their error."""
 
     id: str
     sequences: list[Sequence]
     futures: list[Future[TeacherTopK]]
-    array: np.ndarray
-    deadline: float
     started: float
+    deadline: float
     attempt: int = 0
     attempt_deadline: float = 0.0
-    endpoint: Connection | None = None
-    """Where the current attempt is; None: to be sent, not before `send_at`."""
-    last_endpoint: Connection | None = None
+    connection: Connection | None = None
+    """Of the current attempt; None: to be sent, not before `send_at`."""
+    last_connection: Connection | None = None
     sent_at_ping: int = 0
     send_at: float = 0.0
     num_failures: int = 0
     problem: str = ""
-    """Why the last attempt came to nothing."""
+    """Why the last attempt failed."""
 
     @property
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
-    def describe(self, now: float, endpoints: list[Connection]) -> str:
+    @property
+    def response_lengths(self) -> list[int]:
+        return [len(sequence.response_ids) for sequence in self.sequences]
+
+    @property
+    def array(self) -> np.ndarray:
+        return protocol.request_array([(each.prompt_ids, each.response_ids) for each in self.sequences])
+
+    def describe(self, connections: list[Connection]) -> str:
         """Where the request is, what it waits for, and how long: the start of every error about it."""
-        place = self.endpoint or self.last_endpoint
-        where = place.address if place else ", ".join(each.address for each in endpoints)
+        where = ", ".join(each.address for each in ([self.last_connection] if self.last_connection else connections))
         return (
             f"{where}: request {self.id} ({len(self.sequences)} sequences, {self.num_tokens} tokens): "
-            f"waited {now - self.started:.1f} s for its scores, {self.attempt} attempts"
+            f"waited {time.monotonic() - self.started:.1f} s for its scores, {self.attempt} attempts"
         )
 
-    def why_late(self, now: float, endpoints: list[Connection]) -> str:
-        """What is known when the deadline has passed."""
-        place = self.endpoint or self.last_endpoint
-        news = ["it was never sent: no server was alive"]
-        if place is not None:
-            news = [f"the last attempt got no answer; last heard of {place.address} {now - place.heard:.1f} s ago"]
-        news += [f"{each.address}: {each.problem}" for each in endpoints if each.problem]
-        return "; ".join(news + ([f"before that: {self.problem}"] if self.problem else []))
+    def why_late(self, connections: list[Connection]) -> str:
+        """Why there was no answer before the deadline, as far as it is known."""
+        reasons = ["it was never sent: no server was alive"]
+        if (last := self.last_connection) is not None:
+            seconds = time.monotonic() - last.heard
+            reasons = [f"the last attempt got no answer; last heard of {last.address} {seconds:.1f} s ago"]
+        reasons += [f"{each.address}: {each.problem}" for each in connections if each.problem]
+        return "; ".join(reasons + ([f"before that: {self.problem}"] if self.problem else []))
 
-    def resolve(self, outcome: list[TeacherTopK] | BaseException) -> None:
+    def resolve(self, outcome: Outcome) -> None:
         for index, future in enumerate(self.futures):
             resolve(future, outcome if isinstance(outcome, BaseException) else outcome[index])
 

@@ -1,0 +1,53 @@
+"""The options of a scoring engine, each once: a field, and its option on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def option(default: Any, help: str, **keywords: Any) -> Any:
+    """A field whose metadata are the keywords of argparse."""
+    return field(default=default, metadata={"help": help, **keywords})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The model of a worker and how it is run."""
+
+    ckpt_path: str = option(MISSING, "model folder with its tokenizer", required=True)
+    n_logprobs: int = option(64, "largest K that a request may ask for", type=positive)
+    tp_size: int = option(1, "GPUs that share one model (vllm)", type=positive)
+    backend: str = option("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
+    max_model_len: int | None = option(None, "longest prompt and response together, in tokens", type=positive)
+    gpu_memory_utilization: float = option(0.9, "share of GPU memory (vllm)", type=float)
+    dtype: str = option("auto", "auto: as stored; float32 on the CPU")
+    device: str = option("auto", "auto: the GPU if there is one", choices=["auto", "cpu", "cuda"])
+    trust_remote_code: bool = option(False, "run code from the model folder", action="store_true")
+
+    @staticmethod
+    def add_to(parser: argparse.ArgumentParser) -> None:
+        for each in fields(EngineOptions):
+            keywords: dict[str, Any] = {"default": each.default, **each.metadata}
+            parser.add_argument(flag(each.name), **keywords)
+
+    @classmethod
+    def parsed(cls, arguments: argparse.Namespace) -> EngineOptions:
+        return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
+
+    def command_line(self) -> list[str]:
+        """The arguments that `parsed` reads as the same options."""
+        values = {flag(each.name): getattr(self, each.name) for each in fields(self)}
+        return [name if value is True else f"{name}={value}" for name, value in values.items() if value]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
