@@ -57,8 +57,8 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     assert code == 0, text
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
-        "versions", "engine", "device", "loss", "student", "teacher", "reward", "trackers", "data", "checkpoint", "disk",
-        "plan", "placement", "GPU memory", "all-reduce",
+        "versions", "engine", "device", "loss", "student", "teacher", "reward", "trackers", "data", "checkpoint",
+        "disk", "plan", "placement", "GPU memory", "all-reduce",
     ]
     for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start it on the CPU"):
         assert shown in text
