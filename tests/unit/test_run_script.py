@@ -1,4 +1,4 @@
-"""run_gkd.sh: which environment it uses, what it installs there and with what. A stand-in for Python notes the calls."""
+"""run_gkd.sh: which environment it uses, what it installs there and how. A stand-in for Python notes the calls."""
 
 import configparser
 import re
@@ -95,7 +95,7 @@ def test_the_test_tools_are_installed_when_asked_for_and_new_requirements_are_no
         assert start("--install-only")[1] == []  # what there is includes what is asked for
         assert start("--install-only", "dev")[1] == []
         (start.venv.parent / "setup.cfg").open("a").write("# another torch\n")
-    done, calls = start("--install-only", "tests")
+    done, _ = start("--install-only", "tests")
     assert done.returncode == 1
     assert "takes nothing or dev, not tests" in done.stderr
 
