@@ -7,7 +7,9 @@ wrong types are errors), checks every field's rule and the rules between fields,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import operator
 import os
 import re
@@ -34,7 +36,7 @@ def load_config(
     Raises:
         ConfigError: unknown key, wrong type, missing file, or a rule between fields is broken.
     """
-    merged = OmegaConf.structured(Config)
+    merged = copy.deepcopy(_defaults())
     if config_name is not None:
         for recipe in _read_recipe(Path(config_path), config_name):
             merged = _merge(merged, recipe)
@@ -51,6 +53,11 @@ def load_config(
     _normalise(config)
     check_config(config)
     return config
+
+
+@functools.cache
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)
 
 
 def to_yaml(config: Config) -> str:
@@ -93,7 +100,7 @@ def _parse_override(override: str) -> DictConfig:
 
 def _merge(base: Any, extra: DictConfig, key: str = "") -> Any:
     try:
-        return OmegaConf.merge(base, extra)
+        return OmegaConf.unsafe_merge(base, extra)  # changes `base`, which merge would copy each time
     except ConfigKeyError as error:
         unknown = _full_key(error)
         close = re.search(r"Did you mean: '(\w+)'", str(error))

@@ -1,19 +1,29 @@
 """Stand-ins for tests of a reward, a loss or a trainer of your own: no GPU, no Ray, no service, and seconds.
 
+A reward is a plain function, and so is a loss: call it. What it does to a run, with a real student and its update:
+
     folder = make_tiny_model(tmp_path / "student")
-    config = load_config([f"actor_rollout_ref.model.path={folder}", ...])
+    config = load_config([f"actor_rollout_ref.model.path={folder}", "distillation.loss_fn=my_module:my_loss", ...])
     with single_process_group():
         group = LocalGroup(config, respond=lambda request, version: np.array([7, 2], np.int32))
         trainer = GKDTrainer(config, group=group, teacher=LocalTeacher(scores), tracking=MetricRows(), ...)
         trainer.fit()
 
-The student, its update, the loss and the trainer are the product's. What stands in is whatever would need other
-processes: the workers, the rollout engine and the teacher.
+When a trainer generates, trains, publishes and saves needs no model, and the test says when the teacher answers:
+
+    group, teacher = RecordingGroup(), LocalTeacher(scores, delay=None)
+    trainer = MyTrainer(config, group=group, teacher=teacher, tokenizer=NumberTokenizer(), ...)
+    ...  # in another thread, or from RecordingGroup's `respond`: teacher.answer(2, 4)
+    assert group.events == [("publish", 0), ("generate", 0, 8), ("update",), ("publish", 1)]
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -92,7 +102,19 @@ def single_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class LocalGroup:
+class _Group:
+    """What workers answer that are not processes of their own."""
+
+    def memory_metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def can_save(self) -> bool:
+        """There is nothing that could have died."""
+        return True
+
+
+class LocalGroup(_Group):
     """Stands in for `WorkerGroup`: a real student in this process, whose responses a function decides.
 
     Args:
@@ -130,12 +152,8 @@ class LocalGroup:
                 response_ids=self._respond(request, self.weight_version), finish_reason="stop",
             )
             if sampling.logprobs:
-                micro_batch = (TrainSequence(sequence=sequence),)
-                (logprobs,) = self.actor.compute_logprobs((micro_batch,)).values()
-                sequence = Sequence(
-                    index=request.index, prompt_ids=request.prompt_ids, weight_version=self.weight_version,
-                    response_ids=sequence.response_ids, finish_reason="stop", logprobs=logprobs,
-                )
+                (logprobs,) = self.actor.compute_logprobs(((TrainSequence(sequence=sequence),),)).values()
+                sequence = dataclasses.replace(sequence, logprobs=logprobs)
             yield [sequence]
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
@@ -146,37 +164,132 @@ class LocalGroup:
         """See `WorkerGroup.update`."""
         return [self.actor.update(batch) for batch in batches[0]]
 
-    def compute_logprobs(
-        self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]
-    ) -> dict[int, np.ndarray]:
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         """See `WorkerGroup.compute_logprobs`."""
         return self.actor.compute_logprobs(micro_batches[0])
 
-    def memory_metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
 
-    def can_save(self) -> bool:
-        """There is nothing that could have died."""
-        return True
+class RecordingGroup(_Group):
+    """Stands in for `WorkerGroup`: two workers without a model, which keep what they are given.
+
+    Args:
+        respond: as for `LocalGroup`; what it raises ends the generation. By default a response is the seed of its
+            request and its index, so that it tells which step it was drawn for.
+
+    Attributes:
+        events: ("publish", version), ("generate", version, number of requests) and ("update",), in order.
+        trained: of every update, the sequences that were accumulated for it, by index.
+        accumulated, updates: the arguments of `accumulate` and `update`.
+        saved: of every checkpoint, the number of updates that it holds.
+        num_forwards: how often old log-probabilities were computed.
+
+    Tokens have the probability 1/4 where they are drawn and 1/2 where the student computes it: a ratio of 2 each.
+    """
+
+    size, attention_cost = 2, 1e-3
+
+    def __init__(self, respond: Callable[[GenerationRequest, int], np.ndarray] | None = None):
+        self.description = [{"device": "cpu"}] * self.size
+        self.events: list[tuple[Any, ...]] = []
+        self.trained: list[list[TrainSequence]] = []
+        self.accumulated: list[list[MiniBatch]] = []
+        self.updates: list[list[list[MiniBatch]]] = []
+        self.saved: list[int] = []
+        self.num_forwards = 0
+        self._respond = respond or (lambda request, version: np.array([request.seed, request.index], np.int32))
+        self._version = -1
+        self._is_generating = False
+        self._waiting: list[TrainSequence] = []
+
+    def publish(self, weight_version: int) -> dict[str, float]:
+        """Note it. Not while a generation runs."""
+        assert not self._is_generating, "the weights change under a generation"
+        self._version = weight_version
+        self.events.append(("publish", weight_version))
+        return {"publish": 0.0, "offload": 0.0}
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
+        """Yield the sequences one by one, the last request's first. One generation at a time."""
+        assert not self._is_generating, "two generations at a time"
+        self.events.append(("generate", self._version, len(requests)))
+        self._is_generating = True
+        time.sleep(0.002)
+        for request in reversed(requests):
+            response = self._respond(request, self._version)
+            logprobs = np.full(len(response), np.log(0.25), np.float32) if sampling.logprobs else None
+            yield [
+                Sequence(
+                    index=request.index, prompt_ids=request.prompt_ids, response_ids=response, logprobs=logprobs,
+                    weight_version=self._version, finish_reason="stop",
+                )
+            ]
+        self._is_generating = False
+
+    def accumulate(self, parts: list[MiniBatch]) -> None:
+        """Keep a part of the next update."""
+        self.accumulated.append(parts)
+        self._waiting += [item for part in parts for micro in part.micro_batches for item in micro]
+
+    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+        """Keep what is trained; a row of metrics for each mini-batch."""
+        self.updates.append(batches)
+        self._waiting += [i for batch in batches for part in batch for micro in part.micro_batches for i in micro]
+        self.trained.append(sorted(self._waiting, key=lambda item: item.sequence.index))
+        self._waiting = []
+        self.events.append(("update",))
+        return [{"actor/loss": 1.0, "actor/lr": 0.1 * number} for number in range(len(batches[0]))]
+
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        """log(1/2) for every token."""
+        self.num_forwards += 1
+        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
+        return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.5), np.float32) for i in items}
+
+    def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
+        """Note it."""
+        self.saved.append(len(self.updates))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """There is nothing to load."""
 
 
 class LocalTeacher:
-    """Stands in for `TeacherClient`: answers at once with what a function says.
+    """Stands in for `TeacherClient`: a function gives the scores.
 
     Args:
-        score: sequence -> its scores.
+        score: sequence -> its scores. What it raises is the sequence's error.
+        delay: seconds that an answer takes at most, a random part of it each, so that they come in another order;
+            0: at once; None: when `answer` is called.
     """
 
-    def __init__(self, score: Callable[[Sequence], TeacherTopK]):
-        self._score = score
+    def __init__(self, score: Callable[[Sequence], TeacherTopK], delay: float | None = 0.0):
+        self._score, self._delay, self._random = score, delay, random.Random(0)
+        self.waiting: dict[int, tuple[Sequence, Future[TeacherTopK]]] = {}
 
     def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
         """See `TeacherClient.submit`."""
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
         for sequence, future in zip(sequences, futures, strict=True):
-            future.set_result(self._score(sequence))
+            if self._delay is None:
+                self.waiting[sequence.index] = sequence, future
+            elif self._delay == 0:
+                self._answer(sequence, future)
+            else:
+                seconds = self._random.uniform(0, self._delay)
+                threading.Timer(seconds, self._answer, [sequence, future]).start()
         return futures
+
+    def answer(self, *indices: int) -> None:
+        """Answer for these sequences, or for all that are waiting."""
+        for index in indices or list(self.waiting):
+            self._answer(*self.waiting.pop(index))
+
+    def _answer(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(self._score(sequence))
+        except Exception as error:
+            future.set_exception(error)
 
     def drain_metrics(self) -> Any:
         """See `TeacherClient.drain_metrics`: nothing has been sent."""
@@ -185,12 +298,25 @@ class LocalTeacher:
         return TeacherMetrics()
 
 
+class NumberTokenizer:
+    """Stands in for a tokenizer where ids need not be of a vocabulary: [7, 2] is the text "7 2"."""
+
+    def decode(self, ids: np.ndarray, skip_special_tokens: bool = False) -> str:
+        """The ids, one word each."""
+        return " ".join(str(token) for token in ids)
+
+
 class MetricRows:
     """Stands in for the trackers: keeps what a trainer reports in `rows`, one dictionary a step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.generations: list[Any] = []
+
+    @property
+    def by_step(self) -> dict[int, dict[str, float]]:
+        """The newest row of every step."""
+        return {int(row["training/global_step"]): row for row in self.rows}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep a step's metrics."""

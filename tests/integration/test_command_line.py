@@ -49,6 +49,8 @@ def arguments(world, out, *overrides):
     ]
 
 
+HF = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.backend=hf")
+"""For runs that end before an engine matters: vLLM takes twice as long to start."""
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
 
 
@@ -260,7 +262,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
     process = start(
         arguments(
             world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=-1", "trainer.test_freq=0",
-            "trainer.scheduler=one_step_off", *OWN_POOL,
+            "trainer.scheduler=one_step_off", *OWN_POOL, *HF,
         )
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
@@ -281,12 +283,14 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
     assert step in (max(rows_of(tmp_path)), max(rows_of(tmp_path)) + 1)  # published or not, when the worker died
 
 
-@pytest.mark.parametrize(("victim", "scheduler"), [("Worker", "sync"), ("hybrid_gkd.teacher", "two_step_off")])
-def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler):
+@pytest.mark.parametrize(
+    ("victim", "scheduler", "engines"), [("Worker", "sync", ()), ("hybrid_gkd.teacher", "two_step_off", HF)]
+)
+def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, engines):
     process = start(
         arguments(
             world, tmp_path, "trainer.total_training_steps=500", "trainer.save_freq=-1", "trainer.test_freq=0",
-            f"trainer.scheduler={scheduler}",
+            f"trainer.scheduler={scheduler}", *engines,
         )
     )
     wait_for(logged_step(tmp_path, 1), "step 1")
@@ -351,7 +355,7 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
             world, tmp_path, "distillation.enabled=false", "actor_rollout_ref.teacher.model.path=null",
             "actor_rollout_ref.rollout.n=4", f"reward.custom_reward_function.path={reward}",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
-            "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2",
+            "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", *HF,
         )
     )
     assert code == 0, errors
@@ -429,8 +433,7 @@ def test_a_fresh_start_moves_the_earlier_run_aside_and_long_prompts_can_be_cut(w
         arguments(
             world, tmp_path, "data.max_prompt_length=8", "data.truncation=middle", "data.val_files=null",
             "data.filter_overlong_prompts=false", "trainer.resume_mode=disable",
-            "trainer.total_training_steps=1", "trainer.save_freq=0", "actor_rollout_ref.rollout.name=hf",
-            "actor_rollout_ref.teacher.backend=hf",
+            "trainer.total_training_steps=1", "trainer.save_freq=0", *HF,
         )
     )
     assert code == 0, errors
@@ -467,10 +470,10 @@ def test_a_port_in_use_is_named(world, tmp_path):
 
 
 def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tmp_path):
-    first = start(arguments(world, tmp_path, "trainer.total_training_steps=500"), start_new_session=True)
+    first = start(arguments(world, tmp_path, "trainer.total_training_steps=500", *HF), start_new_session=True)
     try:
         wait_for((tmp_path / "hybrid_gkd" / "gkd" / "config.yaml").exists, "the run folder")
-        code, _, errors = run(arguments(world, tmp_path))
+        code, _, errors = run(arguments(world, tmp_path, *HF))
         assert code == 1
         assert "trainer.experiment_name" in errors.splitlines()[-1]
         wait_for(logged_step(tmp_path, 1), "step 1")

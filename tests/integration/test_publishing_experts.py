@@ -17,7 +17,7 @@ from hybrid_gkd.rollout.vllm import VLLMEngine
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, SamplingParams
 
-pytestmark = [pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed"), pytest.mark.slow]
+pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 MODELS = {
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     "mixtral": {"num_local_experts": 4},

@@ -130,14 +130,13 @@ def test_vllm(model_path, reference):
 
 
 @needs_vllm
-@pytest.mark.slow
 def test_vllm_that_hands_out_other_rows_is_refused(model_path):
     with pytest.raises(ModelError, match=r"vLLM 0\.\S+ is built differently: expected its greedy tokens"):
         in_own_process(load_with_shifted_rows, model_path)
 
 
 @needs_vllm
-@pytest.mark.slow
+@pytest.mark.alone  # its shared memory has the same name in every process
 def test_vllm_tensor_parallel(model_path, reference):
     check(in_own_process(score_all, model_path, "vllm", 2), reference)
 

@@ -49,7 +49,10 @@ def generate(group):
 
 
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
-@pytest.mark.parametrize(("actors", "rollouts", "tensor_parallel"), [(2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("actors", "rollouts", "tensor_parallel"),
+    [(2, 1, 1), pytest.param(1, 2, 2, marks=pytest.mark.alone)],  # shared memory of one name in all processes
+)
 def test_the_engine_generates_with_the_weights_that_were_sent(
     actors, rollouts, tensor_parallel, model, tmp_path, caplog
 ):
@@ -100,6 +103,7 @@ def shorten_deadlines(group, seconds=10.0):
     ray.get([worker.__ray_call__.remote(shorten) for worker in members], timeout=60)
 
 
+@pytest.mark.alone
 def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_can_be_saved(tmp_path, caplog):
     """The weights are several buckets, so that the sender fails when its peer still has some to gather with it."""
     model = make_tiny_model(tmp_path / "model", hidden=256, layers=4)
@@ -120,6 +124,7 @@ def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_c
     assert not alive
 
 
+@pytest.mark.alone
 def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(model, tmp_path):
     def plant(worker):  # travels to the worker by value
         def fail(*_):
@@ -141,6 +146,7 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
         assert group.can_save()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("sent", "seen"), [(signal.SIGKILL, "rollout worker 0 died in "), (signal.SIGSTOP, "from rollout worker 0 within ")]
 )
@@ -163,6 +169,7 @@ def test_whoever_is_waited_for_is_named_in_every_pool(model, tmp_path):
             group.publish(0)
 
 
+@pytest.mark.alone
 def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path):
     with make_group(separate(model, tmp_path, 2, 1)) as group:
         shorten_deadlines(group)
@@ -173,6 +180,7 @@ def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path)
         assert not group.can_save()
 
 
+@pytest.mark.alone
 def test_a_rollout_worker_lost_in_a_generation_is_named_and_the_student_can_be_saved(model, tmp_path):
     """Also while the other one goes on."""
 

@@ -4,6 +4,8 @@ import faults
 import fuzz
 import pytest
 
+pytestmark = pytest.mark.alone
+
 
 def test_killed_workers_cost_no_sequence():
     seen = faults.kill_workers(5)

@@ -133,7 +133,6 @@ def test_whole_vocabulary(model_path, tmp_path, reference):
 
 
 @needs_vllm
-@pytest.mark.slow
 def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, reference):
     batch = sequences(30)
     for temperature in (1.0, 0.6):
@@ -297,7 +296,6 @@ def test_sigterm_drains(model_path, tmp_path, reference):
         late[-1].result(TIMEOUT)
 
 
-@pytest.mark.slow
 def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_teacher, reference, tmp_path):
     batch = sequences(8)
     ports = [own_teacher.address.split(":")[1], own_teacher.worker_address.split(":")[1]]

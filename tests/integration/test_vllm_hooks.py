@@ -12,10 +12,7 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, ResponseScorer
 
-pytestmark = [
-    pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
 VOCABULARY, LENGTH, FIRST_ROW = 50, 9, 3
 HIDDEN = torch.randn(2, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(0))

@@ -197,7 +197,9 @@ LIGHT = {
 }
 
 
-@pytest.mark.parametrize("module", LIGHT)
+@pytest.mark.parametrize(
+    "module", [pytest.param(name, marks=[] if "torch" in LIGHT[name] else pytest.mark.slow) for name in LIGHT]
+)
 def test_imports_run_one_way(module):
     """In a fresh interpreter, importing the module does not bring in what it must not know."""
     code = f"import sys, {module}; print('\\n'.join(sys.modules))"

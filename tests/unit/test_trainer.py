@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
 from hybrid_gkd.student.actor import learning_rate
 from hybrid_gkd.teacher_client import TeacherMetrics
+from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
 
@@ -34,55 +34,11 @@ def config(*overrides):
     )
 
 
-class Group:
-    """Two workers that record what they are asked to train on."""
-
-    size = 2
-    attention_cost = 1e-3
-
-    def __init__(self):
-        self.updates, self.accumulated = [], []
-        self.forwards = 0
-
-    def accumulate(self, parts):
-        self.accumulated.append(parts)
-
-    def update(self, shares):
-        self.updates.append(shares)
-        return [{"actor/loss": float(i), "actor/lr": 0.1 * i} for i in range(len(shares[0]))]
-
-    def compute_logprobs(self, micro_batches):
-        self.forwards += 1
-        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {item.sequence.index: np.zeros(len(item.sequence.response_ids), np.float32) for item in items}
-
-
-class Teacher:
-    """Answers when told to."""
-
-    def __init__(self):
-        self.futures = {}
-
-    def submit(self, sequences):
-        futures = [Future() for _ in sequences]
-        self.futures |= {s.index: (s, future) for s, future in zip(sequences, futures, strict=True)}
-        return futures
-
-    def answer_all(self):
-        for s, future in self.futures.values():
-            rows = len(s.response_ids)
-            ids, logprobs = np.full((rows, 1), s.index, np.int32), np.full((rows, 1), -0.5, np.float32)
-            future.set_result(TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0]))
-
-    def drain_metrics(self):
-        return TeacherMetrics(requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, response_tokens=5)
-
-
-class Tokenizer:
-    """The decoded response is the number of its tokens."""
-
-    def decode(self, ids, skip_special_tokens):
-        return str(len(ids))
+def scores(sequence):
+    """Scores that name the sequence."""
+    ids = np.full((len(sequence.response_ids), 1), sequence.index, np.int32)
+    logprobs = np.full(ids.shape, -0.5, np.float32)
+    return TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
 
 
 def make(cls, *overrides, **options):
@@ -90,10 +46,11 @@ def make(cls, *overrides, **options):
         Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i), answer="2")
         for i in range(NUM_PROMPTS)
     ]
-    group = Group()
+    group = RecordingGroup()
     trainer = cls(
-        config(*overrides), group=group, tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=[],
-        reward=lambda response, answer: float(response == answer), tracking=None, store=None, **options,
+        config(*overrides), group=group, tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
+        reward=lambda response, answer: float(len(response.split()) == int(answer)), tracking=None, store=None,
+        **options,
     )
     sequences = tuple(
         Sequence(
@@ -106,10 +63,7 @@ def make(cls, *overrides, **options):
 
 
 def trained(group):
-    return sorted(
-        item.sequence.index
-        for share in group.updates[-1] for batch in share for micro_batch in batch.micro_batches for item in micro_batch
-    )
+    return [item.sequence.index for item in group.trained[-1]]
 
 
 def test_gkd_overrides_exactly_one_method_of_ppo():
@@ -118,12 +72,15 @@ def test_gkd_overrides_exactly_one_method_of_ppo():
 
 
 def test_gkd_trains_every_sequence_with_its_own_scores():
-    teacher = Teacher()
+    teacher = LocalTeacher(scores, delay=None)
+    teacher.drain_metrics = lambda: TeacherMetrics(
+        requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, response_tokens=5
+    )
     trainer, group, rollout = make(GKDTrainer, teacher=teacher)
     trainer.on_finished[0](1, list(rollout.sequences[4:]))  # these finished early
     trainer.on_finished[0](1, list(rollout.sequences[:2]))
     submit = teacher.submit
-    teacher.submit = lambda sequences: (submit(sequences), teacher.answer_all())[0]  # the rest, then the answers
+    teacher.submit = lambda sequences: (submit(sequences), teacher.answer())[0]  # the rest, then the answers
     metrics = trainer._update_actor(rollout)
     assert trained(group) == [0, 1, 2, 3, 4, 5]
     for share in group.updates[0]:
@@ -136,21 +93,15 @@ def test_gkd_trains_every_sequence_with_its_own_scores():
 
 def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
     """The teacher answers two sequences, and two more whenever the workers have trained what there was."""
-    teacher = Teacher()
+    teacher = LocalTeacher(scores, delay=None)
     one_each = ["use_dynamic_bsz=false", "ppo_micro_batch_size_per_gpu=1"]
     trainer, group, rollout = make(
         GKDTrainer, *(f"actor_rollout_ref.actor.{override}" for override in one_each), teacher=teacher
     )
     trainer.on_finished[0](1, list(rollout.sequences))
-    late = [teacher.futures.pop(index) for index in (5, 1, 3, 0)]
-    teacher.answer_all()
-
-    def accumulate(parts):
-        group.accumulated.append(parts)
-        teacher.futures = {index: late.pop() for index in range(2)}
-        teacher.answer_all()
-
-    group.accumulate = accumulate
+    teacher.answer(2, 4)
+    late, accumulate = [5, 1, 3, 0], group.accumulate
+    group.accumulate = lambda parts: (accumulate(parts), teacher.answer(late.pop(), late.pop()))
     trainer._update_actor(rollout)
     parts = [*group.accumulated, [share[0] for share in group.updates[0]]]
     found = [[i.sequence.index for batch in part for micro in batch.micro_batches for i in micro] for part in parts]
@@ -167,28 +118,23 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
 def test_parts_are_not_smaller_than_a_micro_batch_on_each_worker(max_tokens, num_parts):
     """Six sequences of 2 to 4 tokens; the last is scored when the trainer has begun to wait for it."""
     lengths = ["data.max_prompt_length=2", "data.max_response_length=2"]
-    teacher = Teacher()
+    teacher = LocalTeacher(scores, delay=None)
     trainer, group, rollout = make(
         GKDTrainer, *lengths, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens}", teacher=teacher,
-        check_teacher=lambda: (teacher.futures.update({5: late}), teacher.answer_all()),
+        check_teacher=lambda: teacher.answer(5),
     )
     rollout = dataclasses.replace(
         rollout, sequences=tuple(dataclasses.replace(s, prompt_ids=s.prompt_ids[:2]) for s in rollout.sequences)
     )
     trainer.on_finished[0](1, list(rollout.sequences))
-    late = teacher.futures.pop(5)
-    teacher.answer_all()
-    teacher.futures.clear()
+    teacher.answer(*range(5))
     trainer._update_actor(rollout)
     assert len(group.accumulated) + 1 == num_parts
 
 
 def update_at_once(*overrides):
     """A GKD update whose teacher answers at once; the group and the metrics."""
-    teacher = Teacher()
-    trainer, group, rollout = make(GKDTrainer, *overrides, teacher=teacher)
-    submit = teacher.submit
-    teacher.submit = lambda sequences: (submit(sequences), teacher.answer_all())[0]
+    trainer, group, rollout = make(GKDTrainer, *overrides, teacher=LocalTeacher(scores))
     return group, trainer._update_actor(rollout)
 
 
@@ -213,16 +159,18 @@ def test_gkd_computes_what_its_loss_needs_and_no_more(overrides, rewards, old_lo
     assert {item.teacher is not None for item in items} == {True}
     assert {item.advantages is not None for item in items} == {rewards}
     assert {item.old_logprobs is not None for item in items} == {old_logprobs}
-    assert group.forwards == old_logprobs
+    assert group.num_forwards == old_logprobs
     assert ("reward/mean" in metrics) == rewards
 
 
 def test_nothing_is_trained_when_one_sequence_has_no_scores():
-    teacher = Teacher()
-    trainer, group, rollout = make(GKDTrainer, teacher=teacher)
+    def score(sequence):
+        if sequence.index == 3:
+            raise BadTeacherReply("row 1 holds NaN")
+        return scores(sequence)
+
+    trainer, group, rollout = make(GKDTrainer, teacher=LocalTeacher(score))
     trainer.on_finished[0](1, list(rollout.sequences))
-    teacher.futures.pop(3)[1].set_exception(BadTeacherReply("row 1 holds NaN"))
-    teacher.answer_all()
     with pytest.raises(BadTeacherReply, match="NaN"):
         trainer._update_actor(rollout)
     assert group.updates == []
@@ -233,7 +181,7 @@ def test_a_teacher_that_ended_is_noticed_while_waiting():
     def check():
         raise TeacherError("the teacher ended: killed")
 
-    trainer, group, rollout = make(GKDTrainer, teacher=Teacher(), check_teacher=check)
+    trainer, group, rollout = make(GKDTrainer, teacher=LocalTeacher(scores, delay=None), check_teacher=check)
     with pytest.raises(TeacherError, match="killed"):
         trainer._update_actor(rollout)
     assert group.updates == []
@@ -242,7 +190,8 @@ def test_a_teacher_that_ended_is_noticed_while_waiting():
 def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
     monkeypatch.setattr("hybrid_gkd.trainer.LATE_SECONDS", 0.0)
     monkeypatch.setattr("hybrid_gkd.trainer.CHECK_SECONDS", 0.01)
-    trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=Teacher())
+    teacher = LocalTeacher(scores, delay=None)
+    trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=teacher)
     with pytest.raises(TeacherError, match="6 sequences"):
         trainer._update_actor(rollout)
 
@@ -264,7 +213,7 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
     )
     metrics = trainer._update_actor(rollout)
     assert [batch.num_tokens for batch in group.updates[0][0]] == [6, 3, 6, 3]
-    assert group.forwards == 1
+    assert group.num_forwards == 1
     assert metrics["actor/lr"] == pytest.approx(0.3)  # of the last optimizer step
     assert num_updates(trainer.config, 5) == 20
 

@@ -18,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter():
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     pytest.importorskip("triton")

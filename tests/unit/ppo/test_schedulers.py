@@ -2,8 +2,6 @@
 
 import math
 import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,9 +14,9 @@ from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, Trai
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.trainer import request_seeds
-from hybrid_gkd.teacher_client import TeacherMetrics
+from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, Sequence, TeacherTopK
+from hybrid_gkd.types import Prompt, TeacherTopK
 
 BATCH, NUM_PROMPTS = 3, 9
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
@@ -26,101 +24,16 @@ OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1"
 POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
 
 
-class Group:
-    """Two workers. A response is the seed of its request, so that it tells which step it was drawn for."""
-
-    size, attention_cost, description = 2, 1e-3, [{"device": "cpu"}] * 2
-
-    def __init__(self, fails_at=None):
-        self.version, self.events, self.trained, self.accumulated = None, [], [], []
-        self.generating, self.fails_at, self.saved = False, fails_at, []
-
-    def publish(self, version):
-        assert not self.generating, "the weights change under a generation"
-        self.version = version
-        self.events.append(("publish", version))
-        return {"publish": 0.0, "offload": 0.0}
-
-    def generate(self, requests, sampling):
-        assert not self.generating, "two generations at a time"
-        self.events.append(("generate", self.version, len(requests)))
-        self.generating = True
-        time.sleep(0.002)
-        for request in reversed(requests):
-            if request.seed == self.fails_at:
-                raise WorkerError("rollout worker 0 died")
-            response = np.array([request.seed, request.index], np.int32)
-            yield [
-                Sequence(
-                    index=request.index, prompt_ids=request.prompt_ids, response_ids=response,
-                    weight_version=self.version, finish_reason="stop",
-                    logprobs=np.log([0.1, 0.3]).astype(np.float32) if sampling.logprobs else None,
-                )
-            ]
-        self.generating = False
-
-    def accumulate(self, parts):
-        self.accumulated += [item for part in parts for micro in part.micro_batches for item in micro]
-
-    def update(self, shares):
-        for number in range(len(shares[0])):
-            self.accumulate([share[number] for share in shares])
-        self.trained.append(sorted(self.accumulated, key=lambda item: item.sequence.index))
-        self.accumulated = []
-        self.events.append(("update",))
-        return [{"actor/loss": 1.0, "actor/lr": 0.1}]
-
-    def compute_logprobs(self, micro_batches):
-        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {item.sequence.index: np.log([0.2, 0.6]).astype(np.float32) for item in items}
-
-    def save_checkpoint(self, folder, *, tokenizer_path):
-        self.saved.append(len(self.trained))
-
-    def load_checkpoint(self, folder):
-        pass
-
-    def can_save(self):
-        return True
-
-    def memory_metrics(self):
-        return {}
-
-
-class Teacher:
+def make_teacher(fails_at=None):
     """Answers a little later and not in the order of the questions; its scores name the response."""
 
-    def __init__(self, fails_at=None):
-        self.executor, self.fails_at, self.rng = ThreadPoolExecutor(4), fails_at, np.random.default_rng(0)
-
-    def submit(self, sequences):
-        return [self.executor.submit(self.answer, s, self.rng.uniform(0, 0.01)) for s in sequences]
-
-    def answer(self, sequence, seconds):
-        time.sleep(seconds)
-        if self.fails_at is not None and sequence.response_ids[0] == self.fails_at:
+    def score(sequence):
+        if sequence.response_ids[0] == fails_at:
             raise BadTeacherReply("row 1 holds NaN")
         logprobs = np.full((2, 1), -0.5, np.float32)
         return TeacherTopK(ids=sequence.response_ids[:, None], logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
 
-    def drain_metrics(self):
-        return TeacherMetrics()
-
-
-class Tokenizer:
-    def decode(self, ids, skip_special_tokens):
-        return "1"
-
-
-class Tracking:
-    def __init__(self):
-        self.rows = {}
-
-    def log(self, metrics, step):
-        self.rows[step] = metrics
-
-    def log_generations(self, generations, step):
-        pass
+    return LocalTeacher(score, delay=0.01)
 
 
 def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking=None, **options):
@@ -136,18 +49,16 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
     prompts = [
         Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(NUM_PROMPTS)
     ]
-    teacher = teacher or Teacher()
     trainer = GKDTrainer(
-        config, group=group or Group(), tokenizer=Tokenizer(), train_prompts=prompts, val_prompts=prompts[:1],
-        reward=lambda response, answer: 1.0, tracking=tracking or Tracking(), store=CheckpointStore(folder, keep=None),
-        teacher=teacher, **options,
+        config, group=group or RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts,
+        val_prompts=prompts[:1], reward=lambda response, answer: 1.0, tracking=tracking or MetricRows(),
+        store=CheckpointStore(folder, keep=None), teacher=teacher or make_teacher(), **options,
     )
     failure = None
-    with teacher.executor:
-        try:
-            trainer.fit()
-        except HybridGKDError as error:
-            failure = error
+    try:
+        trainer.fit()
+    except HybridGKDError as error:
+        failure = error
     return trainer, trainer.group, failure
 
 
@@ -170,7 +81,7 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
     assert failure is None
     assert_trained(group, range(1, steps + 1))
     assert trainer._pending == {}
-    rows = trainer.tracking.rows
+    rows = trainer.tracking.by_step
     assert [rows[step]["training/staleness"] for step in range(1, steps + 1)] == [
         min(step - 1, depth) for step in range(1, steps + 1)
     ]
@@ -190,7 +101,7 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
     trainer, group, failure = fit(scheduler, steps, tmp_path, *OWN_POOL)
     assert failure is None
     assert_trained(group, range(1, steps + 1))
-    rows = trainer.tracking.rows
+    rows = trainer.tracking.by_step
     assert [rows[step]["training/staleness"] for step in range(1, steps + 1)] == [
         min(step - 1, depth) for step in range(1, steps + 1)
     ]
@@ -203,15 +114,16 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
 @DEPTHS
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(scheduler, steps, tmp_path):
-    depth, group = BATCHES_AHEAD[scheduler], Group()
+    depth, group = BATCHES_AHEAD[scheduler], RecordingGroup()
     step_of = {seed: step for step in range(1, steps + 1) for seed in request_seeds(0, step, BATCH)}
 
-    class Recorder(Teacher):
-        def submit(self, sequences):
-            group.events += [("ask", step_of[s.response_ids[0]]) for s in sequences if s.index == 0]
-            return super().submit(sequences)
+    def ask(sequences):
+        group.events += [("ask", step_of[s.response_ids[0]]) for s in sequences if s.index == 0]
+        return submit(sequences)
 
-    trainer, _, failure = fit(scheduler, steps, tmp_path, teacher=Recorder(), group=group, shares_gpu=True)
+    teacher = make_teacher()
+    submit, teacher.submit = teacher.submit, ask
+    trainer, _, failure = fit(scheduler, steps, tmp_path, teacher=teacher, group=group, shares_gpu=True)
     assert failure is None
     assert_trained(group, range(1, steps + 1))
     assert trainer._pending == {}
@@ -243,7 +155,7 @@ def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
     fit(scheduler, 7, tmp_path, "trainer.save_freq=3", *pools)
     trainer, group, _ = fit(scheduler, 7, tmp_path, *pools, resume_from=tmp_path / "global_step_3")
     assert_trained(group, range(4, 8))
-    staleness = [trainer.tracking.rows[step]["training/staleness"] for step in range(4, 8)]
+    staleness = [trainer.tracking.by_step[step]["training/staleness"] for step in range(4, 8)]
     assert staleness == [min(step - 4, BATCHES_AHEAD[scheduler]) for step in range(4, 8)]
 
 
@@ -252,7 +164,7 @@ def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
 def test_a_batch_without_scores_ends_the_run_and_the_state_before_it_is_saved(scheduler, pools, tmp_path):
     failing = request_seeds(0, 3, BATCH)[1]
     trainer, group, failure = fit(
-        scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", teacher=Teacher(failing)
+        scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", teacher=make_teacher(failing)
     )
     assert "row 1 holds NaN" in str(failure)
     assert_trained(group, [1, 2])
@@ -265,7 +177,14 @@ def test_a_batch_without_scores_ends_the_run_and_the_state_before_it_is_saved(sc
 @POOLS
 @DEPTHS
 def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(scheduler, pools, tmp_path):
-    depth, group = BATCHES_AHEAD[scheduler], Group(fails_at=request_seeds(0, 4, BATCH)[0])
+    failing = request_seeds(0, 4, BATCH)[0]
+
+    def respond(request, version):
+        if request.seed == failing:
+            raise WorkerError("rollout worker 0 died")
+        return np.array([request.seed, request.index], np.int32)
+
+    depth, group = BATCHES_AHEAD[scheduler], RecordingGroup(respond)
     _, _, failure = fit(scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", group=group)
     assert "rollout worker 0 died" in str(failure)
     trained = 3 - depth + (1 if pools and depth else 0)  # beside an update, the failure shows after it
@@ -284,7 +203,7 @@ def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(schedu
 )
 @POOLS
 def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overrides, saved, tmp_path):
-    group = Group()
+    group = RecordingGroup()
     update = group.update
 
     def fail_at_step_2(shares):
@@ -300,7 +219,7 @@ def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overr
 
 @POOLS
 def test_a_failure_is_not_hidden_by_a_checkpoint_that_is_gone_and_leaves_no_gap_in_the_metrics(pools, tmp_path):
-    group, tracking = Group(), Tracking()
+    group, tracking = RecordingGroup(), MetricRows()
     publish = group.publish
 
     def fail_at_step_3(version):
@@ -315,28 +234,28 @@ def test_a_failure_is_not_hidden_by_a_checkpoint_that_is_gone_and_leaves_no_gap_
     assert load_state(trainer.checkpoint).step == 3
     _, _, failure = fit("sync", 5, tmp_path, *pools, resume_from=trainer.checkpoint, tracking=tracking)
     assert failure is None
-    assert sorted(tracking.rows) == [0, 1, 2, 3, 4, 5]
-    assert tracking.rows[3]["actor/loss"] == 1.0
+    assert sorted(tracking.by_step) == [0, 1, 2, 3, 4, 5]
+    assert tracking.by_step[3]["actor/loss"] == 1.0
 
 
 def test_the_times_of_a_step_are_without_those_of_checkpoints_and_of_the_start(tmp_path):
-    group = Group()
+    group = RecordingGroup()
     publish = group.publish
     group.publish = lambda version: publish(version) | {"offload": 1.0}
     trainer, _, _ = fit("sync", 3, tmp_path, "trainer.save_freq=1", "trainer.val_before_train=false", group=group)
-    assert [trainer.tracking.rows[step]["timing/offload"] for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
+    assert [trainer.tracking.by_step[step]["timing/offload"] for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
 def test_a_number_that_is_not_finite_ends_the_run_and_is_in_no_row(tmp_path):
-    group, tracking = Group(), Tracking()
+    group, tracking = RecordingGroup(), MetricRows()
     update = group.update
     group.update = lambda shares: [update(shares)[0] | {"actor/lr": math.nan if len(group.trained) == 2 else 0.1}]
     _, _, failure = fit("sync", 3, tmp_path, "trainer.save_freq=-1", group=group, tracking=tracking)
     assert str(failure) == "step 2: actor/lr is nan"
     assert group.saved == [2]
-    assert "actor/lr" in tracking.rows[1]
-    assert tracking.rows[2]["actor/loss"] == 1.0
-    assert "actor/lr" not in tracking.rows[2]
+    assert "actor/lr" in tracking.by_step[1]
+    assert tracking.by_step[2]["actor/loss"] == 1.0
+    assert "actor/lr" not in tracking.by_step[2]
 
 
 def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(tmp_path, monkeypatch):
@@ -346,20 +265,20 @@ def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(
     )
     monkeypatch.setattr("hybrid_gkd.ppo.trainer.student_spec", lambda config: (asked.append(1), spec)[1])
     for device, times in (("cpu", 0), ("NVIDIA H200", 1)):
-        group = Group()
+        group = RecordingGroup()
         group.description = [{"device": device}] * 2
         trainer, _, _ = fit("sync", 3, tmp_path / device, group=group)
         assert len(asked) == times
-        assert all(("perf/mfu" in trainer.tracking.rows[step]) == bool(times) for step in (1, 2, 3))
+        assert all(("perf/mfu" in trainer.tracking.by_step[step]) == bool(times) for step in (1, 2, 3))
 
 
 def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):
-    class Full(Tracking):
+    class Full(MetricRows):
         def log(self, metrics, step):
             if step == 2:
                 raise OSError("No space left on device")
 
-    group = Group()
+    group = RecordingGroup()
     with pytest.raises(OSError, match="No space left"):
         fit("sync", 3, tmp_path, "trainer.save_freq=-1", group=group, tracking=Full())
     assert group.saved == [2]
@@ -375,15 +294,15 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
         for item in items:
             np.testing.assert_allclose(item.importance_weights, [2, 3], rtol=1e-6)
             assert item.old_logprobs is None
-    assert trainer.tracking.rows[2]["actor/importance/mean"] == pytest.approx(2.5)
-    assert trainer.tracking.rows[2]["actor/importance/effective_sample_size"] == pytest.approx(25 / 26)
+    assert trainer.tracking.by_step[2]["actor/importance/mean"] == pytest.approx(2.5)
+    assert trainer.tracking.by_step[2]["actor/importance/effective_sample_size"] == pytest.approx(25 / 26)
 
 
 def test_without_a_threshold_nothing_is_weighted_or_computed(tmp_path):
     trainer, group, _ = fit("one_step_off", 2, tmp_path)
     assert {item.importance_weights is None for items in group.trained for item in items} == {True}
     assert {item.sequence.logprobs is None for items in group.trained for item in items} == {True}
-    assert "actor/importance/mean" not in trainer.tracking.rows[2]
+    assert "actor/importance/mean" not in trainer.tracking.by_step[2]
 
 
 def test_importance_weights_are_products_of_ratios_up_to_a_limit():

@@ -317,6 +317,7 @@ def fail_after_step_3(run_dir: Path) -> None:
         raise RuntimeError("training broke")
 
 
+@pytest.mark.slow
 def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login, tmp_path, capsys):
     pytest.importorskip("wandb")
     with pytest.raises(RuntimeError, match="training broke"):

@@ -66,7 +66,7 @@ def test_every_receiver_gets_every_weight_exactly_under_all_names(members, bucke
 
 
 def test_a_receiver_that_takes_nothing_ends_the_sending_at_the_timeout(members):
-    (sender, receiver), _ = members(2, timeout=1.0)
+    (sender, receiver), _ = members(2, timeout=0.3)
     with pytest.raises(WorkerError, match="weights were not passed on"):
         sender.send(iter(handed_out(make_weights())))
     with pytest.raises(WorkerError, match="weights were not passed on"):
@@ -74,7 +74,7 @@ def test_a_receiver_that_takes_nothing_ends_the_sending_at_the_timeout(members):
 
 
 def test_a_sender_that_sends_nothing_ends_the_receiving_at_the_timeout(members):
-    (_, receiver), _ = members(2, timeout=1.0)
+    (_, receiver), _ = members(2, timeout=0.3)
     with pytest.raises(WorkerError, match="weights were not passed on"):
         list(receiver.receive())
 
@@ -84,7 +84,7 @@ def test_a_member_that_never_comes_is_an_error_that_names_the_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         with pytest.raises(WorkerError, match=r"did not form at 127\.0\.0\.1:"):
-            WeightSync(probe.getsockname(), rank=1, size=2, timeout=1.0, **options)
+            WeightSync(probe.getsockname(), rank=1, size=2, timeout=0.3, **options)
 
 
 @settings(max_examples=50, deadline=None)

@@ -28,6 +28,7 @@ def graphs(monkeypatch):
     register_packed_attention()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_blocks_equal_eager_ones_and_compile_once(tmp_path, graphs, checkpointing):
     folder = make_tiny_model(tmp_path, layers=3)

@@ -80,6 +80,7 @@ print("right")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
