@@ -20,14 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import faults
 import fuzz
-import tiny
+
+from hybrid_gkd.testing import make_tiny_model
 
 RESUME_SECONDS = 5.0
 
 
 def kill_service_workers(num_kills: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny.make_model(Path(folder) / "model")
+        model = make_tiny_model(Path(folder) / "model")
         return faults.kill_service_workers(num_kills, str(model), Path(folder))
 
 
