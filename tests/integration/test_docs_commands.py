@@ -23,7 +23,7 @@ from hybrid_gkd.ppo.rewards import load_reward
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, SamplingParams
 
-SECONDS = 120
+SECONDS = 300
 SERVICE = ["--backend", "hf", "--device", "cpu"]
 
 
