@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 from documented import ROOT
 
-from hybrid_gkd import __main__ as command_line
+from hybrid_gkd.__main__ import main
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.losses.divergence import check_loss_fn, forward_kl
 from hybrid_gkd.models.tokenizer import load_tokenizer
@@ -130,17 +131,19 @@ def test_the_teacher_of_the_page_serves_a_run_a_client_and_a_second_worker(folde
 
 
 @pytest.mark.parametrize("command", [documented.DRY_RUN, documented.ONE_CARD])
-def test_the_plan_of_a_documented_run(folder, capsys, monkeypatch, command):
+def test_the_plan_of_a_documented_run(folder, capsys, command):
     """In this process: only imports would take long in another one."""
-    monkeypatch.setattr(command_line, "terminated", [])
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        code = command_line.main([*documented.arguments(command), *short(folder, "plan"), "--dry-run"])
+        code = main([*documented.arguments(command), *short(folder, "plan"), "--dry-run"])
     finally:
         signal.signal(signal.SIGTERM, handler)
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    assert "memory of each worker by phase" in shown.out
+    page = (ROOT / "docs" / "running.md").read_text()
+    _, _, checks = page.partition("## Checks before a run")
+    described = re.findall(r"^\| `([\w-]+)` \|", checks[: checks.index("```")], re.MULTILINE)
+    assert re.findall(r"^ok   ([\w-]+):", shown.out, re.MULTILINE) == described
     assert not (folder / "outputs" / "hybrid_gkd" / "plan").exists()
 
 
