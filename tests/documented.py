@@ -1,0 +1,135 @@
+"""The pages of this repository as the tests read them, and where each command in them is run.
+
+A new command in a page belongs into one of the three dictionaries below: tests/unit/test_docs.py refuses it otherwise.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+QWEN = "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B"
+LARGE = "actor_rollout_ref.teacher.model.path=Qwen/Qwen3-8B"
+FILES = "data.train_files=train.jsonl data.val_files=val.jsonl"
+POOLS = "actor_rollout_ref.hybrid_engine=false trainer.n_gpus_per_node=1 rollout.n_gpus_per_node=1"
+TEACHER = ".venv/bin/python -m hybrid_gkd.teacher"
+SCHEDULES = (
+    "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
+    "--mean-length 100000 --steps 3 --warmup 1 --schedules sync one_step_off"
+)
+
+KEYS, MORE_KEYS = f"{TEACHER} keys --out teacher_keys", f"{TEACHER} keys --out teacher_keys --client second"
+SERVE = (
+    "bash hybrid_gkd/teacher/start_server.sh --ckpt-path Qwen/Qwen3-8B --workers 4 --tp-size 2 --n-logprobs 64 "
+    "--host 0.0.0.0 --port 15555 --keys teacher_keys/server"
+)
+JOIN = (
+    "bash hybrid_gkd/teacher/join_server.sh --ckpt-path Qwen/Qwen3-8B --proxy-addr HOST:15556 "
+    "--keys teacher_keys/client"
+)
+STATUS = f"{TEACHER} status --addr HOST:15555 --keys teacher_keys/client"
+GIVEN_TEACHER = (
+    f"bash run_gkd.sh {QWEN} data.train_files=train.jsonl actor_rollout_ref.teacher.server_ip=teacher-machine "
+    "actor_rollout_ref.teacher.server_port=15555 actor_rollout_ref.teacher.keys=teacher_keys/client"
+)
+DRY_RUN = f"bash run_gkd.sh --dry-run {QWEN} {LARGE} {FILES}"
+ONE_CARD = (
+    f"bash run_gkd.sh --config-name one_gpu {QWEN} actor_rollout_ref.teacher.model.path=Qwen/Qwen3-1.7B "
+    "data.train_files=train.jsonl"
+)
+OWN_OBJECTS = (
+    "bash run_gkd.sh distillation.loss_fn=my_loss.py:skewed_kl",
+    "bash run_gkd.sh reward.custom_reward_function.path=my_reward.py reward.custom_reward_function.name=score",
+    "bash run_gkd.sh actor_rollout_ref.rollout.name=my_engine.py:MyEngine",
+    "bash run_gkd.sh trainer.logger=[console,jsonl,my_tracker.py:MyTracker]",
+)
+
+RUN_BY_TEST_DOCS = {KEYS, MORE_KEYS, SERVE, JOIN, STATUS, GIVEN_TEACHER, DRY_RUN, ONE_CARD, *OWN_OBJECTS}
+"""tests/integration/test_docs_commands.py runs these as they stand, with short settings behind them."""
+
+_COMMAND_LINE, _RECIPES = "tests/integration/test_command_line.py", "tests/integration/test_recipes.py"
+_AHEAD = f"{_COMMAND_LINE}::test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it_was"
+_GOLDEN = "tests/integration/test_golden.py::test_a_run_computes_what_it_always_did"
+_METRICS = "tests/unit/reporting/test_metrics.py::test_docs_page_is_the_table"
+_DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
+RUN_ELSEWHERE = {
+    "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
+    "bash run_gkd.sh --config-name ppo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
+    f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
+        f"{_COMMAND_LINE}::test_a_run_trains_and_says_where_everything_is",
+    "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,
+    f"bash run_gkd.sh {POOLS} trainer.scheduler=one_step_off": _AHEAD,
+    f".venv/bin/python -m hybrid_gkd.doctor {QWEN} {LARGE} {FILES}": _DOCTOR,
+    ".venv/bin/python -m hybrid_gkd.doctor": _DOCTOR,
+    ".venv/bin/python -m hybrid_gkd.metrics": _METRICS,
+    ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
+}
+"""Command -> the test that runs it with models and data of its own."""
+
+_GPU, _RAY = "measures H200 cards", "`ray stop` ends every Ray process of the machine"
+_SUITE = "runs this test"
+NOT_RUN = {
+    "bash run_gkd.sh --install-only": "installs; tests/run.sh begins with it",
+    "export RAY_AUTH_MODE=token": _RAY,
+    ".venv/bin/ray start --head --port 6379": _RAY,
+    "bash run_gkd.sh ray_init.address=127.0.0.1:6379 trainer.nnodes=1": _RAY,
+    ".venv/bin/ray stop": _RAY,
+    "bash tests/run.sh": _SUITE,
+    "bash tests/run.sh --fast": _SUITE,
+    "bash tests/run.sh --durations=20": _SUITE,
+    "bash tests/run.sh tests/unit -k loss": _SUITE,
+    "bash tests/run.sh -m gpu": "needs a GPU",
+    "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0": _GPU,
+    "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0 --gpus 2 --prompts 256": _GPU,
+    "python benchmarks/hybrid_engine.py --shape 7b --prompts 32 --new-tokens 128 --enforce-eager --steps 5 "
+    "--gpu-memory-utilization 0": _GPU,
+    "python benchmarks/logprobs.py train.jsonl": _GPU,
+    "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
+    "--steps 3 --warmup 1": _GPU,
+    SCHEDULES: _GPU,
+    f"{SCHEDULES} --student-shape 0.5b --teacher-shape 1.5b --prompts 256 "
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768": _GPU,
+    "python benchmarks/weight_sync.py --shape 1.5b": _GPU,
+    "python benchmarks/weight_sync.py --shape 7b": _GPU,
+    "python benchmarks/training.py --shape 1.5b": _GPU,
+    "python benchmarks/training.py --shape 0.5b": _GPU,
+    "python benchmarks/head.py --repeats 5": _GPU,
+    "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
+    "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,
+    "python benchmarks/teacher_faults.py": "takes a quarter of an hour",
+    ".venv/bin/python benchmarks/weight_sync.py --shape tiny --gpus 2 --device cpu": "measures for half a minute",
+}
+"""Command -> why no test runs it."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> dict[str, list[str]]:
+    """Every command of a bash block, on one line -> the pages that it is in."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            for line in re.sub(r" *\\\n *", " ", block).splitlines():
+                command = re.sub(r"\s+#.*", "", line).strip()
+                if command:
+                    found.setdefault(command, []).append(page.name)
+    return found
+
+
+def example(name: str) -> str:
+    """The block of docs/extending.md that begins with `# <name>`."""
+    (text,) = (block for block in blocks(ROOT / "docs" / "extending.md", "python") if block.startswith(f"# {name}\n"))
+    return text
+
+
+def arguments(command: str) -> list[str] | None:
+    """What a command gives to `python -m hybrid_gkd` or its doctor; None: it is another program."""
+    for program in ("bash run_gkd.sh", ".venv/bin/python -m hybrid_gkd.doctor"):
+        if command == program or command.startswith(f"{program} "):
+            return shlex.split(command.removeprefix(program))
+    return None

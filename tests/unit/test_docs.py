@@ -1,0 +1,205 @@
+"""The pages say what is there: links, paths, keys, metrics, messages and commands."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import documented
+import pytest
+from documented import PAGES, ROOT
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.launch.command_line import default_config_name, parse
+from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
+from hybrid_gkd.reporting.metrics import METRICS
+
+SECTIONS = tuple(field.name for field in dataclasses.fields(Config))
+page_of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def prose(page):
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(text):
+    """What stands in backticks."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def table(page, heading):
+    """The rows of the first table behind a heading, as lists of cells, without its head."""
+    _, found, rest = page.read_text().partition(f"{heading}\n")
+    assert found, heading
+    lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 9000
+
+
+@page_of_pages
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", prose(linked), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
+
+
+@page_of_pages
+def test_paths_of_this_repository_exist(page):
+    """What looks like one: it begins with a folder or has the name of a file at the top."""
+    top = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - {"outputs", "logs"}
+    named = [span for span in spans(prose(page)) if re.fullmatch(r"[\w./-]+", span) and span.partition("/")[0] in top]
+    assert not [span for span in named if ("/" in span or "." in span) and not (ROOT / span).exists()]
+
+
+def keys(node, prefix=""):
+    """Every dotted key; those below a free dictionary end in a dot."""
+    for field in dataclasses.fields(node):
+        name, value = f"{prefix}{field.name}", getattr(node, field.name)
+        yield name
+        if dataclasses.is_dataclass(value):
+            yield from keys(value, f"{name}.")
+        elif isinstance(value, dict):
+            yield f"{name}."
+
+
+KEYS = tuple(keys(Config()))
+
+
+def is_key(name):
+    """A whole key, or its end: `rollout.n` and `.server_port` are said where it is clear of what."""
+    end = f".{name.lstrip('.')}"
+    if end.endswith((".*", ".")):
+        return any(f"{end.rstrip('*')}" in f".{key}." for key in KEYS)
+    return any(f".{key}".endswith(end) or (key.endswith(".") and f".{key}" in end) for key in KEYS)
+
+
+@page_of_pages
+def test_configuration_keys_exist(page):
+    """In prose: what begins with a section's name or looks like an override. Commands have a test of their own."""
+    unknown = []
+    for word in " ".join(spans(prose(page))).split():
+        name, equals, _ = word.partition("=")
+        dotted = re.fullmatch(r"\.?[a-z]\w*(\.\w+)*(\.\*)?", name) and "." in name
+        if dotted and (equals or name.startswith(tuple(f"{section}." for section in SECTIONS))) and not is_key(name):
+            unknown.append(word)
+    assert not unknown
+
+
+@page_of_pages
+def test_metrics_exist(page):
+    groups = r"(actor|timing|perf|memory|val|training|reward|(response|prompt)_length)"
+    assert not [s for s in spans(prose(page)) if re.fullmatch(rf"{groups}/\w[\w/]*", s) and s not in METRICS]
+
+
+def messages():
+    """Every text of the package; what is filled in is a zero byte. A ConfigError's key and rule are one text."""
+    def text(node):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return re.sub(r"%[-+.\d]*[sdgfr]", "\0", node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text(part) or "\0" for part in node.values)
+        return None
+
+    for file in sorted((ROOT / "hybrid_gkd").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and len(node.args) > 1 and getattr(node.func, "id", "") == "ConfigError":
+                yield f"{text(node.args[0])}: {text(node.args[1])}"
+            if (found := text(node)) is not None:
+                yield found.replace("\n", " ")
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """The first column of docs/troubleshooting.md; `...` is anything."""
+    texts = "\n".join(messages())
+    quoted = [
+        span for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+        if line.startswith("| ") and not line.startswith("| you see") for span in spans(line.split(" | ")[0])
+    ]
+    assert len(quoted) > 60
+
+    def occurs(span):
+        parts = [re.escape(part) for part in span.split("...")]
+        return any(map(str.strip, parts)) and re.search("[^\n]*".join(parts), texts)
+
+    assert not [span for span in quoted if span not in METRICS and not is_key(span) and not occurs(span)]
+
+
+def test_the_residency_table_is_that_of_the_code():
+    rows = table(ROOT / "docs" / "architecture.md", "## Residency")
+    columns = ("actor_params", "optimizer_state", "engine_weights", "kv_cache")
+    assert set(columns) == set(MEMORY_OWNERS)
+    found = {row[0]: {name for name, cell in zip(columns, row[1:], strict=True) if cell == "GPU"} for row in rows}
+    assert found == RESIDENCY
+
+
+PLAIN = {"errors", "types", "imports", "spans", "files", "config", "config_metadata", "config_rules", "config_loading"}
+"""Modules that every room may import."""
+
+
+def imported_modules(file):
+    """Modules of this package that a file imports, but for types alone."""
+    tree = ast.parse(file.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    for node in set(ast.walk(tree)) - {part for guard in guards for part in ast.walk(guard)}:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybrid_gkd."):
+            yield node.module
+
+
+def test_the_table_of_rooms_names_every_import():
+    allowed = {}
+    for names, _, imports in table(ROOT / "docs" / "architecture.md", "## The rooms"):
+        for span in spans(names):
+            allowed[Path(span).stem] = {Path(span).stem, *imports.split(", ")} | PLAIN
+    unexpected = []
+    for file in sorted((ROOT / "hybrid_gkd").rglob("*.py")):
+        own = Path(file.relative_to(ROOT / "hybrid_gkd").parts[0]).stem
+        if own in allowed and own != "launch":
+            found = {module.split(".")[1]: module for module in imported_modules(file)}
+            unexpected += [f"{file.relative_to(ROOT)} imports {found[room]}" for room in found.keys() - allowed[own]]
+    assert not unexpected
+
+
+def test_every_command_is_run_or_says_why_not():
+    known = [*documented.RUN_BY_TEST_DOCS, *documented.RUN_ELSEWHERE, *documented.NOT_RUN]
+    assert len(known) == len(set(known))
+    assert set(documented.commands()) == set(known)
+    for place in documented.RUN_ELSEWHERE.values():
+        file, _, name = place.partition("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), place
+
+
+@pytest.mark.parametrize("command", [each for each in documented.commands() if documented.arguments(each) is not None])
+def test_the_arguments_of_a_documented_run_are_accepted(command):
+    if "--install-only" in command:
+        return
+    options = parse(documented.arguments(command))
+    name = options.config_name or default_config_name(options.overrides)
+    try:
+        load_config(options.overrides, config_name=name)
+    except ConfigError as error:
+        pytest.fail(f"{command}: {error}")
+
+
+def test_run_gkd_is_the_program_with_the_same_arguments():
+    """So that the tests of commands need not go through the installation."""
+    assert (ROOT / "run_gkd.sh").read_text().endswith('\nexec "$python" -m hybrid_gkd "$@"\n')
+
+
+@pytest.mark.parametrize("command", [each for each in documented.commands() if "python benchmarks/" in each])
+def test_options_of_documented_benchmarks_exist(command):
+    file = ROOT / re.search(r"benchmarks/\w+\.py", command)[0]
+    for option in re.findall(r"(--[\w-]+)", command):
+        assert f'"{option}"' in file.read_text(), option
