@@ -45,7 +45,7 @@ from hybrid_gkd.launch.run import Inputs, connect, locked_run_folder, start_loca
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
-from hybrid_gkd.teacher.server.local import LocalTeacher
+from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
     return found
 
 
-def train(args: argparse.Namespace, config: Config, inputs: Inputs, group: WorkerGroup, teacher: LocalTeacher) -> None:
+def train(args: argparse.Namespace, config: Config, inputs: Inputs, group: WorkerGroup, teacher: TeacherProcess) -> None:
     """One run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))

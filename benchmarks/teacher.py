@@ -28,7 +28,7 @@ from models import SHAPES, full_tokenizer, make_model
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
-from hybrid_gkd.teacher.server.local import LocalTeacher
+from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -161,7 +161,7 @@ def measure_service(
     """Figures by K, and the scores of the sequences of the accuracy check by K."""
     figures, scores = {}, {}
     options = ["--backend", args.backend, "--gpu-memory-utilization", str(MEMORY)]
-    teacher = LocalTeacher(str(folder), log_path=args.log, n_logprobs=max(args.topk), options=options)
+    teacher = TeacherProcess(str(folder), log_path=args.log, n_logprobs=max(args.topk), options=options)
     with teacher, own_process() as client:
         client.submit(load_tokenizer, str(folder))  # meanwhile it imports what it needs
         teacher.wait_ready()

@@ -28,7 +28,7 @@ from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.server import broker, worker
-from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -263,7 +263,7 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
         )
         for index in range(64)
     ]  # fmt: skip
-    with LocalTeacher(model_path, log_path=folder / "teacher.log", options=options) as teacher:
+    with TeacherProcess(model_path, log_path=folder / "teacher.log", options=options) as teacher:
         teacher.wait_ready()
         client = TeacherClient(
             [teacher.address], topk=TOPK, vocab_size=259, connect_timeout=TIMEOUT, request_timeout=TIMEOUT,
@@ -291,7 +291,7 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
         }  # fmt: skip
 
 
-def _kill_a_busy_child(teacher: LocalTeacher) -> bool:
+def _kill_a_busy_child(teacher: TeacherProcess) -> bool:
     """Whether a worker was killed while it held requests."""
     state = query_status(teacher.address, TIMEOUT)
     before = state.counters["requeued"]

@@ -19,7 +19,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import Facts, check_all
-from hybrid_gkd.launch.teacher import connect, make_local_teacher, refuse_teacher_gpu
+from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
@@ -65,7 +65,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
     clock = stack.enter_context(recording(config.run_dir))
     teacher, local = None, None
     if config.distillation.enabled and section.server_ip is None:
-        local = stack.enter_context(make_local_teacher(config, facts.device))
+        local = stack.enter_context(make_teacher_process(config, facts.device))
     elif config.distillation.enabled:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints))
     stack.enter_context(ray_cluster(config, facts.device))

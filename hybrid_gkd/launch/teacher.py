@@ -13,7 +13,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import tokenizer_hash
 from hybrid_gkd.offload.budget import teacher_share, teacher_shares_gpu
-from hybrid_gkd.teacher.server.local import LocalTeacher
+from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.workers.placement import Placement, threads_per_process
@@ -50,7 +50,7 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClie
     return client
 
 
-def make_local_teacher(config: Config, device: str) -> LocalTeacher:
+def make_teacher_process(config: Config, device: str) -> TeacherProcess:
     """The service of this run, to be entered: it loads in the background. Raises ConfigError."""
     section = config.actor_rollout_ref.teacher
     assert section.model.path is not None
@@ -68,7 +68,7 @@ def make_local_teacher(config: Config, device: str) -> LocalTeacher:
     ]
     if config.actor_rollout_ref.model.trust_remote_code:
         options.append("--trust-remote-code")
-    return LocalTeacher(
+    return TeacherProcess(
         section.model.path,
         port=section.server_port or 0,
         n_logprobs=config.distillation.topk,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.server.local import LocalTeacher
+from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.statistics import COUNTERS
 from hybrid_gkd.testing import make_tiny_model
 
@@ -29,7 +29,7 @@ def model_path(tmp_path_factory):
 def teacher(model_path, tmp_path_factory):
     options = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(LIMIT)]
     log_path = tmp_path_factory.mktemp("log") / "teacher.log"
-    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
+    with TeacherProcess(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
         running.wait_ready()
         yield running
 

@@ -15,7 +15,7 @@ from hybrid_gkd.errors import TeacherUnreachable
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys, make_keys
-from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 
@@ -49,7 +49,7 @@ def teacher(model_path, keys, tmp_path_factory):
     """On all interfaces, which is allowed with keys."""
     options = [*HF, "--keys", str(keys / "server"), "--host", "0.0.0.0"]
     log_path = tmp_path_factory.mktemp("log") / "teacher.log"
-    with LocalTeacher(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
+    with TeacherProcess(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
         running.wait_ready()
         yield running
 

@@ -22,7 +22,7 @@ from hybrid_gkd.launch.run import start_local_teacher
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.teacher.client.connection import query_status
-from hybrid_gkd.teacher.server.local import LocalTeacher, child_environment
+from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import Sequence
@@ -41,7 +41,7 @@ def model_path(tmp_path_factory):
 
 @contextlib.contextmanager
 def running(*args, **options):
-    with LocalTeacher(*args, **options) as teacher:
+    with TeacherProcess(*args, **options) as teacher:
         teacher.wait_ready()
         yield teacher
 
@@ -325,8 +325,8 @@ def test_no_process_survives_the_service(own_teacher, how):
 
 def test_the_service_ends_with_its_parent(model_path, tmp_path):
     program = (
-        "import sys, time; from hybrid_gkd.teacher.server.local import LocalTeacher\n"
-        f"teacher = LocalTeacher({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
+        "import sys, time; from hybrid_gkd.teacher.server.local import TeacherProcess\n"
+        f"teacher = TeacherProcess({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
         "teacher.__enter__().wait_ready(); print(teacher.pid, flush=True); time.sleep(1000)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=child_environment())
@@ -363,7 +363,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line(model_path, hf_teacher
 
 
 def test_the_launcher_reports_the_reason_at_once(tmp_path):
-    teacher = LocalTeacher("/no/such/folder", log_path=tmp_path / "log", options=HF, start_timeout=TIMEOUT)
+    teacher = TeacherProcess("/no/such/folder", log_path=tmp_path / "log", options=HF, start_timeout=TIMEOUT)
     with teacher, pytest.raises(TeacherError, match="did not start: /no/such/folder: no such model folder; its log: "):
         teacher.wait_ready()
     assert teacher.poll() == 1

@@ -15,7 +15,7 @@ import hybrid_gkd
 from hybrid_gkd.errors import TeacherError
 
 
-class LocalTeacher:
+class TeacherProcess:
     """Runs `python -m hybrid_gkd.teacher serve` as a child process.
 
     The service ends with this process, even if it is killed. `options` are further command-line arguments,
@@ -44,7 +44,7 @@ class LocalTeacher:
         self.worker_address = ""
         """host:port that further workers join."""
 
-    def __enter__(self) -> LocalTeacher:
+    def __enter__(self) -> TeacherProcess:
         """Start the service; it loads in the background."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", *self._arguments]
