@@ -34,7 +34,7 @@ from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_ha
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import state_to_resume, total_steps
-from hybrid_gkd.rollout.vllm import resolve_engine
+from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from hybrid_gkd.offload.residency import MARGIN_BYTES
 
 if TYPE_CHECKING:
-    from hybrid_gkd.rollout.vllm import RolloutEngine
+    from hybrid_gkd.rollout.engine import RolloutEngine
 
 
 class EngineOwner:

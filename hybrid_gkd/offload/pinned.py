@@ -46,7 +46,7 @@ def copy_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class HostMirror:
+class OffloadedTensors:
     """A residency owner: tensors that are either on the device or in pinned host memory.
 
     Copies run on a stream of their own, after the work that was queued before them and beside what follows; all
@@ -59,7 +59,7 @@ class HostMirror:
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
-        self._arena: PinnedArena | None = None
+        self.arena: PinnedArena | None = None
         self._copy: tuple[str, torch.cuda.Event, torch.cuda.Event] | None = None
         """Direction, start and end of the copy in flight."""
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
@@ -91,7 +91,7 @@ class HostMirror:
         for storage in storages:
             offsets.append(end)
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        arena = self._arena_of(end)
+        arena = self._make_arena(end)
         self._on_host = [
             (storage, arena[offset : offset + storage.nbytes()])
             for storage, offset in zip(storages, offsets, strict=True)
@@ -153,13 +153,13 @@ class HostMirror:
                 found[storage._cdata] = storage
         return list(found.values())
 
-    def _arena_of(self, num_bytes: int) -> torch.Tensor:
+    def _make_arena(self, num_bytes: int) -> torch.Tensor:
         """The arena, made anew if it is too small: with the first optimizer step, or another model state."""
-        if self._arena is None or self._arena.buffer.numel() < num_bytes:
-            if self._arena is not None:
-                self._arena.close()
-            self._arena = PinnedArena(max(num_bytes, ALIGNMENT))
-        return self._arena.buffer
+        if self.arena is None or self.arena.buffer.numel() < num_bytes:
+            if self.arena is not None:
+                self.arena.close()
+            self.arena = PinnedArena(max(num_bytes, ALIGNMENT))
+        return self.arena.buffer
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -136,6 +136,11 @@ class Residency:
             self._owners[name].start_release()
         return arriving
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether any memory owner may leave the device."""
+        return bool(self._movable)
+
     def _unwanted(self, wanted: frozenset[str]) -> list[str]:
         present = self._resident | self._arriving
         return [name for name in self._owners if name in self._movable & present and name not in wanted]

@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,46 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.rollout.weights import WeightSpec, cut
 
 POLL_SECONDS = 2e-4
 ABORT_SECONDS = 60.0
 """NCCL ends the process that waits longer than its own limit, and with it the student's last state; ours is shorter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSpec:
-    """One weight, under all its names."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-
-def layout_of(named_parameters: Iterable[tuple[str, Tensor]]) -> list[WeightSpec]:
-    """The weights in order, a tied one once under all its names."""
-    names: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    for name, parameter in named_parameters:
-        names.setdefault(id(parameter), []).append(name)
-        shapes[id(parameter)] = tuple(parameter.shape)
-    return [WeightSpec(names=tuple(names[key]), shape=shape) for key, shape in shapes.items()]
-
-
-def cut(layout: list[WeightSpec], length: int) -> list[list[WeightSpec]]:
-    """Runs of neighbours with at most `length` elements; a larger weight is alone."""
-    buckets: list[list[WeightSpec]] = []
-    filled = 0
-    for spec in layout:
-        if not buckets or filled + spec.length > length:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(spec)
-        filled += spec.length
-    return buckets
 
 
 class WeightSync:

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.rollout.weights import unique_tensors
 
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def load_shards(model: Any, path: str) -> None:
     Raises:
         ModelError: a file cannot be read, or a weight is missing, unexpected or of another shape.
     """
-    weights = list(_weights(model))
+    weights = _weights(model)
     with contextlib.ExitStack() as stack:
         try:
             checkpoint = _open_checkpoint(path, stack)
@@ -204,16 +205,9 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     return start, stop
 
 
-def _weights(model: nn.Module) -> Iterator[_Weight]:
-    """What a checkpoint of the model holds, each tensor once."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    persistent = model.state_dict(keep_vars=True)
-    for name, tensor in persistent.items():
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    for key, tensor in tensors.items():
-        yield _Weight(tuple(names[key]), tensor)
+def _weights(model: nn.Module) -> list[_Weight]:
+    """The tensors of a checkpoint of the model, each once."""
+    return [_Weight(names, tensor) for names, tensor in unique_tensors(model.state_dict(keep_vars=True).items())]
 
 
 def _open_checkpoint(path: str, stack: contextlib.ExitStack) -> dict[str, Any] | None:

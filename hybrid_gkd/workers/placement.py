@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid_gkd.config import Config
 
@@ -34,6 +34,22 @@ class Placement:
     free_bytes: int = 0
     total_bytes: int = 0
     """Memory of the GPU."""
+
+    @classmethod
+    def here(cls, role: Role, rank: int, device_type: str) -> Placement:
+        """Of a worker in this process, on "cuda" or "cpu"."""
+        host, gpu = socket.gethostname(), dict[str, Any]()
+        if device_type == "cuda":
+            import torch
+
+            properties, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
+            gpu = {
+                "device": properties.name, "gpu": f"{host} {properties.uuid}", "free_bytes": free, "total_bytes": total,
+            }
+        return cls(
+            role=role, rank=rank, host=host, pid=os.getpid(), wall_minus_monotonic=time.time() - time.monotonic(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), **gpu,
+        )
 
     @property
     def worker(self) -> str:

@@ -12,7 +12,7 @@ from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
-from hybrid_gkd.student.actor import learning_rate
+from hybrid_gkd.student.sharded_model import learning_rate
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
