@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import tiny
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import TeacherTopK
 
 SHAPES = {
@@ -34,13 +30,13 @@ NUM_UNUSED_ROWS = 271
 
 def full_tokenizer(shape: str) -> PreTrainedTokenizerFast:
     """As many tokens as the model of this shape has in use."""
-    return tiny.make_tokenizer(num_words=SHAPES[shape][5] - NUM_UNUSED_ROWS - len(tiny.make_tokenizer()))
+    return make_tokenizer(num_words=SHAPES[shape][5] - NUM_UNUSED_ROWS - len(make_tokenizer()))
 
 
 def empty_model(shape: str) -> Qwen2ForCausalLM:
     """The shape without memory for its weights."""
     hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
-    tokenizer = tiny.make_tokenizer()
+    tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096,
@@ -67,7 +63,7 @@ def make_model(folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast | No
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (tokenizer or tiny.make_tokenizer()).save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
     if device == "cuda":
         torch.cuda.empty_cache()
     return folder
