@@ -18,7 +18,7 @@ def make_phimoe(folder):
     config = PhimoeConfig(
         vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, num_local_experts=2, pad_token_id=None, bos_token_id=None,
-        eos_token_id=None, initializer_range=0.2,
+        eos_token_id=None, initializer_range=0.2, router_jitter_noise=1.0,
     )  # fmt: skip
     PhimoeForCausalLM(config).save_pretrained(folder)
     return folder
