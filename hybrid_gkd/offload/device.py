@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_gkd.config import FSDPConfig
-from hybrid_gkd.offload.engine import EngineWeights, KVCache
+from hybrid_gkd.offload.engine import EngineOwner
 from hybrid_gkd.offload.pinned import OffloadedTensors
 from hybrid_gkd.offload.residency import MemoryOwner, Residency
 
@@ -105,8 +105,7 @@ class SharedDevice:
         return engine
 
     def manage(
-        self, actor: ShardedModel | None, engine: RolloutEngine | None, fsdp: FSDPConfig,
-        on_release: Callable[[], None],
+        self, actor: ShardedModel | None, engine: RolloutEngine | None, fsdp: FSDPConfig, sleep: Callable[[], None]
     ) -> Residency:
         """The residency of the memory owners of this worker, which has an actor, an engine, or both.
 
@@ -114,7 +113,7 @@ class SharedDevice:
             actor: may be offloaded as `fsdp` says; its parameters only if they make room for an engine.
             engine: asleep, if it can sleep.
             fsdp: the offload switches.
-            on_release: called when the engine's weights have been lost.
+            sleep: sends the engine to sleep.
         """
         owners: dict[str, MemoryOwner] = {}
         movable, asleep = set[str](), set[str]()
@@ -131,8 +130,8 @@ class SharedDevice:
             weights = rest = 0  # measured when they wake
             if not engine.can_sleep:
                 weights, rest = engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
-            owners["engine_weights"] = EngineWeights(engine, weights)
-            owners["kv_cache"] = KVCache(engine, on_release, rest)
+            owners["engine_weights"] = EngineOwner(engine.wake_weights, num_bytes=weights)
+            owners["kv_cache"] = EngineOwner(engine.wake_kv_cache, sleep, rest)
             asleep = {"kv_cache", "engine_weights"} if engine.can_sleep else set()
         return Residency(
             owners, movable=movable | asleep, resident=set(owners) - asleep,

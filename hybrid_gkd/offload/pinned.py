@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from hybrid_gkd.offload.residency import MemoryOwner
+
 ALIGNMENT = 512
 """Bytes; copies to and from aligned addresses run at the speed of the bus."""
 SMALL = 64
@@ -46,11 +48,11 @@ def copy_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class OffloadedTensors:
-    """A residency owner: tensors that are either on the device or in pinned host memory.
+class OffloadedTensors(MemoryOwner):
+    """A memory owner: tensors that are either on the device or in pinned host memory.
 
-    Copies run on a stream of their own, after the work that was queued before them and beside what follows; all
-    mirrors share it, since they share the bus.
+    Copies run on a stream of their own, after the work that was queued before them, and overlap the work that follows;
+    all such owners share the stream, since they share the bus.
 
     Args:
         tensors: gives the tensors now; asked at every release, since optimizer state appears with the
@@ -75,13 +77,12 @@ class OffloadedTensors:
         return sum(storage.nbytes() for storage in self._storages())
 
     def changed(self) -> None:
-        """See `MemoryOwner`."""
         assert not self._away, "tensors that are not on the device cannot change"
         self._finish()
         self._on_host = []
 
     def start_release(self) -> None:
-        """Begin to copy to the host what is not there yet."""
+        """Begin to copy to the host, unless a valid copy is there."""
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
         # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
         if {s._cdata for s in storages} == {s._cdata for s, _ in self._on_host}:

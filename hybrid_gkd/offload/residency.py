@@ -35,7 +35,7 @@ MARGIN_BYTES = 4 * 2**30
 
 
 class MemoryOwner(Protocol):
-    """Something that occupies device memory."""
+    """Something that occupies device memory. A subclass inherits that of an owner which copies nothing."""
 
     def acquire(self) -> None:
         """Bring it onto the device, or finish what `start_acquire` began."""
@@ -45,12 +45,15 @@ class MemoryOwner(Protocol):
 
     def start_acquire(self) -> bool:
         """Take the memory and begin to copy; False if that cannot be done in the background."""
+        return False
 
     def start_release(self) -> None:
-        """Begin to copy what has changed to the host; the owner stays usable, for reading only."""
+        """Begin to copy changed content to the host; the owner stays usable, for reading only."""
+        return
 
     def changed(self) -> None:
         """Its content is about to change: copies on the host are stale."""
+        return
 
     def num_bytes(self) -> int:
         """Bytes that it takes on the device."""

@@ -57,12 +57,15 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back. The weights are lost."""
+        return
 
     def wake_weights(self) -> None:
         """Take memory for the weights; their content is undefined until `load_weights`."""
+        return
 
     def wake_kv_cache(self) -> None:
         """Take memory for the KV cache."""
+        return
 
 
 def resolve_engine(name: str) -> str:

@@ -105,7 +105,7 @@ class Worker:
             actor = self.actor = Actor(self.config, device=self.device, num_updates=num_updates)
             description["hidden_size"] = str(actor.hidden_size)
         fsdp = self.config.actor_rollout_ref.actor.fsdp_config
-        self.residency = self.shared.manage(actor, engine, fsdp, self._engine_lost_its_weights)
+        self.residency = self.shared.manage(actor, engine, fsdp, self._sleep)
         if actor is not None:
             self.updater = Updater(
                 actor, self.residency, self.shared.meter, worker=f"{self.role} {self.rank}", alone=self.size == 1
@@ -255,7 +255,8 @@ class Worker:
         """See `SharedDevice.metrics`."""
         return self.shared.metrics(self.residency)
 
-    def _engine_lost_its_weights(self) -> None:
+    def _sleep(self) -> None:
+        self.engine.sleep()
         self.published = False
 
 

@@ -1,11 +1,9 @@
 """The residency table is enforced: release before acquire, only what may move moves, nothing beyond the budget."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
-from hybrid_gkd.offload.engine import EngineWeights, KVCache
+from hybrid_gkd.offload.engine import EngineOwner
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY, Residency
 
 GIB = 2**30
@@ -239,8 +237,8 @@ def test_unknown_owners_and_phases_are_our_own_errors():
 
 
 def test_an_engine_that_stays_is_counted_with_what_it_was_built_with():
-    engine = SimpleNamespace(wake_weights=None, wake_kv_cache=None, sleep=None)
-    owners = {"engine_weights": EngineWeights(engine, 3), "kv_cache": KVCache(engine, lambda: None, 5)}
+    sizes = {"engine_weights": 3, "kv_cache": 5}
+    owners = {name: EngineOwner(lambda: None, num_bytes=size) for name, size in sizes.items()}
     residency = Residency(owners, movable=set(), resident=set(owners))
     residency.enter("update")
     assert residency.bytes_by_phase() == {("update", "engine_weights"): 3, ("update", "kv_cache"): 5}
