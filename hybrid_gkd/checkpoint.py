@@ -5,7 +5,7 @@
       global_step_N/
         actor/            torch.distributed.checkpoint: weights, optimizer state
         huggingface/      config, safetensors, tokenizer
-        trainer_state.json  step, what the position in the data depends on
+        trainer_state.json  see TrainerState
 
 A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete, so that
 an interrupted write leaves the previous one untouched.
@@ -29,12 +29,12 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run is."""
+    """Progress of the run."""
 
     step: int
     """Training steps done; the position in the data is a function of it."""
     data: dict[str, Any]
-    """What the position in the data also depends on; a resume with other values would train other batches."""
+    """Settings that the position in the data also depends on; with other values a resume would train other batches."""
     first_metrics: dict[str, float]
     """Metrics of the first step and of the validation before training, for the final report."""
 

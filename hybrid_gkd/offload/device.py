@@ -1,4 +1,4 @@
-"""The device of one worker: how much of its memory is in use, and what its engine and its actor take of it."""
+"""The device of one worker: how much of its memory is in use, and the shares of its engine and its actor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MemoryMeter:
             self._started_with = torch.cuda.memory_allocated()
 
     def taken(self) -> int:
-        """Peak bytes of tensors since `start`, beyond those at that moment."""
+        """Peak bytes of tensors since `start`, beyond the bytes at that moment."""
         return torch.cuda.max_memory_allocated() - self._started_with if self._on_gpu else 0
 
     def take_peak(self) -> int:
@@ -72,10 +72,9 @@ def free_device_bytes() -> int:
 
 
 class SharedDevice:
-    """The memory of a worker's engine and actor. First `build_engine`, which measures how much is free, then `manage`.
+    """The memory of a worker's engine and actor on "cuda" or "cpu".
 
-    Args:
-        device_type: "cuda" or "cpu".
+    `build_engine` comes first, since an engine measures how much memory is free, then the actor, then `manage`.
     """
 
     def __init__(self, device_type: str):
@@ -88,7 +87,7 @@ class SharedDevice:
         self._engine_pool_bytes = 0
         self._used_with_engine = 0
         self._actor_rest_bytes = 0
-        """Of the actor after a publish, beyond what the engine alone had taken."""
+        """In use after a publish, beyond the engine's own memory."""
 
     def build_engine(self, make: Callable[[], RolloutEngine]) -> RolloutEngine:
         """Make the engine, put it to sleep if it can, and note the memory that it takes."""
@@ -107,13 +106,10 @@ class SharedDevice:
     def manage(
         self, actor: ShardedModel | None, engine: RolloutEngine | None, fsdp: FSDPConfig, sleep: Callable[[], None]
     ) -> Residency:
-        """The residency of the memory owners of this worker, which has an actor, an engine, or both.
+        """The residency of this worker's memory owners; it has an actor, an engine, or both.
 
-        Args:
-            actor: may be offloaded as `fsdp` says; its parameters only if they make room for an engine.
-            engine: asleep, if it can sleep.
-            fsdp: the offload switches.
-            sleep: sends the engine to sleep.
+        The actor may be offloaded as `fsdp` says, its parameters only if they make room for an engine. The engine is
+        asleep, if it can sleep; `sleep` puts it back to sleep.
         """
         owners: dict[str, MemoryOwner] = {}
         movable, asleep = set[str](), set[str]()
@@ -149,7 +145,7 @@ class SharedDevice:
             self._used_with_engine += self.meter.used() - before
 
     def trim_after_publish(self) -> float:
-        """Give cached memory back and note what is left of the actor; seconds."""
+        """Give cached memory back and note how much of the actor's stays; seconds."""
         started = time.perf_counter()
         self.meter.trim()
         self._actor_rest_bytes = self.meter.used() - self._used_with_engine

@@ -17,7 +17,7 @@ class EngineOwner(MemoryOwner):
 
     Args:
         wake: takes the memory.
-        release: frees it. That of the KV cache frees the weights too, so that theirs has nothing left to do.
+        release: frees it. Releasing the KV cache frees the weights too, so that they need no release of their own.
         num_bytes: size of one that never wakes because it never sleeps.
     """
 
@@ -30,7 +30,7 @@ class EngineOwner(MemoryOwner):
         return self._num_bytes
 
     def acquire(self) -> None:
-        """Wake. Memory that torch has cached is given back first if it is needed: vLLM allocates beside it."""
+        """Wake. Memory in torch's cache is given back first if it is needed: vLLM does not allocate from it."""
         if not self._num_bytes or self._num_bytes + MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
             torch.cuda.empty_cache()  # waits for all copies in flight
         before = torch.cuda.mem_get_info()[0]

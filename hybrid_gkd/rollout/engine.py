@@ -1,4 +1,4 @@
-"""Rollout engines: what a worker needs of one, and which there are.
+"""Rollout engines: their interface, and the table of them.
 
 An engine runs in the worker's own process and draws responses with the actor's weights, which `load_weights` copies
 in. `actor_rollout_ref.rollout.name` names one of ROLLOUT_ENGINES, or a class of the user's own as `my_module:MyEngine`.
@@ -29,10 +29,10 @@ ROLLOUT_ENGINES = {
 
 
 class RolloutEngine(Protocol):
-    """What a worker needs of an engine. A subclass inherits the memory management of an engine that never sleeps.
+    """The interface of an engine. A subclass inherits the memory management of an engine that never sleeps.
 
-    It is constructed with the whole configuration and the keyword arguments `device` (torch.device) and
-    `stop_token_ids` (ids that end a response); all workers of the pool do so at the same time.
+    The constructor takes the whole configuration and, as keywords, `device` (torch.device) and `stop_token_ids` (ids
+    that end a response); all workers of the pool call it at the same time.
     """
 
     description: str

@@ -140,7 +140,7 @@ class VLLMLayout:
             copies.append(module.cpu_linear(torch.eye(columns, dtype=tensor.dtype), tensor, None).T)
         if not copies:
             raise KeyError(attribute)
-        if hasattr(module, "shard_indices"):  # vocabulary: what follows is padding
+        if hasattr(module, "shard_indices"):  # vocabulary: the rest is padding
             return [copy[: module.shard_indices.num_org_elements] for copy in copies]
         if index is not None:
             return [copy.split(module.output_partition_sizes)[index] for copy in copies]

@@ -137,7 +137,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
 
 def _measured_share(config: Config) -> float:
-    """`gpu_memory_utilization`, or what this rank's GPU has free for it now."""
+    """`gpu_memory_utilization`; left open, the share of this rank's GPU that is free for the engine now."""
     configured = config.actor_rollout_ref.rollout.gpu_memory_utilization
     if configured is not None:
         return configured

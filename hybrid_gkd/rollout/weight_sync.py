@@ -1,7 +1,7 @@
 """Weights from the student's pool to the rollout engine's: packed buckets, one broadcast each.
 
-The first worker that trains and all workers that generate are one process group of their own, built once. What
-travels in which bucket follows from the layout that both sides know, so that only values travel. Knows torch and its
+The first worker that trains and all workers that generate are one process group of their own, built once. The
+contents of each bucket follow from the layout that both sides know, so that only values travel. Knows torch and its
 process groups, but neither an engine nor Ray.
 """
 
@@ -34,8 +34,8 @@ class WeightSync:
         rank, size: of this member.
         layout: of the student's weights, the same on all members.
         dtype: in which they travel.
-        device: where they come from or go to; decides between NCCL and gloo.
-        bucket_bytes: at most so much in one broadcast, but for a weight that is larger by itself.
+        device: of this member's weights; decides between NCCL and gloo.
+        bucket_bytes: largest broadcast, unless a single weight is larger.
         timeout: seconds for the group to form, and for all broadcasts of one `send` or `receive`.
 
     Raises:
@@ -64,7 +64,7 @@ class WeightSync:
         return dist.ProcessGroupGloo(store, self.rank, size, timedelta(seconds=self.timeout))
 
     def _join(self) -> None:
-        """Connect now, so that an address that is not reached shows at the start of a run."""
+        """Connect now, so that an unreachable address shows at the start of a run."""
         self._start()
         self._finish(self._broadcast(torch.zeros(1, device=self.device)))
 
@@ -76,7 +76,7 @@ class WeightSync:
             weights: full tensors under their names, in the order of the layout.
 
         Raises:
-            WorkerError: a receiver is gone, or not all of it was taken within the timeout.
+            WorkerError: a receiver is gone, or did not take all weights within the timeout.
         """
         self._start()
         stream = iter(weights)
@@ -84,26 +84,23 @@ class WeightSync:
         for bucket in self.buckets:
             packed = torch.empty(sum(spec.length for spec in bucket), dtype=self.dtype, device=self.device)
             for spec, part in zip(bucket, packed.split([spec.length for spec in bucket]), strict=True):
-                tensors = [self._next(stream, name) for name in spec.names]
-                part.copy_(tensors[0].reshape(-1))
+                for name in spec.names:
+                    found, tensor = next(stream)
+                    assert found == name, (found, name)
+                part.copy_(tensor.reshape(-1))
             on_their_way.append(self._broadcast(packed))
             if len(on_their_way) > 1:
                 self._finish(on_their_way.popleft())
         for work in on_their_way:
             self._finish(work)
 
-    def _next(self, stream: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
-        found, tensor = next(stream)
-        assert found == name, (found, name)
-        return tensor
-
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """The full weights under all their names, in order; the next bucket travels while one is used.
 
-        No memory is used twice: a taker may keep a tensor for as long as it likes.
+        No memory is used twice: the engine may keep a tensor for as long as it likes.
 
         Raises:
-            WorkerError: the sender is gone, or did not send all of it within the timeout.
+            WorkerError: the sender is gone, or did not send all weights within the timeout.
         """
         self._start()
         coming: deque[tuple[Tensor, Any]] = deque()

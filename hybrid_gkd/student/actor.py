@@ -1,9 +1,6 @@
-"""The actor: a sharded model with the objective of distillation or PPO.
+"""The actor: a sharded model with the objective of distillation or PPO. Knows neither Ray nor vLLM.
 
-Knows torch and transformers, but neither Ray nor vLLM. All methods are collective: every rank calls them
-in the same order.
-
-Shapes: T packed tokens of a micro-batch, R of them predict response tokens, K ids per row.
+Shapes: R response tokens of a micro-batch, K ids per response token.
 """
 
 from __future__ import annotations
@@ -26,12 +23,7 @@ from hybrid_gkd.types import MiniBatch, TrainSequence
 
 
 class Actor(ShardedModel):
-    """One rank of the student.
-
-    Args:
-        config: the whole configuration.
-        device: of this rank.
-        num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
+    """One rank of the student. `num_updates` are the optimizer steps of the whole run.
 
     Raises:
         ModelError: the model cannot be loaded or its architecture cannot be trained exactly.
@@ -89,10 +81,10 @@ class Actor(ShardedModel):
         return metrics | {"actor/lr": self.step()}
 
     def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None) -> None:
-        """Add the gradients of a part of a mini-batch to those of its parts before; see `update`, which gets the last.
+        """Add the gradients of a part of a mini-batch; its last part goes to `update`.
 
         Raises:
-            torch.OutOfMemoryError: the device memory did not suffice; there are no gradients, of earlier parts neither.
+            torch.OutOfMemoryError: the device memory did not suffice; the gradients of earlier parts are gone too.
         """
         try:
             self._backward(batch, before_last)

@@ -21,11 +21,11 @@ def save_model(model: ShardedModel, folder: Path) -> None:
 
 
 def load_model(model: ShardedModel, folder: Path) -> None:
-    """Restore what `save_model` wrote, also on another number of ranks. Raises CheckpointError."""
+    """Restore the state of `save_model`, also on another number of ranks. Raises CheckpointError."""
     state = _state_of(model)
     try:
         dcp.load(state, checkpoint_id=folder)
-    except dcp.api.CheckpointException as error:  # no Exception; holds what each rank raised
+    except dcp.api.CheckpointException as error:  # no Exception; holds the exception of each rank
         causes = {first_line(cause) for cause, _ in error.failures.values()}
         raise CheckpointError(f"{folder} cannot be loaded: {'; '.join(sorted(causes))}") from None
     except Exception as error:

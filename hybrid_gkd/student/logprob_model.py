@@ -94,7 +94,7 @@ class LogprobModel(nn.Module):
 def pack_responses(
     micro_batch: tuple[TrainSequence, ...], device: torch.device
 ) -> tuple[PackedBatch, Tensor, Tensor]:
-    """Packed inputs, the rows [R] whose hidden state predicts a response token, and those tokens [R].
+    """Packed inputs, the rows [R] whose hidden state predicts a response token, and the response tokens [R].
 
     An empty micro-batch has R = 0: its rank takes part in the collectives and adds nothing.
     """

@@ -29,11 +29,10 @@ class ShardedModel:
     """One rank of a model.
 
     Args:
-        model: the model folder and how it computes.
-        wrap: makes the root module, whose forward pass is run, of the Hugging Face model.
-        fsdp: how its weights are held.
+        model: the model folder and its overrides.
+        wrap: Hugging Face model -> the root module, whose forward pass is run.
+        fsdp: type and sharding of the weights.
         shard_size: the weights are sharded within groups of so many consecutive ranks and replicated across them.
-        device: of this rank.
         bucket_bytes: see `gather_in_buckets`.
         compile: fuse the decoder blocks with torch.compile.
         optim: None for a frozen model, which has no optimizer.
@@ -105,7 +104,7 @@ class ShardedModel:
             self.model.set_reshard_after_backward(not keep)
 
     def reshard(self) -> None:
-        """Free what a forward pass keeps gathered; without a backward pass nothing else does."""
+        """Free the weights that a forward pass keeps gathered; without a backward pass nothing else does."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -113,7 +112,7 @@ class ShardedModel:
     def abandon_backward(self) -> None:
         """Drop all gradients and bring FSDP2 back to where a forward pass can begin.
 
-        It has no public way for that; what it queues to run after a backward pass does exactly this.
+        It has no public way for that; its final callback of a backward pass does exactly this.
         """
         self.model.set_reshard_after_backward(True)
         self.model.zero_grad(set_to_none=True)  # of parameters that are gathered right now
@@ -168,8 +167,8 @@ class ShardedModel:
 def take_workspaces(device: torch.device) -> None:
     """Let cuBLAS take the memory that it needs in this thread and in autograd's, and that it never gives back.
 
-    At the first product, the cut that torch makes for it may be of any large block that is free just then, and keeps
-    all of that from going back to the device. Now, with nothing cached, it is a block of its own.
+    At the first product torch would cut them from any large free block and so keep all of that block from going back
+    to the device. Now, with nothing cached, they are a block of their own.
     """
     torch.cuda.empty_cache()
     square = torch.zeros(8, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -186,7 +185,7 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
 
 
 def compile_blocks(model: Any) -> None:
-    """Let torch.compile fuse what lies between the attention and the matrix products of every decoder block.
+    """Let torch.compile fuse the operations between attention and matrix products in every decoder block.
 
     FSDP2's hooks and gradient checkpointing stay outside. The graphs take any number of tokens and serve all blocks,
     so that only the first forward and backward pass compile.
@@ -197,7 +196,7 @@ def compile_blocks(model: Any) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, as biases and norms are not what it is meant to shrink."""
+    """AdamW; weight decay on matrices only: it is not meant to shrink biases and norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""What a worker is for, and where it runs."""
+"""The role of a worker, and where it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Role = Literal["worker", "actor worker", "rollout worker"]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a worker runs and what it sees there."""
+    """Host, device and free memory of a worker."""
 
     role: Role = "worker"
     rank: int = 0

@@ -25,9 +25,9 @@ from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
 PLACEMENT_SECONDS = 30
-"""How long the cluster may take to find room for the workers."""
+"""Timeout for the cluster to find room for the workers."""
 CAUSE_SECONDS = 3.0
-"""After a failure, how long its peers are listened to: one that died, or says nothing, may be its cause."""
+"""Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
 SPANS_SECONDS = 2.0
 """How long a report waits for spans that the workers were asked for when they had nothing else to do."""
 
@@ -41,7 +41,7 @@ class Pool:
 
     Args:
         config: the whole configuration.
-        role: what the workers do; also their name in messages.
+        role: of the workers; also their name in messages.
         nodes: machines that they are on.
         per_node: workers on each.
         log_folder: for the workers' log files.
@@ -58,8 +58,8 @@ class Pool:
         self.placements: list[Placement] = []
         """By rank; memory as it was free before anything was loaded."""
         self._group: Any = None
-        self._last_news = time.monotonic()
-        """When a worker was last given something to do, or had done it."""
+        self._last_progress = time.monotonic()
+        """Time of the last call to a worker, or of the last result."""
         self._spans: dict[Any, int] = {}
         """Calls that will bring spans -> rank."""
         self._spans_until = [-math.inf] * size
@@ -106,7 +106,7 @@ class Pool:
             )
 
     def locate(self) -> None:
-        """Ask where the workers are. Raises WorkerError if one could not start."""
+        """Fill `placements`. Raises WorkerError if a worker could not start."""
         self.placements = self.call("placement")
         self._clock_shifts = [place.clock_shift() for place in self.placements]
 
@@ -116,14 +116,14 @@ class Pool:
         return address
 
     def all_reduce(self, timeout: float) -> None:
-        """Check that the workers reach each other. Raises WorkerError that names who did not answer.
+        """Check that the workers reach each other. Raises WorkerError that names the ones that did not answer.
 
         Args:
-            timeout: seconds for the collective; a worker that says nothing for twice as long is taken for hung.
+            timeout: seconds for the collective; a worker that stays silent for twice as long is taken for hung.
         """
         address = self.rendezvous(timeout)
         refs = [worker.all_reduce.remote(address, timeout=timeout) for worker in self.workers]
-        # Those that run say that they waited in vain. Who then is silent is what they waited for.
+        # A waiting worker raises at its timeout; one that stays silent is what the others waited for.
         ready, silent = ray.wait(refs, num_returns=len(refs), timeout=2 * timeout)
         if silent:
             raise self.timeout_error("all_reduce", [refs.index(ref) for ref in silent], 2 * timeout)
@@ -135,12 +135,12 @@ class Pool:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on every worker without waiting."""
-        self._last_news = time.monotonic()
+        self._last_progress = time.monotonic()
         return [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
 
     def scatter(self, method: str, shares: Sequence[Any]) -> list[Any]:
         """Call a method on every worker, each with its share; the results by rank. Raises WorkerError."""
-        self._last_news = time.monotonic()
+        self._last_progress = time.monotonic()
         calls = [getattr(worker, method).remote(share) for worker, share in zip(self.workers, shares, strict=True)]
         return self.wait(method, calls)
 
@@ -150,8 +150,8 @@ class Pool:
         return [found[ref] for ref in refs]
 
     def get(self, method: str, ref: Any, rank: int) -> Any:
-        """The result of a call that has ended. Raises what the worker raised, with its place; or WorkerError."""
-        self._last_news = time.monotonic()
+        """The result of a call that has ended. Raises the worker's HybridGKDError with its place, or WorkerError."""
+        self._last_progress = time.monotonic()
         try:
             return ray.get(ref, timeout=self.timeout)
         except RayTaskError as error:
@@ -170,12 +170,12 @@ class Pool:
             raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
 
     def answers(self) -> bool:
-        """Whether all workers still live and have ended what they were doing, so that a new call is of use.
+        """Whether all workers are alive and have ended their calls, so that a new call is of use.
 
-        Waits until a worker without news would be taken for hung; returns at once where one has died.
+        Waits until a worker without progress would be taken for hung; returns at once where one has died.
         """
-        # They may also have had nothing to do for long.
-        deadline = max(time.monotonic(), self._last_news + self.timeout) + CAUSE_SECONDS
+        # They may also have been idle for long.
+        deadline = max(time.monotonic(), self._last_progress + self.timeout) + CAUSE_SECONDS
         waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
@@ -218,7 +218,7 @@ class Pool:
             self._group = None
 
     def timeout_error(self, method: str, ranks: list[int], timeout: float | None = None) -> WorkerError:
-        """That these workers did not answer in time, with their places."""
+        """An error which says that these workers did not answer in time, with their places."""
         key = " (actor_rollout_ref.nccl_timeout)" if timeout is None else ""
         return WorkerError(
             f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
@@ -242,13 +242,14 @@ def gather(
     """Results of calls to workers of one or several pools; the first failure is raised without waiting for the others.
 
     Args:
-        method: what was called, for messages.
-        calls: call -> pool and rank that it went to.
+        method: its name, for messages.
+        calls: call -> its pool and rank.
         timeout: seconds for all of them together; None is the pools' own.
         on_answer: called with each call that has ended well.
 
     Raises:
-        WorkerError: a worker died, failed or did not answer in time; what a worker raised of HybridGKDError.
+        WorkerError: a worker died, failed or did not answer in time.
+        HybridGKDError: raised by a worker.
     """
     waiting, results = dict(calls), dict[Any, Any]()
     some_pool = next(iter(calls.values()))[0]
@@ -271,7 +272,7 @@ def gather(
 
 
 def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]]) -> WorkerError:
-    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live."""
+    """The first failure seen, or the death of a peer that explains it: a collective fails on the survivors."""
     if isinstance(error, WorkerDiedError) or not waiting:
         return error
     died, silent = find_dead(method, waiting)
@@ -282,7 +283,7 @@ def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, in
 
 
 def find_dead(method: str, calls: Mapping[Any, tuple[Pool, int]]) -> tuple[WorkerDiedError | None, list[Any]]:
-    """Listen to calls for CAUSE_SECONDS: the error of one whose worker has died, and those that have not ended."""
+    """Wait CAUSE_SECONDS for calls: the error of one whose worker has died, and the calls that have not ended."""
     if not calls:
         return None, []
     ready, silent = ray.wait(list(calls), num_returns=len(calls), timeout=CAUSE_SECONDS)

@@ -23,22 +23,15 @@ T = TypeVar("T")
 class Updater:
     """Runs an actor's forward and backward passes and optimizer steps.
 
-    A single worker that runs out of device memory tries once more, with micro-batches of half the size. One of
-    several cannot: the others are in collectives that it has left.
-
-    Args:
-        actor: updated.
-        residency: of the device.
-        meter: of the device.
-        worker: role and rank, for messages.
-        alone: no other worker takes part in the collectives.
+    A worker that is `alone` in its pool and runs out of device memory tries once more, with micro-batches of half the
+    size. One of several cannot: the others are in collectives that it has left. `worker` is for messages.
     """
 
     def __init__(self, actor: Actor, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool):
         self.actor, self.residency, self.meter = actor, residency, meter
         self.worker, self.alone = worker, alone
         self._peak_activation_bytes = 0
-        """Peak memory of a mini-batch so far, beside parameters and optimizer state."""
+        """Of all mini-batches so far: the peak beyond parameters and optimizer state, gradients included."""
         self._largest_micro_batch = 0
         """Tokens of the largest micro-batch behind that peak."""
         self._accumulated: tuple[tuple[TrainSequence, ...], ...] = ()

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,19 +26,15 @@ from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import ProcessGroup
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hybrid_gkd.rollout.weights import WeightSpec
 
 
 class Worker:
-    """One worker of a pool. Methods that concern the engine or the actor are for workers whose role has it.
+    """Worker `rank` of `size` in its pool, on "cuda" or "cpu"; `log_file` takes everything that its process prints.
 
-    Args:
-        config: the whole configuration.
-        role: what it does.
-        rank: 0-based, in its pool.
-        size: of the pool.
-        device: "cuda" or "cpu".
-        log_file: takes everything that this process prints.
+    Methods that concern the engine or the actor are for workers whose role has it.
     """
 
     def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str):
@@ -171,16 +167,10 @@ class Worker:
         Raises:
             WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
         """
-        # vLLM frees its weights only together with its cache. What leaves has until the end to do so.
+        # vLLM frees its weights only together with its cache. Memory owners that leave have until the end to do so.
         self.residency.enter("update", finish=False)
         self.residency.enter("publish", finish=False)
-        started = time.perf_counter()
-        self.engine.load_weights(self.actor.full_tensors(self.engine.dtype))
-        self.weight_version = weight_version
-        self.published = True
-        seconds = time.perf_counter() - started
-        if self.config.actor_rollout_ref.rollout.verify_weights:
-            self.engine.verify_weights(self.actor.full_tensors(self.engine.dtype))
+        seconds = self._load_engine(lambda: self.actor.full_tensors(self.engine.dtype), weight_version)
         self.residency.enter("rollout")
         moves = self.residency.take_seconds()
         if self.residency.takes_turns:
@@ -222,14 +212,18 @@ class Worker:
         Raises:
             WorkerError: they did not come in time; or, with `rollout.verify_weights`, the engine holds others.
         """
+        return {"publish": self._load_engine(self.weight_sync.receive, weight_version)}
+
+    def _load_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], weight_version: int) -> float:
+        """Take full tensors into the engine, once more for a comparison if asked for; seconds without that."""
         started = time.perf_counter()
-        self.engine.load_weights(self.weight_sync.receive())
+        self.engine.load_weights(weights())
         seconds = time.perf_counter() - started
-        if self.config.actor_rollout_ref.rollout.verify_weights:
-            self.engine.verify_weights(self.weight_sync.receive())
         self.weight_version = weight_version
         self.published = True
-        return {"publish": seconds}
+        if self.config.actor_rollout_ref.rollout.verify_weights:
+            self.engine.verify_weights(weights())
+        return seconds
 
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> None:
         """Write this rank's part of a checkpoint into `folder`."""
@@ -261,7 +255,7 @@ class Worker:
 
 
 def redirect_output(log_file: Path) -> None:
-    """Send this process's output, that of libraries in C++ included, to a file."""
+    """Send this process's output, including that of libraries in C++, to a file."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
