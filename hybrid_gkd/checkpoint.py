@@ -40,12 +40,7 @@ class TrainerState:
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder.
-
-    Args:
-        run_dir: the run folder.
-        keep: how many to keep; None keeps all.
-    """
+    """The checkpoints of one run folder, of which the newest `keep` stay; None keeps all."""
 
     def __init__(self, run_dir: Path, *, keep: int | None):
         self.run_dir = run_dir
@@ -109,9 +104,8 @@ def load_state(folder: Path) -> TrainerState:
     try:
         return TrainerState(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"trainer.resume_mode, trainer.resume_from_path: {file} cannot be read: {error}"
-        ) from error
+        keys = "trainer.resume_mode, trainer.resume_from_path"
+        raise CheckpointError(f"{keys}: {file} cannot be read: {error}") from error
 
 
 def _sync(folder: Path) -> None:

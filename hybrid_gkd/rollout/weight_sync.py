@@ -7,7 +7,6 @@ process groups, but neither an engine nor Ray.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -48,11 +47,12 @@ class WeightSync:
     ):  # fmt: skip
         self.rank, self.dtype, self.device, self.timeout = rank, dtype, device, timeout
         self.buckets = cut(layout, bucket_bytes // dtype.itemsize)
-        self._deadline = math.inf
         try:
             store = dist.TCPStore(*address, size, rank == 0, timedelta(seconds=timeout))
             self._group = self._make_group(store, size)
-            self._join()
+            # Connect now, so that an unreachable address shows at the start of a run.
+            self._start()
+            self._finish(self._broadcast(torch.zeros(1, device=self.device)))
         except RuntimeError as error:
             raise WorkerError(f"the group for weights did not form at {address[0]}:{address[1]}: {error}") from error
 
@@ -62,11 +62,6 @@ class WeightSync:
             options._timeout = timedelta(seconds=self.timeout + ABORT_SECONDS)
             return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), self.rank, size, options)
         return dist.ProcessGroupGloo(store, self.rank, size, timedelta(seconds=self.timeout))
-
-    def _join(self) -> None:
-        """Connect now, so that an unreachable address shows at the start of a run."""
-        self._start()
-        self._finish(self._broadcast(torch.zeros(1, device=self.device)))
 
     @torch.no_grad()
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:

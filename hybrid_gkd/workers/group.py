@@ -41,16 +41,8 @@ CLOSE_SECONDS = 5.0
 class WorkerGroup:
     """`config.world_size` workers that train and `config.rollout_world_size` that generate, one GPU each.
 
-    With a hybrid engine they are the same.
-
-    Args:
-        config: the whole configuration.
-        device: "cuda" or "cpu".
-        num_updates: optimizer steps of the whole run.
-        stop_token_ids: ids that end a response.
-        load: False places the workers as in a run and loads nothing, for the doctor.
-        on_placed: called with their places before they load.
-        log_folder: for their log files; None is that of the run.
+    With a hybrid engine they are the same. `on_placed` is called with their places before they load; with `load=False`
+    they load nothing, for the doctor.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.

@@ -37,15 +37,7 @@ class WorkerDiedError(WorkerError):
 
 
 class Pool:
-    """`size` workers of one role, one GPU each. Call `place` first and `close` last.
-
-    Args:
-        config: the whole configuration.
-        role: of the workers; also their name in messages.
-        nodes: machines that they are on.
-        per_node: workers on each.
-        log_folder: for the workers' log files.
-    """
+    """`per_node` workers of one role on each of `nodes` machines, one GPU each. Call `place` first and `close` last."""
 
     def __init__(self, config: Config, *, role: Role, nodes: int, per_node: int, log_folder: Path):
         self.config = config
@@ -66,10 +58,7 @@ class Pool:
         self._clock_shifts: list[float] = []
 
     def place(self, device: str) -> None:
-        """Start the workers' processes, `per_node` on each of `nodes` machines.
-
-        Raises WorkerError if there are no such machines, or they have no room in time.
-        """
+        """Start the workers' processes. Raises WorkerError if no such machines have room in time."""
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         self._check_nodes(bundle)
         on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
