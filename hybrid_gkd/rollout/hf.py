@@ -81,24 +81,21 @@ class HFRolloutEngine(RolloutEngine):
             logits = torch.stack(output.logits, dim=1).float() / (sampling.temperature or 1.0)
             chosen = output.sequences[:, width:, None]
             logprobs = logits.log_softmax(-1).gather(-1, chosen)[..., 0].cpu().numpy()
-        return [
-            self._to_sequence(request, tokens[row], None if logprobs is None else logprobs[row], weight_version)
-            for row, request in enumerate(batch)
-        ]
-
-    def _to_sequence(
-        self, request: GenerationRequest, tokens: np.ndarray, logprobs: np.ndarray | None, weight_version: int
-    ) -> Sequence:
-        ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
-        length = int(ends[0]) + 1 if len(ends) else len(tokens)
-        return Sequence(
-            index=request.index,
-            prompt_ids=request.prompt_ids,
-            response_ids=tokens[:length],
-            weight_version=weight_version,
-            finish_reason="stop" if len(ends) else "length",
-            logprobs=None if logprobs is None else logprobs[:length],
-        )
+        sequences = []
+        for row, request in enumerate(batch):
+            ends = np.flatnonzero(np.isin(tokens[row], self.stop_token_ids))
+            length = int(ends[0]) + 1 if len(ends) else tokens.shape[1]
+            sequences.append(
+                Sequence(
+                    index=request.index,
+                    prompt_ids=request.prompt_ids,
+                    response_ids=tokens[row, :length],
+                    weight_version=weight_version,
+                    finish_reason="stop" if len(ends) else "length",
+                    logprobs=None if logprobs is None else logprobs[row, :length],
+                )
+            )
+        return sequences
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -164,16 +164,11 @@ class Pool:
         Waits until a worker without progress would be taken for hung; returns at once where one has died.
         """
         # They may also have been idle for long.
-        deadline = max(time.monotonic(), self._last_progress + self.timeout) + CAUSE_SECONDS
-        waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return False
-            try:
-                self.get("placement", ready[0], waiting.pop(ready[0]))
-            except WorkerError:
-                return False
+        remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
+        try:
+            self.wait("placement", self.start("placement"), remaining)
+        except WorkerError:
+            return False
         return True
 
     def ask_for_spans(self) -> None:
