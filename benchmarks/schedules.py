@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -41,7 +42,9 @@ from models import SHAPES, full_tokenizer, make_model
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.launch.run import Inputs, connect, locked_run_folder, start_local_teacher, start_tracking
+from hybrid_gkd.launch.preflight import Facts, check_all
+from hybrid_gkd.launch.run import locked_run_folder, start_tracking
+from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
@@ -111,36 +114,36 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
     """The figures of schedules on the same pools, which start once."""
     configs = {schedule: configure(args, schedule, inputs) for schedule in schedules}
     first, found = next(iter(configs.values())), {}
-    loaded = Inputs(first)
+    facts = check_all(first)
     with contextlib.ExitStack() as stack:
-        teacher = start_local_teacher(first, args.device, stack)
-        assert teacher is not None
+        teacher = stack.enter_context(make_teacher_process(first, args.device))
         stack.enter_context(ray_cluster(first, args.device))
         if args.device == "cuda" and teacher_shares_gpu(first):
             teacher.wait_ready()  # the rollout engine sizes its cache by what is free
         group = stack.enter_context(contextlib.closing(
-            WorkerGroup(first, device=args.device, num_updates=1, stop_token_ids=loaded.stop_token_ids)
+            WorkerGroup(first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids)
         ))  # fmt: skip
         teacher.wait_ready()
         for schedule, config in configs.items():
-            train(args, config, loaded, group, teacher)
+            train(args, dataclasses.replace(facts, config=config), group, teacher)
             found[schedule] = figures(config.run_dir, *steps_left_out(args, schedule))
             print(schedule, {name: round(value, 3) for name, value in found[schedule].items()}, flush=True)
     return found
 
 
-def train(args: argparse.Namespace, config: Config, inputs: Inputs, group: WorkerGroup, teacher: TeacherProcess) -> None:
+def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: TeacherProcess) -> None:
     """One run."""
+    config = facts.config
+    facts.steps = total_steps_of(config, len(facts.train_prompts))
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(recording(config.run_dir))
-        client = stack.enter_context(connect(config, inputs, [teacher.address]))
-        steps = total_steps_of(config, len(inputs.train_prompts))
-        log = stack.enter_context(start_tracking(config, steps, None))
+        client = stack.enter_context(connect(config, facts.tokenizer, [teacher.address]))
+        log = stack.enter_context(start_tracking(facts))
         GKDTrainer(
             config, teacher=client, check_teacher=teacher.check,
-            shares_gpu=args.device == "cuda" and teacher_shares_gpu(config), group=group, tokenizer=inputs.tokenizer,
-            train_prompts=inputs.train_prompts, val_prompts=[], reward=None, tracking=log,
+            shares_gpu=args.device == "cuda" and teacher_shares_gpu(config), group=group, tokenizer=facts.tokenizer,
+            train_prompts=facts.train_prompts, val_prompts=[], reward=None, tracking=log,
             store=CheckpointStore(config.run_dir, keep=1), clock=clock,
         ).fit()  # fmt: skip
 

@@ -27,7 +27,8 @@ import torch.multiprocessing as mp
 from models import SHAPES, empty_model
 from torch import Tensor
 
-from hybrid_gkd.rollout.weight_sync import WeightSpec, WeightSync, layout_of
+from hybrid_gkd.rollout.weight_sync import WeightSync
+from hybrid_gkd.rollout.weights import WeightSpec, layout_of
 
 WAYS = ("packed", "single")
 TIMEOUT = 600.0

@@ -1,11 +1,11 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped, and a folder that others can load.
+"""The checkpoints of a run: names, atomic writes, which is the newest. `student/checkpoint_io.py` fills them.
 
     <run folder>/
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint
       global_step_N/
-        actor/            torch.distributed.checkpoint: weights, optimizer state; random states per rank
+        actor/            torch.distributed.checkpoint: weights, optimizer state
         huggingface/      config, safetensors, tokenizer
-        trainer_state.json  step, optimizer steps, what the position in the data depends on
+        trainer_state.json  see TrainerState
 
 A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete, so that
 an interrupted write leaves the previous one untouched.
@@ -14,47 +14,33 @@ an interrupted write leaves the previous one untouched.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-import logging
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.models.tokenizer import first_line
-
-if TYPE_CHECKING:
-    from hybrid_gkd.config import Config
-    from hybrid_gkd.student.actor import Actor
 
 LATEST = "latest_checkpointed_iteration.txt"
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where the run is."""
+    """Progress of the run."""
 
     step: int
     """Training steps done; the position in the data is a function of it."""
     data: dict[str, Any]
-    """What the position in the data also depends on; a resume with other values would train other batches."""
+    """Settings that the position in the data also depends on; with other values a resume would train other batches."""
     first_metrics: dict[str, float]
     """Metrics of the first step and of the validation before training, for the final report."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder.
-
-    Args:
-        run_dir: the run folder.
-        keep: how many to keep; None keeps all.
-    """
+    """The checkpoints of one run folder, of which the newest `keep` stay; None keeps all."""
 
     def __init__(self, run_dir: Path, *, keep: int | None):
         self.run_dir = run_dir
@@ -118,100 +104,8 @@ def load_state(folder: Path) -> TrainerState:
     try:
         return TrainerState(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"trainer.resume_mode, trainer.resume_from_path: {file} cannot be read: {error}"
-        ) from error
-
-
-def save_actor(actor: Actor, folder: Path, *, tokenizer_path: str, config: Config) -> None:
-    """Write this rank's part of `actor/`, and on rank 0 `huggingface/`. Collective."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model_state, optimizer_state = get_state_dict(actor.model, actor.optimizer)
-    dcp.save(
-        {"model": model_state, "optimizer": optimizer_state, "updates_done": actor.updates_done},
-        checkpoint_id=folder / "actor",
-    )
-    torch.save(_random_states(), folder / "actor" / f"random_states_rank_{dist.get_rank()}.pt")
-    if actor.config.checkpoint.save_hf_model:
-        _save_huggingface(actor, folder / "huggingface", tokenizer_path=tokenizer_path, config=config)
-    dist.barrier()
-
-
-def load_actor(actor: Actor, folder: Path) -> None:
-    """Restore what `save_actor` wrote, also onto another number of ranks. Collective. Raises CheckpointError."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    model_state, optimizer_state = get_state_dict(actor.model, actor.optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "updates_done": 0}
-    try:
-        dcp.load(state, checkpoint_id=folder / "actor")
-    except dcp.api.CheckpointException as error:  # no Exception; holds what each rank raised
-        causes = {first_line(cause) for cause, _ in error.failures.values()}
-        raise CheckpointError(f"{folder / 'actor'} cannot be loaded: {'; '.join(sorted(causes))}") from None
-    except Exception as error:
-        raise CheckpointError(f"{folder / 'actor'} cannot be loaded: {first_line(error)}") from error
-    set_state_dict(
-        actor.model, actor.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    actor.updates_done = state["updates_done"]
-    file = folder / "actor" / f"random_states_rank_{dist.get_rank()}.pt"
-    if file.is_file():
-        _restore_random_states(torch.load(file, weights_only=True))
-    else:
-        logger.warning("%s is missing (another number of workers?): random states start from the seed", file)
-
-
-def _save_huggingface(actor: Actor, folder: Path, *, tokenizer_path: str, config: Config) -> None:
-    import torch.distributed as dist
-
-    from hybrid_gkd.models.tokenizer import load_tokenizer
-
-    tied = set(getattr(actor.hf_model, "_tied_weights_keys", None) or ())
-    if not getattr(actor.hf_model.config, "tie_word_embeddings", False):
-        tied = set()
-    weights = {}
-    for name, tensor in actor.full_tensors(actor.hf_model.stored_dtype):
-        if dist.get_rank() == 0 and name not in tied:
-            weights[name] = tensor.cpu()
-    if dist.get_rank() == 0:
-        actor.hf_model.save_pretrained(folder, state_dict=weights)
-        exported = copy.deepcopy(actor.hf_model.config)
-        exported.dtype = actor.hf_model.stored_dtype  # save_pretrained names the type of the master weights
-        exported.save_pretrained(folder)
-        trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
-        load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)
-
-
-def _random_states() -> dict[str, Any]:
-    import numpy as np
-    import torch
-
-    _, keys, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    import numpy as np
-    import torch
-
-    random.setstate(states["python"])
-    keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        keys = "trainer.resume_mode, trainer.resume_from_path"
+        raise CheckpointError(f"{keys}: {file} cannot be read: {error}") from error
 
 
 def _sync(folder: Path) -> None:

@@ -35,7 +35,7 @@ from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.rewards import Reward, load_reward
 from hybrid_gkd.ppo.trainer import state_to_resume, total_steps
 from hybrid_gkd.reporting.trackers import load_trackers
-from hybrid_gkd.rollout.vllm import resolve_engine
+from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.types import Prompt
 
 logger = logging.getLogger(__name__)

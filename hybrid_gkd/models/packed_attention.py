@@ -9,11 +9,11 @@ sequence attends causally to itself only:
 The sequence boundaries travel to the attention function as keyword arguments of the model's forward, under the
 names of transformers' FlashAttentionKwargs. On a GPU in bfloat16 or float16 the work is done by
 torch.nn.attention.varlen, elsewhere by scaled_dot_product_attention on a right-padded copy, which is
-exact as well: a causal mask never looks right. What neither can do exactly is refused with a ModelError.
+exact as well: a causal mask never looks right. Features that neither computes exactly are refused with a ModelError.
 
-What it leaves out: key-value caches, cross-attention. A model that mixes tokens without calling the attention function
-(state spaces, convolutions, attention of its own) would mix those of neighbouring sequences, and cannot be noticed
-here: `LogprobModel` refuses it.
+Left out: key-value caches, cross-attention. A model that mixes tokens without calling the attention function (state
+spaces, convolutions, attention of its own) would mix neighbouring sequences, and cannot be noticed here:
+`LogprobModel` refuses it.
 
 Shapes: B sequences, T packed tokens, L longest sequence, H heads (Hkv of keys and values), Dh head size.
 """
@@ -89,7 +89,7 @@ def pack(sequences: Sequence[np.ndarray], device: torch.device | str) -> PackedB
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """A copy that a GPU makes when it has done what it was given before, and that the host does not wait for."""
+    """A copy on the device; a GPU makes it after its queued work, and the host does not wait for it."""
     tensor = torch.from_numpy(array)
     on_gpu = torch.device(device).type == "cuda"
     return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
@@ -120,7 +120,7 @@ def packed_attention(
         sliding_window: tokens that a token may see, itself included; None is all.
         cu_seq_lens_q: int32 [B + 1], see PackedBatch.
         max_length_q: tokens of the longest sequence.
-        kwargs: what else the model passes; a feature that would change the result is refused.
+        kwargs: other arguments of the model; a feature that would change the result is refused.
 
     Returns:
         attention output [1, T, H, Dv], None in the place of the attention weights.
@@ -235,9 +235,9 @@ def _varlen_function() -> tuple[Callable[..., Any], bool]:
 def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
     """The mask function that transformers calls once per kind of layer and forward: builds no mask.
 
-    It is registered all the same, because this is where a model says what its attention looks like: some
-    sliding-window models (phimoe) tell the window only here, and what is not plain causal attention is
-    refused. The window travels on as a 0-dimensional tensor on the host, in the place of the mask.
+    It is registered all the same, because here a model declares its kind of attention: some sliding-window models
+    (phimoe) tell the window only here, and attention that is not plain causal is refused. The window travels on as a
+    0-dimensional tensor on the host, in the place of the mask.
 
     Before each call transformers waits for the GPU, to look at the position ids. So a model without windows, for which
     the answer is always None, is asked in its first forward only.
@@ -258,7 +258,7 @@ def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool =
 
 
 def register_packed_attention(function: Callable[..., tuple[Tensor, None]] = packed_attention) -> None:
-    """Make `function`, which is `packed_attention` or wraps it, what models with PACKED_ATTENTION call."""
+    """Make `function`, which is `packed_attention` or wraps it, the attention of models with PACKED_ATTENTION."""
     for name in (PACKED_ATTENTION, _PLAIN):
         AttentionInterface.register(name, function)
 

@@ -1,4 +1,4 @@
-"""What differs between vLLM versions and devices, in one place, for the teacher and the rollout engine.
+"""Differences between vLLM versions and devices, in one place, for the teacher and the rollout engine.
 
 This module does not import vLLM by itself: `prepare_environment` has to run before anything does.
 """
@@ -57,7 +57,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def prepare_environment(device: str) -> None:
-    """Set what vLLM reads while it is imported ("cpu" or "cuda"); values that the user has set stay."""
+    """Set the variables that vLLM reads at import ("cpu" or "cuda"); values that the user has set stay."""
     settings = {
         # The engine lives in this process: it shares tensors with its neighbours and dies with them.
         # An engine core of its own would outlive a killed parent; tensor-parallel workers notice the death.
@@ -84,8 +84,8 @@ def device_engine_args(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that depend on the device.
 
-    On the CPU: float32 (half precision is slow there and not what tests compare against), no graphs, and a
-    KV cache of explicit size, because the default reserves nearly all memory.
+    On the CPU: float32 (half precision is slow there), no graphs, and a KV cache of explicit size, because the
+    default reserves nearly all memory.
     """
     if device != "cpu":
         return {"dtype": dtype}
@@ -140,7 +140,7 @@ def forget_expert_kernels(model: Any) -> None:
     """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
 
     A layer that has a kernel skips that (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32), and its
-    kernel would take plain weights for packed ones. On CUDA what a kernel wants is done at every loading.
+    kernel would take plain weights for packed ones. On CUDA every loading prepares the weights for the kernel.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -151,7 +151,7 @@ def forget_expert_kernels(model: Any) -> None:
 def checkpoint_names(
     weights: Iterable[tuple[str, torch.Tensor]], model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under the names that vLLM knows: of Mixtral, which transformers has renamed, those of the folder."""
+    """Weights under the names that vLLM knows; transformers has renamed Mixtral's."""
     if model_type != "mixtral":
         yield from weights
         return
@@ -186,7 +186,7 @@ def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
 
 
 class PromptScorer(Protocol):
-    """What the model runner asks for the scores of prompts, see `install_scorer`."""
+    """Computes the scores of prompts for the model runner, see `install_scorer`."""
 
     def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None: ...
 
@@ -208,7 +208,7 @@ class PromptScorer(Protocol):
 
 
 def install_scorer(runner: Any, scorer: PromptScorer) -> None:
-    """Let `scorer` make what vLLM hands on as prompt log-probabilities, in the worker that has this model runner.
+    """Let `scorer` compute the prompt log-probabilities in the worker that has this model runner.
 
     There are two generations of model runners. The newer keeps an object for prompt log-probabilities, the older
     a method. Both pass the arrays on to the engine's output without a look at them; the newer copies them to the
@@ -275,7 +275,7 @@ def local_head(model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int,
 
     Returns a function hidden [r, D] -> logits [r, columns] of this rank's part of the vocabulary, the part's first
     id, how many of the columns are no padding, and a function that concatenates a tensor [r, n] of every rank to
-    [r, ranks * n]. All ranks have to call it, and what it returns, together. Raises ModelError.
+    [r, ranks * n]. All ranks have to call it, and the functions, together. Raises ModelError.
     """
     import torch
     from vllm.distributed import get_tp_group

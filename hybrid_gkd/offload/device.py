@@ -1,14 +1,29 @@
-"""How much of a GPU is in use: by tensors, by torch's allocator, by all processes together."""
+"""The device of one worker: how much of its memory is in use, and the shares of its engine and its actor."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
 import torch
 
+from hybrid_gkd.config import FSDPConfig
+from hybrid_gkd.offload.engine import EngineOwner
+from hybrid_gkd.offload.pinned import OffloadedTensors
+from hybrid_gkd.offload.residency import MemoryOwner, Residency
 
-class DeviceMemory:
+if TYPE_CHECKING:
+    from hybrid_gkd.rollout.engine import RolloutEngine
+    from hybrid_gkd.student.sharded_model import ShardedModel
+
+
+class MemoryMeter:
     """Measures one device; all zeros on the CPU.
 
-    A peak belongs to whoever asked last: `start` and `take_peak` share torch's counter and keep each other's peaks.
+    `start` and `take_peak` share torch's counter of the peak, and each keeps the other's.
     """
 
     def __init__(self, device_type: str):
@@ -17,7 +32,7 @@ class DeviceMemory:
         self._started_with = 0
 
     def used(self) -> int:
-        """Bytes in use on the device, by anybody."""
+        """Bytes in use on the device, over all processes."""
         if not self._on_gpu:
             return 0
         free, total = torch.cuda.mem_get_info()
@@ -30,18 +45,18 @@ class DeviceMemory:
             self._started_with = torch.cuda.memory_allocated()
 
     def taken(self) -> int:
-        """Most bytes of tensors since `start` beyond those of that moment."""
+        """Peak bytes of tensors since `start`, beyond the bytes at that moment."""
         return torch.cuda.max_memory_allocated() - self._started_with if self._on_gpu else 0
 
     def take_peak(self) -> int:
-        """Most bytes of tensors since the last call."""
+        """Peak bytes of tensors since the last call."""
         if self._on_gpu:
             self._keep_peak()
         peak, self._peak = self._peak, 0
         return peak
 
     def trim(self) -> None:
-        """Give memory that torch keeps for later back to the device."""
+        """Give torch's cached memory back to the device."""
         if self._on_gpu:
             torch.cuda.empty_cache()
 
@@ -54,3 +69,102 @@ def free_device_bytes() -> int:
     """Bytes that torch or vLLM can still allocate: free on the device, or cached by torch's allocator."""
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return torch.cuda.mem_get_info()[0] + cached
+
+
+class SharedDevice:
+    """The memory of a worker's engine and actor on "cuda" or "cpu".
+
+    `build_engine` comes first, since an engine measures how much memory is free, then the actor, then `manage`.
+    """
+
+    def __init__(self, device_type: str):
+        self.on_gpu = device_type == "cuda"
+        self.meter = MemoryMeter(device_type)
+        self.offloaded: dict[str, OffloadedTensors] = {}
+        self._generated = self._hybrid = self._engine_sleeps = False
+        self._engine_bytes = 0
+        """Of the engine as it was built; asleep, if it can sleep."""
+        self._engine_pool_bytes = 0
+        self._used_with_engine = 0
+        self._actor_rest_bytes = 0
+        """In use after a publish, beyond the engine's own memory."""
+
+    def build_engine(self, make: Callable[[], RolloutEngine]) -> RolloutEngine:
+        """Make the engine, put it to sleep if it can, and note the memory that it takes."""
+        used_before = self.meter.used()
+        engine = make()
+        self.meter.trim()
+        self._used_with_engine = self.meter.used()
+        self._engine_sleeps = engine.can_sleep
+        if engine.can_sleep:
+            # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
+            self._engine_pool_bytes = torch.cuda.memory_allocated()
+            engine.sleep()
+        self._engine_bytes = self.meter.used() - used_before
+        return engine
+
+    def manage(
+        self, actor: ShardedModel | None, engine: RolloutEngine | None, fsdp: FSDPConfig, sleep: Callable[[], None]
+    ) -> Residency:
+        """The residency of this worker's memory owners; it has an actor, an engine, or both.
+
+        The actor may be offloaded as `fsdp` says, its parameters only if they make room for an engine. The engine is
+        asleep, if it can sleep; `sleep` puts it back to sleep.
+        """
+        owners: dict[str, MemoryOwner] = {}
+        movable, asleep = set[str](), set[str]()
+        self._hybrid = actor is not None and engine is not None
+        if actor is not None:
+            self.offloaded = {
+                "actor_params": OffloadedTensors(actor.parameters),
+                "optimizer_state": OffloadedTensors(actor.optimizer_tensors),
+            }
+            owners |= self.offloaded
+            movable |= {"actor_params"} if self.on_gpu and fsdp.param_offload and self._hybrid else set()
+            movable |= {"optimizer_state"} if self.on_gpu and fsdp.optimizer_offload else set()
+        if self.on_gpu and self._hybrid and engine is not None:
+            weights = rest = 0  # measured when they wake
+            if not engine.can_sleep:
+                weights, rest = engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
+            owners["engine_weights"] = EngineOwner(engine.wake_weights, num_bytes=weights)
+            owners["kv_cache"] = EngineOwner(engine.wake_kv_cache, sleep, rest)
+            asleep = {"kv_cache", "engine_weights"} if engine.can_sleep else set()
+        return Residency(
+            owners, movable=movable | asleep, resident=set(owners) - asleep,
+            free_bytes=free_device_bytes if self.on_gpu else None,
+        )
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
+        """Around a generation: memory that the first one takes and keeps is the engine's."""
+        before = self.meter.used()
+        yield
+        if not self._generated:
+            self._generated = True
+            self.meter.trim()
+            self._used_with_engine += self.meter.used() - before
+
+    def trim_after_publish(self) -> float:
+        """Give cached memory back and note how much of the actor's stays; seconds."""
+        started = time.perf_counter()
+        self.meter.trim()
+        self._actor_rest_bytes = self.meter.used() - self._used_with_engine
+        return time.perf_counter() - started
+
+    def metrics(self, residency: Residency) -> dict[str, float]:
+        """Peak memory since the last call and bytes by phase and owner, GiB, under their metric names."""
+        metrics = {
+            f"memory/{phase}/{owner}_gb": num_bytes / 2**30
+            for (phase, owner), num_bytes in residency.bytes_by_phase().items()
+        }
+        if self.on_gpu:
+            metrics["perf/max_memory_allocated_gb"] = (self.meter.take_peak() - self._engine_pool_bytes) / 2**30
+            if self._hybrid and self._engine_sleeps:
+                metrics["memory/update/sleeping_engine_gb"] = self._engine_bytes / 2**30
+            if self._hybrid:
+                metrics["memory/rollout/actor_rest_gb"] = self._actor_rest_bytes / 2**30
+            for name, tensors in self.offloaded.items():
+                for direction, rate in tensors.gigabytes_per_second.items():
+                    metrics[f"perf/copy/{name}_{direction}"] = rate
+        metrics["perf/max_host_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return metrics

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from hybrid_gkd.offload.residency import MemoryOwner
+
 ALIGNMENT = 512
 """Bytes; copies to and from aligned addresses run at the speed of the bus."""
 SMALL = 64
@@ -46,11 +48,11 @@ def copy_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class HostMirror:
-    """A residency owner: tensors that are either on the device or in pinned host memory.
+class OffloadedTensors(MemoryOwner):
+    """A memory owner: tensors that are either on the device or in pinned host memory.
 
-    Copies run on a stream of their own, after the work that was queued before them and beside what follows; all
-    mirrors share it, since they share the bus.
+    Copies run on a stream of their own, after the work that was queued before them, and overlap the work that follows;
+    all such owners share the stream, since they share the bus.
 
     Args:
         tensors: gives the tensors now; asked at every release, since optimizer state appears with the
@@ -59,7 +61,7 @@ class HostMirror:
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
-        self._arena: PinnedArena | None = None
+        self.arena: PinnedArena | None = None
         self._copy: tuple[str, torch.cuda.Event, torch.cuda.Event] | None = None
         """Direction, start and end of the copy in flight."""
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
@@ -75,13 +77,12 @@ class HostMirror:
         return sum(storage.nbytes() for storage in self._storages())
 
     def changed(self) -> None:
-        """See `MemoryOwner`."""
         assert not self._away, "tensors that are not on the device cannot change"
         self._finish()
         self._on_host = []
 
     def start_release(self) -> None:
-        """Begin to copy to the host what is not there yet."""
+        """Begin to copy to the host, unless a valid copy is there."""
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
         # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
         if {s._cdata for s in storages} == {s._cdata for s, _ in self._on_host}:
@@ -91,7 +92,7 @@ class HostMirror:
         for storage in storages:
             offsets.append(end)
             end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        arena = self._arena_of(end)
+        arena = self._make_arena(end)
         self._on_host = [
             (storage, arena[offset : offset + storage.nbytes()])
             for storage, offset in zip(storages, offsets, strict=True)
@@ -153,13 +154,13 @@ class HostMirror:
                 found[storage._cdata] = storage
         return list(found.values())
 
-    def _arena_of(self, num_bytes: int) -> torch.Tensor:
+    def _make_arena(self, num_bytes: int) -> torch.Tensor:
         """The arena, made anew if it is too small: with the first optimizer step, or another model state."""
-        if self._arena is None or self._arena.buffer.numel() < num_bytes:
-            if self._arena is not None:
-                self._arena.close()
-            self._arena = PinnedArena(max(num_bytes, ALIGNMENT))
-        return self._arena.buffer
+        if self.arena is None or self.arena.buffer.numel() < num_bytes:
+            if self.arena is not None:
+                self.arena.close()
+            self.arena = PinnedArena(max(num_bytes, ALIGNMENT))
+        return self.arena.buffer
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

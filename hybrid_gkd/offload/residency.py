@@ -35,7 +35,7 @@ MARGIN_BYTES = 4 * 2**30
 
 
 class MemoryOwner(Protocol):
-    """Something that occupies device memory."""
+    """Something that occupies device memory. A subclass inherits the methods of an owner that copies nothing."""
 
     def acquire(self) -> None:
         """Bring it onto the device, or finish what `start_acquire` began."""
@@ -45,12 +45,15 @@ class MemoryOwner(Protocol):
 
     def start_acquire(self) -> bool:
         """Take the memory and begin to copy; False if that cannot be done in the background."""
+        return False
 
     def start_release(self) -> None:
-        """Begin to copy what has changed to the host; the owner stays usable, for reading only."""
+        """Begin to copy changed content to the host; the owner stays usable, for reading only."""
+        return
 
     def changed(self) -> None:
         """Its content is about to change: copies on the host are stale."""
+        return
 
     def num_bytes(self) -> int:
         """Bytes that it takes on the device."""
@@ -84,15 +87,14 @@ class Residency:
         self._bytes: dict[tuple[str, str], int] = {}
 
     def enter(self, phase: str, *, finish: bool = True) -> None:
-        """Make the device hold what `phase` needs and nothing else that may leave.
+        """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other that may leave.
 
         Args:
-            phase: one of `RESIDENCY`.
-            finish: wait until what leaves has left; otherwise that waits for the next `enter`, or until its room
-                is needed.
+            phase: see above.
+            finish: release the others before returning; else at the next `enter`, or when their room is needed.
 
         Raises:
-            DeviceMemoryError: a memory owner does not fit; what had to be released before has been released.
+            DeviceMemoryError: a memory owner does not fit, after the others have been released.
         """
         wanted = RESIDENCY[phase]
         leaving = self._unwanted(wanted)
@@ -117,15 +119,15 @@ class Residency:
     def prepare(self, phase: str, *, reserve: int = 0) -> int:
         """Start the copies that entering `phase` will need, and return at once.
 
-        What `phase` wants is brought in where it fits beside all that is there; what it does not want is copied
-        out, and must not change any more until it is entered (or `CHANGING_PHASE` is).
+        Owners of `phase` are brought in where they fit beside all present ones; the others are copied out, and must not
+        change any more until it is entered (or `CHANGING_PHASE` is).
 
         Args:
-            phase: one of `RESIDENCY`.
-            reserve: bytes that have to stay free for what this phase still allocates.
+            phase: a key of `RESIDENCY`.
+            reserve: bytes that have to stay free for the allocations of the present phase.
 
         Returns:
-            Bytes of what is brought in.
+            Bytes of the owners that are brought in.
         """
         wanted, arriving = RESIDENCY[phase], 0
         for name in [n for n in reversed(self._owners) if n in wanted - self._resident - self._arriving]:
@@ -135,6 +137,11 @@ class Residency:
         for name in self._unwanted(wanted):
             self._owners[name].start_release()
         return arriving
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether any memory owner may leave the device."""
+        return bool(self._movable)
 
     def _unwanted(self, wanted: frozenset[str]) -> list[str]:
         present = self._resident | self._arriving
@@ -147,10 +154,10 @@ class Residency:
             self._resident.discard(name)
             self._arriving.discard(name)
 
-    def _timed(self, what: str, move: Callable[[], None]) -> None:
+    def _timed(self, name: str, move: Callable[[], None]) -> None:
         started = time.perf_counter()
         move()
-        self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _fits_beside(self, name: str, reserve: int) -> bool:
         """Whether it fits although nothing has left yet. A memory owner that never came has no known size."""

@@ -1,17 +1,15 @@
 """Weights from the student's pool to the rollout engine's: packed buckets, one broadcast each.
 
-The first worker that trains and all workers that generate are one process group of their own, built once. What
-travels in which bucket follows from the layout that both sides know, so that only values travel. Knows torch and its
+The first worker that trains and all workers that generate are one process group of their own, built once. The
+contents of each bucket follow from the layout that both sides know, so that only values travel. Knows torch and its
 process groups, but neither an engine nor Ray.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,46 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.rollout.weights import WeightSpec, cut
 
 POLL_SECONDS = 2e-4
 ABORT_SECONDS = 60.0
 """NCCL ends the process that waits longer than its own limit, and with it the student's last state; ours is shorter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSpec:
-    """One weight, under all its names."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-
-def layout_of(named_parameters: Iterable[tuple[str, Tensor]]) -> list[WeightSpec]:
-    """The weights in order, a tied one once under all its names."""
-    names: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    for name, parameter in named_parameters:
-        names.setdefault(id(parameter), []).append(name)
-        shapes[id(parameter)] = tuple(parameter.shape)
-    return [WeightSpec(names=tuple(names[key]), shape=shape) for key, shape in shapes.items()]
-
-
-def cut(layout: list[WeightSpec], length: int) -> list[list[WeightSpec]]:
-    """Runs of neighbours with at most `length` elements; a larger weight is alone."""
-    buckets: list[list[WeightSpec]] = []
-    filled = 0
-    for spec in layout:
-        if not buckets or filled + spec.length > length:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(spec)
-        filled += spec.length
-    return buckets
 
 
 class WeightSync:
@@ -70,8 +33,8 @@ class WeightSync:
         rank, size: of this member.
         layout: of the student's weights, the same on all members.
         dtype: in which they travel.
-        device: where they come from or go to; decides between NCCL and gloo.
-        bucket_bytes: at most so much in one broadcast, but for a weight that is larger by itself.
+        device: of this member's weights; decides between NCCL and gloo.
+        bucket_bytes: largest broadcast, unless a single weight is larger.
         timeout: seconds for the group to form, and for all broadcasts of one `send` or `receive`.
 
     Raises:
@@ -84,11 +47,12 @@ class WeightSync:
     ):  # fmt: skip
         self.rank, self.dtype, self.device, self.timeout = rank, dtype, device, timeout
         self.buckets = cut(layout, bucket_bytes // dtype.itemsize)
-        self._deadline = math.inf
         try:
             store = dist.TCPStore(*address, size, rank == 0, timedelta(seconds=timeout))
             self._group = self._make_group(store, size)
-            self._join()
+            # Connect now, so that an unreachable address shows at the start of a run.
+            self._start()
+            self._finish(self._broadcast(torch.zeros(1, device=self.device)))
         except RuntimeError as error:
             raise WorkerError(f"the group for weights did not form at {address[0]}:{address[1]}: {error}") from error
 
@@ -99,11 +63,6 @@ class WeightSync:
             return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), self.rank, size, options)
         return dist.ProcessGroupGloo(store, self.rank, size, timedelta(seconds=self.timeout))
 
-    def _join(self) -> None:
-        """Connect now, so that an address that is not reached shows at the start of a run."""
-        self._start()
-        self._finish(self._broadcast(torch.zeros(1, device=self.device)))
-
     @torch.no_grad()
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Broadcast all weights; while a bucket travels the next one is packed.
@@ -112,7 +71,7 @@ class WeightSync:
             weights: full tensors under their names, in the order of the layout.
 
         Raises:
-            WorkerError: a receiver is gone, or not all of it was taken within the timeout.
+            WorkerError: a receiver is gone, or did not take all weights within the timeout.
         """
         self._start()
         stream = iter(weights)
@@ -120,26 +79,23 @@ class WeightSync:
         for bucket in self.buckets:
             packed = torch.empty(sum(spec.length for spec in bucket), dtype=self.dtype, device=self.device)
             for spec, part in zip(bucket, packed.split([spec.length for spec in bucket]), strict=True):
-                tensors = [self._next(stream, name) for name in spec.names]
-                part.copy_(tensors[0].reshape(-1))
+                for name in spec.names:
+                    found, tensor = next(stream)
+                    assert found == name, (found, name)
+                part.copy_(tensor.reshape(-1))
             on_their_way.append(self._broadcast(packed))
             if len(on_their_way) > 1:
                 self._finish(on_their_way.popleft())
         for work in on_their_way:
             self._finish(work)
 
-    def _next(self, stream: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
-        found, tensor = next(stream)
-        assert found == name, (found, name)
-        return tensor
-
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """The full weights under all their names, in order; the next bucket travels while one is used.
 
-        No memory is used twice: a taker may keep a tensor for as long as it likes.
+        No memory is used twice: the engine may keep a tensor for as long as it likes.
 
         Raises:
-            WorkerError: the sender is gone, or did not send all of it within the timeout.
+            WorkerError: the sender is gone, or did not send all weights within the timeout.
         """
         self._start()
         coming: deque[tuple[Tensor, Any]] = deque()

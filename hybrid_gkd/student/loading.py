@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.rollout.weights import unique_tensors
 
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _saveable(found: Any, derived: Any, path: str) -> Any:
     """A folder's generation_config.json, which transformers loads also where it would refuse to save it.
 
     Most such files have a temperature and no `do_sample`, and mean that one should sample. Where that does not help,
-    an export has what follows from config.json.
+    an export has the one derived from config.json.
     """
     for sampling in (found.do_sample, True):
         found.do_sample = sampling
@@ -143,7 +144,7 @@ def load_shards(model: Any, path: str) -> None:
     Raises:
         ModelError: a file cannot be read, or a weight is missing, unexpected or of another shape.
     """
-    weights = list(_weights(model))
+    weights = _weights(model)
     with contextlib.ExitStack() as stack:
         try:
             checkpoint = _open_checkpoint(path, stack)
@@ -204,22 +205,15 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     return start, stop
 
 
-def _weights(model: nn.Module) -> Iterator[_Weight]:
-    """What a checkpoint of the model holds, each tensor once."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    persistent = model.state_dict(keep_vars=True)
-    for name, tensor in persistent.items():
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    for key, tensor in tensors.items():
-        yield _Weight(tuple(names[key]), tensor)
+def _weights(model: nn.Module) -> list[_Weight]:
+    """The tensors of a checkpoint of the model, each once."""
+    return [_Weight(names, tensor) for names, tensor in unique_tensors(model.state_dict(keep_vars=True).items())]
 
 
 def _open_checkpoint(path: str, stack: contextlib.ExitStack) -> dict[str, Any] | None:
     """Name -> lazily read tensor, over all safetensors files; None if there are none.
 
-    `path` is a folder or a hub id; what the cache of the hub lacks is downloaded.
+    `path` is a folder or a hub id; files that are not in the hub's cache are downloaded.
     """
     from transformers.utils import cached_file
 
@@ -250,7 +244,7 @@ def _mismatch(model: Any, weights: Iterable[_Weight], checkpoint: dict[str, Any]
             if tuple(checkpoint[name].get_shape()) != tuple(weight.tensor.shape):
                 return f"{name} has shape {checkpoint[name].get_shape()} instead of {list(weight.tensor.shape)}"
         unused.difference_update(present)
-    # As transformers does: what the architecture says it does not need, and buffers that old versions saved.
+    # As transformers does: weights that the architecture declares unneeded, and buffers that old versions saved.
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     unused = {name for name in unused if not any(re.search(pattern, name) for pattern in patterns)}
     return f"the model has no {min(unused)}" if unused else None
@@ -267,7 +261,10 @@ def _load_through_host(model: Any, weights: list[_Weight], path: str, reason: st
             "host's memory",
             path, reason,
         )
-        state, outcome[0] = _attempt(lambda: _load_whole(model, path, weights))
+        try:
+            state = _load_whole(model, path, weights)
+        except Exception as error:  # whatever a broken folder makes transformers raise; the other ranks wait to be told
+            outcome[0] = str(error)
     dist.broadcast_object_list(outcome, src=0, device=device)
     if outcome[0] is not None:
         raise ModelError(f"{PATH_KEY}: cannot load the weights of {path!r}: {outcome[0]}")
@@ -279,14 +276,6 @@ def _load_through_host(model: Any, weights: list[_Weight], path: str, reason: st
             whole = torch.empty(weight.tensor.shape, dtype=local.dtype, device=device)
         dist.broadcast(whole, src=0)
         weight.fill([whole])
-
-
-def _attempt(load: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], str | None]:
-    """The loaded tensors, or what went wrong, in words: the other ranks wait to be told."""
-    try:
-        return load(), None
-    except Exception as error:  # whatever a broken folder makes transformers raise
-        return {}, str(error)
 
 
 def _load_whole(model: Any, path: str, weights: Iterable[_Weight]) -> dict[str, Tensor]:

@@ -29,19 +29,19 @@ from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_d
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.1
-"""How long one looks for news of a generation at least."""
-REACH_SECONDS = 5.0
-"""How long a cluster may take to accept a connection."""
+POLL_SECONDS = 0.1
+"""Shortest wait for progress of a generation."""
+CONNECT_SECONDS = 5.0
+"""Timeout for a connection to a cluster."""
 CLOSE_SECONDS = 5.0
-"""How long the cluster may take to stop the workers."""
+"""Grace period for the cluster to stop the workers."""
 
 
 class WorkerGroup:
     """`config.world_size` workers that train and `config.rollout_world_size` that generate, one GPU each.
 
-    With a hybrid engine they are the same. With `load=False` they are placed as in a run, and load nothing: for the
-    doctor. `on_placed` is called with where they are before they load.
+    With a hybrid engine they are the same. `on_placed` is called with their places before they load; with `load=False`
+    they load nothing, for the doctor.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -85,12 +85,12 @@ class WorkerGroup:
 
     @property
     def placements(self) -> list[Placement]:
-        """Of all workers, those that train first."""
+        """Of all workers, the ones that train first."""
         return [place for pool in self.pools for place in pool.placements]
 
     @property
     def log_files(self) -> list[Path]:
-        """Of all workers, those that train first."""
+        """Of all workers, the ones that train first."""
         return [file for pool in self.pools for file in pool.log_files]
 
     def _check_resources(self, device: str) -> None:
@@ -107,7 +107,7 @@ class WorkerGroup:
             )
 
     def _initialize(self, num_updates: int, stop_token_ids: list[int]) -> None:
-        """Load all pools side by side."""
+        """Load all pools at the same time."""
         arguments = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
         started = [pool.start("initialize", pool.rendezvous(), **arguments) for pool in self.pools]
         results = gather("initialize", _calls(self.pools, started), self.timeout + CAUSE_SECONDS)
@@ -134,15 +134,15 @@ class WorkerGroup:
         gather("join_weight_sync", _calls(self.pools, [joins[:1], joins[1:]]), self.timeout + CAUSE_SECONDS)
 
     def all_reduce(self, timeout: float) -> None:
-        """Check that the workers of each pool reach each other. Raises WorkerError that names who did not answer."""
+        """Check that the workers of each pool reach each other. Raises WorkerError that names the silent ones."""
         for pool in self.pools:
             pool.all_reduce(timeout)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield finished sequences of all workers, in the order in which they finish; empty lists: it goes on.
+        """Yield sequences of all workers as they finish; an empty list shows progress while none does.
 
         Raises:
-            WorkerError: a worker failed, or had no news for the timeout.
+            WorkerError: a worker failed, or made no progress within the timeout.
         """
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -153,28 +153,28 @@ class WorkerGroup:
             stream = worker.generate.options(num_returns="streaming").remote(share, sampling)
             streams[stream] = rank
         missing = len(requests)
-        last_news = dict.fromkeys(streams, time.monotonic())
+        last_progress = dict.fromkeys(streams, time.monotonic())
         while streams:
             ready: list[Any]
-            patience = min(last_news.values()) + self.timeout - time.monotonic()
-            overdue = [stream for stream in streams if time.monotonic() >= last_news[stream] + self.timeout]
-            waiting = overdue or list(streams)  # who is overdue may have news that were not looked at
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(LOOK_SECONDS, patience), fetch_local=False)
+            remaining = min(last_progress.values()) + self.timeout - time.monotonic()
+            overdue = [stream for stream in streams if time.monotonic() >= last_progress[stream] + self.timeout]
+            waiting = overdue or list(streams)  # an overdue one may have made progress that was not looked at yet
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(POLL_SECONDS, remaining), fetch_local=False)
             if not ready:
                 if overdue:
                     raise pool.timeout_error("generate", [streams[stream] for stream in overdue])
                 continue
             stream = ready[0]
-            last_news[stream] = time.monotonic()
+            last_progress[stream] = time.monotonic()
             rank = streams[stream]
             try:
                 finished = pool.get("generate", next(stream), rank)
             except StopIteration:
-                del streams[stream], last_news[stream]
+                del streams[stream], last_progress[stream]
                 continue
             except WorkerDiedError:
                 raise
-            except WorkerError as error:  # perhaps only because one that shares the engine with it has died
+            except WorkerError as error:  # perhaps only because a worker that shares the engine with it has died
                 peers = {ref: (pool, peer) for peer, ref in enumerate(pool.start("placement")) if peer != rank}
                 raise (find_dead("generate", peers)[0] or error) from error
             missing -= len(finished)
@@ -214,7 +214,7 @@ class WorkerGroup:
         return {name: max(part.get(name, 0.0) for part in seconds) for part in seconds for name in part}
 
     def _sync_weights(self, weight_version: int) -> list[dict[str, float]]:
-        """The same from pool to pool. The log lines are what one looks for when a run stands still."""
+        """The same from pool to pool. The log lines are documented: users search for them when a run hangs."""
         logger.info("Starting rollout weight synchronization...")
         started = time.monotonic()
         sending = self.actors.start("send_weights", weight_version, self._dtype)
@@ -230,7 +230,7 @@ class WorkerGroup:
 
         calls = _calls(self.pools, [sending, receiving])
         try:
-            # Those who wait in vain say so at the timeout; who then is silent is what they waited for.
+            # At the timeout a waiting worker raises; one that stays silent is what the others waited for.
             results = gather("weight sync", calls, self.timeout + CAUSE_SECONDS, on_answer)
         except HybridGKDError as error:
             logger.error("Rollout weight sync failed after %.2fs: %s", time.monotonic() - started, error)
@@ -247,8 +247,7 @@ class WorkerGroup:
         self.actors.call("load_checkpoint", str(folder))
 
     def can_save(self) -> bool:
-        """After a failure: whether the student is still there. A pool that only generates is stopped first, so that
-        nobody waits for it."""
+        """After a failure: whether the student's workers still answer. A pool that only generates is stopped first."""
         if len(self.pools) > 1:
             self.rollouts.close()
         return self.actors.answers()
@@ -294,12 +293,12 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for minutes. Raises WorkerError if `address` has a host and port, and nobody listens there."""
+    """Raises WorkerError if `address` has a host and port, and nothing listens there; Ray itself tries for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise WorkerError(f"ray_init.address: nothing answers at {address}: {error}") from error
 

@@ -1,10 +1,11 @@
-"""What a worker is for, and where it runs."""
+"""The role of a worker, and where it runs."""
 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid_gkd.config import Config
 
@@ -14,7 +15,7 @@ Role = Literal["worker", "actor worker", "rollout worker"]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a worker runs and what it sees there."""
+    """Host, device and free memory of a worker."""
 
     role: Role = "worker"
     rank: int = 0
@@ -30,6 +31,22 @@ class Placement:
     free_bytes: int = 0
     total_bytes: int = 0
     """Memory of the GPU."""
+
+    @classmethod
+    def here(cls, role: Role, rank: int, device_type: str) -> Placement:
+        """Of a worker in this process, on "cuda" or "cpu"."""
+        host, gpu = socket.gethostname(), dict[str, Any]()
+        if device_type == "cuda":
+            import torch
+
+            properties, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
+            gpu = {
+                "device": properties.name, "gpu": f"{host} {properties.uuid}", "free_bytes": free, "total_bytes": total,
+            }
+        return cls(
+            role=role, rank=rank, host=host, pid=os.getpid(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), **gpu,
+        )
 
     @property
     def worker(self) -> str:

@@ -22,9 +22,9 @@ from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
 PLACEMENT_SECONDS = 30
-"""How long the cluster may take to find room for the workers."""
+"""Timeout for the cluster to find room for the workers."""
 CAUSE_SECONDS = 3.0
-"""After a failure, how long its peers are listened to: one that died, or says nothing, may be its cause."""
+"""Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
 
 
 class WorkerDiedError(WorkerError):
@@ -32,15 +32,7 @@ class WorkerDiedError(WorkerError):
 
 
 class Pool:
-    """`size` workers of one role, one GPU each. Call `place` first and `close` last.
-
-    Args:
-        config: the whole configuration.
-        role: what the workers do; also their name in messages.
-        nodes: machines that they are on.
-        per_node: workers on each.
-        log_folder: for the workers' log files.
-    """
+    """`per_node` workers of one role on each of `nodes` machines, one GPU each. Call `place` first and `close` last."""
 
     def __init__(self, config: Config, *, role: Role, nodes: int, per_node: int, log_folder: Path):
         self.config = config
@@ -53,14 +45,11 @@ class Pool:
         self.placements: list[Placement] = []
         """By rank; memory as it was free before anything was loaded."""
         self._group: Any = None
-        self._last_news = time.monotonic()
-        """When a worker was last given something to do, or had done it."""
+        self._last_progress = time.monotonic()
+        """Time of the last call to a worker, or of the last result."""
 
     def place(self, device: str) -> None:
-        """Start the workers' processes, `per_node` on each of `nodes` machines.
-
-        Raises WorkerError if there are no such machines, or they have no room in time.
-        """
+        """Start the workers' processes. Raises WorkerError if no such machines have room in time."""
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         self._check_nodes(bundle)
         on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
@@ -97,7 +86,7 @@ class Pool:
             )
 
     def locate(self) -> None:
-        """Ask where the workers are. Raises WorkerError if one could not start."""
+        """Fill `placements`. Raises WorkerError if a worker could not start."""
         self.placements = self.call("placement")
 
     def rendezvous(self, timeout: float | None = None) -> tuple[str, int]:
@@ -106,14 +95,14 @@ class Pool:
         return address
 
     def all_reduce(self, timeout: float) -> None:
-        """Check that the workers reach each other. Raises WorkerError that names who did not answer.
+        """Check that the workers reach each other. Raises WorkerError that names the ones that did not answer.
 
         Args:
-            timeout: seconds for the collective; a worker that says nothing for twice as long is taken for hung.
+            timeout: seconds for the collective; a worker that stays silent for twice as long is taken for hung.
         """
         address = self.rendezvous(timeout)
         refs = [worker.all_reduce.remote(address, timeout=timeout) for worker in self.workers]
-        # Those that run say that they waited in vain. Who then is silent is what they waited for.
+        # A waiting worker raises at its timeout; one that stays silent is what the others waited for.
         ready, silent = ray.wait(refs, num_returns=len(refs), timeout=2 * timeout)
         if silent:
             raise self.timeout_error("all_reduce", [refs.index(ref) for ref in silent], 2 * timeout)
@@ -125,12 +114,12 @@ class Pool:
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on every worker without waiting."""
-        self._last_news = time.monotonic()
+        self._last_progress = time.monotonic()
         return [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
 
     def scatter(self, method: str, shares: Sequence[Any]) -> list[Any]:
         """Call a method on every worker, each with its share; the results by rank. Raises WorkerError."""
-        self._last_news = time.monotonic()
+        self._last_progress = time.monotonic()
         calls = [getattr(worker, method).remote(share) for worker, share in zip(self.workers, shares, strict=True)]
         return self.wait(method, calls)
 
@@ -140,8 +129,8 @@ class Pool:
         return [found[ref] for ref in refs]
 
     def get(self, method: str, ref: Any, rank: int) -> Any:
-        """The result of a call that has ended. Raises what the worker raised, with its place; or WorkerError."""
-        self._last_news = time.monotonic()
+        """The result of a call that has ended. Raises the worker's HybridGKDError with its place, or WorkerError."""
+        self._last_progress = time.monotonic()
         try:
             return ray.get(ref, timeout=self.timeout)
         except RayTaskError as error:
@@ -160,21 +149,16 @@ class Pool:
             raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
 
     def answers(self) -> bool:
-        """Whether all workers still live and have ended what they were doing, so that a new call is of use.
+        """Whether all workers are alive and have ended their calls, so that a new call is of use.
 
-        Waits until a worker without news would be taken for hung; returns at once where one has died.
+        Waits until a worker without progress would be taken for hung; returns at once where one has died.
         """
-        # They may also have had nothing to do for long.
-        deadline = max(time.monotonic(), self._last_news + self.timeout) + CAUSE_SECONDS
-        waiting = {ref: rank for rank, ref in enumerate(self.start("placement"))}
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return False
-            try:
-                self.get("placement", ready[0], waiting.pop(ready[0]))
-            except WorkerError:
-                return False
+        # They may also have been idle for long.
+        remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
+        try:
+            self.wait("placement", self.start("placement"), remaining)
+        except WorkerError:
+            return False
         return True
 
     def close(self) -> None:
@@ -187,7 +171,7 @@ class Pool:
             self._group = None
 
     def timeout_error(self, method: str, ranks: list[int], timeout: float | None = None) -> WorkerError:
-        """That these workers did not answer in time, with their places."""
+        """An error which says that these workers did not answer in time, with their places."""
         key = " (actor_rollout_ref.nccl_timeout)" if timeout is None else ""
         return WorkerError(
             f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
@@ -211,13 +195,14 @@ def gather(
     """Results of calls to workers of one or several pools; the first failure is raised without waiting for the others.
 
     Args:
-        method: what was called, for messages.
-        calls: call -> pool and rank that it went to.
+        method: its name, for messages.
+        calls: call -> its pool and rank.
         timeout: seconds for all of them together; None is the pools' own.
         on_answer: called with each call that has ended well.
 
     Raises:
-        WorkerError: a worker died, failed or did not answer in time; what a worker raised of HybridGKDError.
+        WorkerError: a worker died, failed or did not answer in time.
+        HybridGKDError: raised by a worker.
     """
     waiting, results = dict(calls), dict[Any, Any]()
     some_pool = next(iter(calls.values()))[0]
@@ -240,7 +225,7 @@ def gather(
 
 
 def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]]) -> WorkerError:
-    """The first failure seen, or that of a peer which explains it: a collective fails on those who still live."""
+    """The first failure seen, or the death of a peer that explains it: a collective fails on the survivors."""
     if isinstance(error, WorkerDiedError) or not waiting:
         return error
     died, silent = find_dead(method, waiting)
@@ -251,7 +236,7 @@ def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, in
 
 
 def find_dead(method: str, calls: Mapping[Any, tuple[Pool, int]]) -> tuple[WorkerDiedError | None, list[Any]]:
-    """Listen to calls for CAUSE_SECONDS: the error of one whose worker has died, and those that have not ended."""
+    """Wait CAUSE_SECONDS for calls: the error of one whose worker has died, and the calls that have not ended."""
     if not calls:
         return None, []
     ready, silent = ray.wait(list(calls), num_returns=len(calls), timeout=CAUSE_SECONDS)

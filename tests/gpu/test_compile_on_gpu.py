@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
-from hybrid_gkd.student.actor import compile_blocks
+from hybrid_gkd.student.sharded_model import compile_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

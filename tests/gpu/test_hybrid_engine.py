@@ -191,8 +191,8 @@ def in_use(group):
     """Bytes in use on the device and locked on the host, of the first worker."""
 
     def measure(worker):
-        arenas = [mirror._arena for mirror in worker.mirrors.values() if mirror._arena is not None]
-        return worker.memory.used(), sum(arena.buffer.numel() for arena in arenas)
+        arenas = [tensors.arena for tensors in worker.shared.offloaded.values() if tensors.arena is not None]
+        return worker.shared.meter.used(), sum(arena.buffer.numel() for arena in arenas)
 
     return ray.get(group.actors.workers[0].__ray_call__.remote(measure), timeout=60)
 

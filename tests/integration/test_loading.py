@@ -15,12 +15,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hybrid_gkd.checkpoint import load_actor, save_actor
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import loading
 from hybrid_gkd.student.actor import Actor
+from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
@@ -331,8 +331,10 @@ def train_save_load(config, folder, other):
     """One update, a checkpoint, and the same state on an actor with another layout."""
     first, second = (Actor(c, device=CPU, num_updates=4) for c in (config, other))
     metrics = first.update(random_mini_batch(dist.get_rank()))
-    save_actor(first, folder, tokenizer_path=config.actor_rollout_ref.model.path, config=config)
-    load_actor(second, folder)
+    save_model(first, folder / "actor")
+    path = config.actor_rollout_ref.model.path
+    export_huggingface(first, folder / "huggingface", tokenizer_path=path, trust_remote_code=False)
+    load_model(second, folder / "actor")
     same = [differing(dict(first.full_tensors(torch.float32)), dict(second.full_tensors(torch.float32)))]
     more = [actor.update(random_mini_batch(2 + dist.get_rank())) for actor in (first, second)]
     return metrics, same, more
@@ -356,16 +358,16 @@ def random_mini_batch(seed):
 def load_damaged(config, folder):
     actor = Actor(config, device=CPU, num_updates=1)
     actor.update(random_mini_batch(dist.get_rank()))
-    save_actor(actor, folder, tokenizer_path=config.actor_rollout_ref.model.path, config=config)
-    shard = folder / "actor" / f"__{dist.get_rank()}_0.distcp"
+    save_model(actor, folder)
+    shard = folder / f"__{dist.get_rank()}_0.distcp"
     os.truncate(shard, shard.stat().st_size // 2)
     dist.barrier()
-    load_actor(actor, folder)
+    load_model(actor, folder)
 
 
 def test_a_damaged_checkpoint_is_named(ranks, tmp_path):
     with pytest.raises(CheckpointError, match=r"saved/actor cannot be loaded: \w+") as caught:
-        ranks(load_damaged, make_config(make_tiny_model(tmp_path / "model")), tmp_path / "saved")
+        ranks(load_damaged, make_config(make_tiny_model(tmp_path / "model")), tmp_path / "saved" / "actor")
     assert "\n" not in str(caught.value)
 
 

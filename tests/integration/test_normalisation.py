@@ -113,17 +113,18 @@ def share(batch, cut, world_size, rank):
 
 def run_rank(rank, world_size, model, folder):
     """All losses, batches and cuts on one rank; rank 0 writes loss and gradients."""
-    from hybrid_gkd.student import actor as actor_module
+    from hybrid_gkd.student import sharded_model
+    from hybrid_gkd.student.actor import Actor
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    actor_module.DTYPES["fp64"] = torch.float64
+    sharded_model.DTYPES["fp64"] = torch.float64
     results = {}
     for loss in LOSSES:
         config = make_config(model, loss, world_size)
         config.actor_rollout_ref.actor.fsdp_config.model_dtype = "fp64"
-        actor = actor_module.Actor(config, device=torch.device("cpu"), num_updates=1)
+        actor = Actor(config, device=torch.device("cpu"), num_updates=1)
         for name in BATCHES:
             for cut in CUTS:
                 grads = {}

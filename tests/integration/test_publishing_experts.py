@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.rollout.vllm import VLLMEngine
+from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, SamplingParams
 
@@ -62,7 +62,7 @@ def publish_twice(model_type, folder, port):
         ]
     )
     dist.init_process_group("gloo")
-    engine = VLLMEngine(config, device=torch.device("cpu"), stop_token_ids=[256])
+    engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[256])
     differences = []
     for seed in (1, 2):
         model = make_model(model_type, seed)

@@ -160,7 +160,7 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
     def say_more(worker):  # travels to the worker by value
         from hybrid_gkd.rollout import vllm as rollout
 
-        rollout.NEWS_SECONDS = 0.0
+        rollout.PROGRESS_SECONDS = 0.0
 
     config = make_config(
         model, tmp_path, "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2",

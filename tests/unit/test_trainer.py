@@ -6,13 +6,11 @@ import inspect
 import numpy as np
 import pytest
 
-from hybrid_gkd.config import OptimConfig
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
-from hybrid_gkd.student.actor import learning_rate
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup
 from hybrid_gkd.trainer import GKDTrainer
@@ -251,17 +249,3 @@ def test_seeds_differ_by_sequence_and_step_and_are_the_same_on_every_run():
     assert seeds[1] == request_seeds(0, 1, 100)
     assert seeds[1] != request_seeds(1, 1, 100)
     assert all(0 <= seed < 2**31 for seed in seeds[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
-        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5)]),
-    ],
-)
-def test_learning_rate_warms_up_and_follows_the_schedule(kind, expected):
-    optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type=kind, min_lr_ratio=0.2)
-    found = [learning_rate(optim, update, 6) for update in range(6)]
-    assert found == pytest.approx(expected)

@@ -16,7 +16,8 @@ from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.teacher import teacher_environment
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import GIB
-from hybrid_gkd.rollout.vllm import VLLMEngine, resolve_engine
+from hybrid_gkd.rollout.engine import resolve_engine
+from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import ray_cluster
 from hybrid_gkd.workers.placement import Placement
@@ -204,5 +205,5 @@ def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, 
         tmp_path, f"actor_rollout_ref.rollout.dtype={dtype}", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"
     )
     with pytest.raises(Begun):
-        VLLMEngine(config, device=torch.device(device), stop_token_ids=[0])
+        VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=[0])
     assert given["dtype"] == expected

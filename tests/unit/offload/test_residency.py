@@ -3,6 +3,7 @@
 import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
+from hybrid_gkd.offload.engine import EngineOwner
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY, Residency
 
 GIB = 2**30
@@ -79,7 +80,7 @@ def moves(residency, device, *phases, **options):
 STEP = ("update", "optimizer_step", "update", "publish", "rollout")
 
 
-def test_without_room_for_both_a_tenant_leaves_before_the_next_comes():
+def test_without_room_for_both_a_memory_owner_leaves_before_the_next_comes():
     residency, device = make(total=101 * GIB)
     assert moves(residency, device, "update") == [["-kv_cache", "-engine_weights", "-optimizer_state", "+actor_params"]]
     residency, device = make(resident=("kv_cache", "engine_weights"), total=70 * GIB)
@@ -170,7 +171,7 @@ def test_entering_the_same_phase_again_moves_nothing():
     assert device.events == []
 
 
-def test_what_does_not_fit_is_refused_with_the_tenant_and_both_sizes():
+def test_what_does_not_fit_is_refused_with_the_owner_and_both_sizes():
     residency, device = make(resident=(), total=65 * GIB)
     residency.enter("optimizer_step")
     with pytest.raises(DeviceMemoryError, match=r"phase rollout: kv_cache needs 50\.00 GiB.*, 15\.00 GiB are free.*"):
@@ -187,7 +188,7 @@ def test_what_does_not_fit_comes_with_what_to_change():
         assert advice in str(raised.value)
 
 
-def test_bytes_are_reported_by_phase_and_tenant():
+def test_bytes_are_reported_by_phase_and_owner():
     residency, _ = make()
     for phase in RESIDENCY:
         residency.enter(phase)
@@ -227,9 +228,17 @@ def test_time_is_handed_out_once():
     assert residency.take_seconds() == {}
 
 
-def test_unknown_tenants_and_phases_are_our_own_errors():
+def test_unknown_owners_and_phases_are_our_own_errors():
     with pytest.raises(AssertionError, match="unknown owners"):
         Residency({"gradients": MemoryOwner(Device(), "gradients", 1)}, movable=set(), resident=set())
     residency, _ = make()
     with pytest.raises(KeyError):
         residency.enter("lunch")
+
+
+def test_an_engine_that_stays_is_counted_with_what_it_was_built_with():
+    sizes = {"engine_weights": 3, "kv_cache": 5}
+    owners = {name: EngineOwner(lambda: None, num_bytes=size) for name, size in sizes.items()}
+    residency = Residency(owners, movable=set(), resident=set(owners))
+    residency.enter("update")
+    assert residency.bytes_by_phase() == {("update", "engine_weights"): 3, ("update", "kv_cache"): 5}

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.rollout.weights import first_difference, gather_in_buckets, tensor_parallel_share, verify
+from hybrid_gkd.rollout.verify import first_difference, tensor_parallel_share, verify
+from hybrid_gkd.rollout.weights import gather_in_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -75,12 +76,14 @@ def test_verify_takes_all_weights_and_names_the_first_that_differs():
             taken.append(name)
             yield name, changed.get(name, torch.ones(2))
 
-    verify(weights(), lambda name, full: [(full, held[name])])
+    verify(weights(), held, lambda name, full: [(full, held[name])])
     with pytest.raises(WorkerError, match=r"verify_weights: b in .* 2 of 2 values differ, first \[0\]: 1\.0.* 0\.0"):
-        verify(weights(b=torch.zeros(2), c=torch.zeros(2)), lambda name, full: [(full, held[name])])
+        verify(weights(b=torch.zeros(2), c=torch.zeros(2)), held, lambda name, full: [(full, held[name])])
     with pytest.raises(WorkerError, match="a in the rollout engine: the engine has no weight of this name"):
-        verify(weights(), lambda name, full: [(full, {}[name])])
-    assert taken == ["a", "b", "c"] * 3
+        verify(weights(), {}, lambda name, full: [(full, {}[name])])
+    with pytest.raises(WorkerError, match=r"left weights of the rollout engine unset: \['d'\]"):
+        verify(weights(), ["a", "b", "c", "d"], lambda name, full: [(full, held[name])])
+    assert taken == ["a", "b", "c"] * 4
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])

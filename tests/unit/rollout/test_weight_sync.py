@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.rollout.weight_sync import WeightSpec, WeightSync, cut, layout_of
+from hybrid_gkd.rollout.weight_sync import WeightSync
+from hybrid_gkd.rollout.weights import WeightSpec, cut, layout_of
 
 SHAPES = {"embedding": (11, 4), "scale": (3,), "square": (7, 5), "one": (1,), "large": (60, 50)}
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
-from hybrid_gkd.student.actor import compile_blocks
+from hybrid_gkd.student.sharded_model import compile_blocks
 from hybrid_gkd.testing import make_tiny_model
 
 

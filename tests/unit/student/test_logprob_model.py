@@ -32,8 +32,8 @@ from transformers import (
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
-from hybrid_gkd.student.actor import LogprobModel
 from hybrid_gkd.student.loading import build_model
+from hybrid_gkd.student.logprob_model import LogprobModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,20 +1,19 @@
-"""What the worker decides by itself about a device that it shares, on a stand-in for the device."""
+"""When the optimizer state comes back to a device that is shared, on stand-ins for the device and the model."""
 
 from types import SimpleNamespace
 
 import torch
 
-from hybrid_gkd.offload.engine import EngineWeights, KVCache
 from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.types import MiniBatch
-from hybrid_gkd.workers.worker import Worker
+from hybrid_gkd.workers.updater import Updater
 
 GIB = 2**30
 PARAMS, STATE, GRADIENTS, PER_TOKEN = 14 * GIB, 28 * GIB, 14 * GIB, GIB // 256
 
 
 class Device:
-    """Runs out of memory, and counts as `DeviceMemory` does."""
+    """Runs out of memory, and counts as `MemoryMeter` does."""
 
     def __init__(self, total):
         self.total, self.used, self.peak, self.base = total, 0, 0, 0
@@ -65,14 +64,11 @@ class MemoryOwner:
         pass
 
 
-def make_worker(total):
-    """One of two workers of a 7B student, with both offloads; its model is a stand-in that takes memory."""
-    worker = Worker.__new__(Worker)  # without the process that the constructor is for
-    worker.role, worker.rank, worker.size, worker.accumulated, worker.takes_turns = "worker", 0, 2, (), True
-    worker.measured_tokens = worker.measured_bytes = 0
-    device = worker.memory = Device(total)
+def make_updater(total):
+    """Of one of two workers of a 7B student, with both offloads; its model is a stand-in that takes memory."""
+    device = Device(total)
     owners = {"actor_params": MemoryOwner(device, PARAMS, True), "optimizer_state": MemoryOwner(device, STATE, False)}
-    worker.residency = Residency(
+    residency = Residency(
         owners, movable=set(owners), resident={"actor_params"}, free_bytes=lambda: device.total - device.used
     )
 
@@ -88,30 +84,21 @@ def make_worker(total):
         device.used -= GRADIENTS
         return {}
 
-    worker.actor = SimpleNamespace(update=update)
-    return worker, owners["optimizer_state"]
+    updater = Updater(SimpleNamespace(update=update), residency, device, worker="worker 0", alone=False)
+    return updater, owners["optimizer_state"]
 
 
-def train(worker, *micro_batches):
+def train(updater, *micro_batches):
     """One update; then what leaves for the rollout has left."""
     items = tuple((SimpleNamespace(sequence=SimpleNamespace(num_tokens=tokens)),) for tokens in micro_batches)
-    worker._attempt(worker._update, MiniBatch(micro_batches=items, num_tokens=sum(micro_batches)))
-    worker.accumulated = ()
-    worker.residency.enter("publish")
+    updater.update([MiniBatch(micro_batches=items, num_tokens=sum(micro_batches))])
+    updater.residency.enter("publish")
 
 
 def test_the_optimizer_state_comes_early_only_where_the_micro_batch_leaves_room_for_it():
     """Responses grow by and by, one micro-batch an update, until both together would not fit."""
-    worker, state = make_worker(80 * GIB)
+    updater, state = make_updater(80 * GIB)
     for tokens, early in ((2000, 0), (2100, 1), (4000, 1), (6000, 1), (8000, 1)):
-        train(worker, tokens)
+        train(updater, tokens)
         assert state.came_early == early, tokens
-    train(worker, 2000, 6000)
-
-
-def test_an_engine_that_stays_is_counted_with_what_it_was_built_with():
-    engine = SimpleNamespace(wake_weights=None, wake_kv_cache=None, sleep=None)
-    owners = {"engine_weights": EngineWeights(engine, 3), "kv_cache": KVCache(engine, lambda: None, 5)}
-    residency = Residency(owners, movable=set(), resident=set(owners))
-    residency.enter("update")
-    assert residency.bytes_by_phase() == {("update", "engine_weights"): 3, ("update", "kv_cache"): 5}
+    train(updater, 2000, 6000)

@@ -1,0 +1,109 @@
+"""transformers' generation as rollout engine, for where vLLM cannot be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.models.spec import read_config
+from hybrid_gkd.offload.budget import engine_dtype
+from hybrid_gkd.rollout.engine import RolloutEngine
+from hybrid_gkd.rollout.verify import refuse_unset, verify
+from hybrid_gkd.rollout.weights import num_bytes
+from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
+
+
+class HFRolloutEngine(RolloutEngine):
+    """transformers' `generate` on a copy of the student: slow, but runs wherever torch does.
+
+    Responses are drawn batch by batch with one seed per batch, so unlike with vLLM they depend on which
+    requests share a batch. Its memory is not managed: it never sleeps.
+    """
+
+    description = "hf (transformers generation)"
+
+    def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
+        from transformers import AutoModelForCausalLM
+
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        self.dtype = getattr(torch, engine_dtype(config, device.type))
+        self.device = device
+        self.stop_token_ids = stop_token_ids
+        self.max_num_seqs = rollout.max_num_seqs
+        hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+        self.model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
+        ).to(device).eval()
+        self.weight_bytes = num_bytes(self.model)
+
+    @torch.no_grad()
+    def generate(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
+    ) -> Iterator[list[Sequence]]:
+        by_length = sorted(requests, key=lambda request: (len(request.prompt_ids), request.index))
+        for start in range(0, len(by_length), self.max_num_seqs):
+            batch = by_length[start : start + self.max_num_seqs]
+            yield self._generate_batch(batch, sampling, weight_version)
+
+    def _generate_batch(
+        self, batch: list[GenerationRequest], sampling: SamplingParams, weight_version: int
+    ) -> list[Sequence]:
+        from transformers import GenerationConfig
+
+        width = max(len(request.prompt_ids) for request in batch)
+        ids = torch.full((len(batch), width), self.stop_token_ids[0], dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        greedy = sampling.temperature == 0
+        options = {} if greedy else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0),
+        }
+        generation = GenerationConfig(
+            max_new_tokens=sampling.max_tokens, do_sample=not greedy, eos_token_id=self.stop_token_ids,
+            pad_token_id=self.stop_token_ids[0], return_dict_in_generate=True, output_logits=sampling.logprobs,
+            **options,
+        )
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(batch[0].seed)
+            output = self.model.generate(
+                ids.to(self.device), attention_mask=mask.to(self.device), generation_config=generation
+            )
+        tokens = output.sequences[:, width:].cpu().numpy().astype(np.int32)
+        logprobs = None
+        if sampling.logprobs:
+            logits = torch.stack(output.logits, dim=1).float() / (sampling.temperature or 1.0)
+            chosen = output.sequences[:, width:, None]
+            logprobs = logits.log_softmax(-1).gather(-1, chosen)[..., 0].cpu().numpy()
+        sequences = []
+        for row, request in enumerate(batch):
+            ends = np.flatnonzero(np.isin(tokens[row], self.stop_token_ids))
+            length = int(ends[0]) + 1 if len(ends) else tokens.shape[1]
+            sequences.append(
+                Sequence(
+                    index=request.index,
+                    prompt_ids=request.prompt_ids,
+                    response_ids=tokens[row, :length],
+                    weight_version=weight_version,
+                    finish_reason="stop" if len(ends) else "length",
+                    logprobs=None if logprobs is None else logprobs[row, :length],
+                )
+            )
+        return sequences
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in weights:
+            own.pop(name).copy_(tensor)
+        refuse_unset(set(own))
+
+    def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        verify(weights, own, lambda name, full: [(full, own[name])])

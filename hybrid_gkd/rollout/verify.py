@@ -1,0 +1,162 @@
+"""Comparison of an engine's weights with the actor's, value by value, and where a vLLM model keeps them.
+
+`holds_plain_weights` and `VLLMLayout` know vLLM's modules by their attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_gkd.errors import ConfigError, WorkerError
+
+PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""vLLM's quantisation methods that keep a weight as it is."""
+Pairs = Callable[[str, Tensor], list[tuple[Tensor, Tensor]]]
+"""A weight's name and full tensor -> (expected, held) tensors of the engine. KeyError: unknown name."""
+
+
+@torch.no_grad()
+def verify(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], pairs: Pairs) -> None:
+    """Compare every weight with the engine's, value by value.
+
+    All weights are taken before an error is raised, since handing them out is collective.
+
+    Args:
+        weights: full tensors of the actor by name.
+        names: of all the engine's weights.
+        pairs: finds the engine's tensors of a weight.
+
+    Raises:
+        WorkerError: names the first weight that differs, that the engine does not have, or that was never set.
+    """
+    problem, unset = None, set(names)
+    for name, full in weights:
+        unset.discard(name)
+        if problem is not None:
+            continue
+        try:
+            differences = (first_difference(expected, held) for expected, held in pairs(name, full))
+            found = next((difference for difference in differences if difference), None)
+        except KeyError:
+            found = "the engine has no weight of this name"
+        if found:
+            problem = f"actor_rollout_ref.rollout.verify_weights: {name} in the rollout engine: {found}"
+    if problem is not None:
+        raise WorkerError(problem)
+    refuse_unset(unset)
+
+
+def refuse_unset(names: set[str]) -> None:
+    """Raises WorkerError if there are weights that a publish has not set."""
+    if names:
+        raise WorkerError(f"publish left weights of the rollout engine unset: {sorted(names)[:3]}")
+
+
+def first_difference(expected: Tensor, held: Tensor) -> str | None:
+    """None where all values are equal (0 and -0 are, NaN never is); else a description of where they are not."""
+    if expected.shape != held.shape:
+        return f"shape {list(held.shape)}, but the actor has {list(expected.shape)}"
+    expected = expected.to(held.dtype)
+    differs = expected != held
+    count = int(differs.sum())
+    if not count:
+        return None
+    first = int(differs.cpu().numpy().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), expected.shape)]
+    values = held[tuple(index)].item(), expected[tuple(index)].item()
+    return f"{count} of {held.numel()} values differ, first {index}: {values[0]}, but the actor has {values[1]}"
+
+
+def tensor_parallel_share(full: Tensor, shape: torch.Size, *, rank: int, ranks: int) -> Tensor:
+    """The part of a full weight that tensor-parallel rank `rank` of `ranks` holds as a tensor of `shape`.
+
+    Either all of it, or one dimension is cut into equal parts. With fewer parts than ranks (key and value
+    heads) neighbouring ranks hold the same one. Where `shape` is no such part, all of it is returned.
+    """
+    cut = [dim for dim in range(full.ndim) if full.ndim == len(shape) and full.shape[dim] != shape[dim]]
+    if len(cut) != 1 or full.shape[cut[0]] % shape[cut[0]]:
+        return full
+    length = shape[cut[0]]
+    parts = full.shape[cut[0]] // length
+    if ranks % parts:
+        return full
+    return full.narrow(cut[0], rank // (ranks // parts) * length, length)
+
+
+class VLLMLayout:
+    """Where a vLLM model keeps the weights of its Hugging Face original on this tensor-parallel rank.
+
+    Args:
+        model: vLLM's model, unquantised.
+
+    Raises:
+        ConfigError: the model holds weights whose layout is not known here.
+    """
+
+    def __init__(self, model: Any):
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.places: dict[str, tuple[Any, str, int | None]] = {}
+        """Hugging Face name -> module, its attribute, and which part of a merged tensor."""
+        merged: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            attributes = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+            if attributes:
+                parent, _, own_name = path.rpartition(".")
+                parts = merged.get(own_name, [own_name])
+                self._refuse_unknown(path, module, parts)
+                for index, part in enumerate(parts):
+                    for attribute in attributes:
+                        name = ".".join(filter(None, (parent, part, attribute)))
+                        self.places[name] = module, attribute, index if len(parts) > 1 else None
+
+    def _refuse_unknown(self, path: str, module: Any, parts: list[str]) -> None:
+        method = type(getattr(module, "quant_method", None)).__name__
+        merged_in_original = len(parts) != len(getattr(module, "output_partition_sizes", parts))
+        if method not in PLAIN_METHODS or (merged_in_original and self.ranks > 1):
+            raise ConfigError(
+                "actor_rollout_ref.rollout.verify_weights",
+                f"is not available for this model: the layout of {path} ({type(module).__name__}, {method}) "
+                f"with tensor_model_parallel_size={self.ranks} is not known", True,
+            )
+
+    def pairs(self, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a full weight with each tensor that holds it. KeyError: unknown name."""
+        module, attribute, index = self.places[name]
+        return [(self._share(module, full, held), held) for held in self._held(module, attribute, index)]
+
+    def _held(self, module: Any, attribute: str, index: int | None) -> list[Tensor]:
+        tensor: Tensor = getattr(module, attribute).detach()
+        copies = [tensor] if tensor.numel() else []
+        if attribute == "weight" and hasattr(module, "cpu_linear"):
+            # The CPU backend multiplies with a packed copy. Each entry of its product with the identity is
+            # one weight plus zeros, so exactly that weight.
+            columns = tensor.shape[1] if tensor.numel() else module.input_size_per_partition
+            copies.append(module.cpu_linear(torch.eye(columns, dtype=tensor.dtype), tensor, None).T)
+        if not copies:
+            raise KeyError(attribute)
+        if hasattr(module, "shard_indices"):  # vocabulary: the rest is padding
+            return [copy[: module.shard_indices.num_org_elements] for copy in copies]
+        if index is not None:
+            return [copy.split(module.output_partition_sizes)[index] for copy in copies]
+        return copies
+
+    def _share(self, module: Any, full: Tensor, held: Tensor) -> Tensor:
+        if hasattr(module, "shard_indices"):
+            indices = module.shard_indices
+            return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+        return tensor_parallel_share(full, held.shape, rank=self.rank, ranks=self.ranks)
+
+
+def holds_plain_weights(model: Any) -> bool:
+    """Whether a vLLM model holds all its weights unquantised, and nothing that was derived from them at loading."""
+    for module in model.modules():
+        derives = hasattr(module, "process_weights_after_loading") and type(module).__name__ != "Attention"
+        if derives or type(getattr(module, "quant_method", None)).__name__ not in PLAIN_METHODS:
+            return False
+    return True

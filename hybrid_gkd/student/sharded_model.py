@@ -1,0 +1,217 @@
+"""A Hugging Face causal LM in FSDP2 shards, with its optimizer: build, step, gather. Knows no loss, Ray or vLLM.
+
+All methods are collective: every rank calls them in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
+from hybrid_gkd.errors import DeviceMemoryError, ModelError
+from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
+from hybrid_gkd.rollout.weights import gather_in_buckets
+from hybrid_gkd.student.loading import build_model, load_shards, materialize
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ShardedModel:
+    """One rank of a model.
+
+    Args:
+        model: the model folder and its overrides.
+        wrap: Hugging Face model -> the root module, whose forward pass is run.
+        fsdp: type and sharding of the weights.
+        shard_size: the weights are sharded within groups of so many consecutive ranks and replicated across them.
+        bucket_bytes: see `gather_in_buckets`.
+        compile: fuse the decoder blocks with torch.compile.
+        optim: None for a frozen model, which has no optimizer.
+        num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
+        device: torch.device, bucket_bytes: int, compile: bool = False, optim: OptimConfig | None, num_updates: int = 0,
+    ):  # fmt: skip
+        self.device = device
+        if device.type == "cuda":
+            take_workspaces(device)
+        self.fsdp, self.optim, self.bucket_bytes = fsdp, optim, bucket_bytes
+        self.num_updates, self.updates_done = num_updates, 0
+        self.world_size = dist.get_world_size()
+        self.hf_model = build_model(
+            model.path, dtype=DTYPES[fsdp.model_dtype], trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        )
+        if model.enable_gradient_checkpointing:
+            self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.hf_model.train()
+        if compile:
+            compile_blocks(self.hf_model)
+        self.model: Any = wrap(self.hf_model)
+        self.hidden_size = self.hf_model.get_output_embeddings().in_features
+        # Adapters belong here, before the shards are cut; `full_tensors` would merge them.
+        self._shard(shard_size)
+        materialize(self.model, device)
+        load_shards(self.hf_model, model.path)
+        self.optimizer = None
+        if optim is not None:
+            self.optimizer = make_optimizer(self.hf_model, optim, fused=device.type == "cuda")
+
+    def _shard(self, shard_size: int) -> None:
+        """`fully_shard` per decoder block, then the rest (embedding, last norm, head) as one group."""
+        if shard_size == self.world_size:
+            mesh = init_device_mesh(self.device.type, (shard_size,))
+        else:
+            shape = (self.world_size // shard_size, shard_size)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        compute = torch.bfloat16 if self.device.type == "cuda" else None
+        reduce_dtype = torch.promote_types(self.hf_model.dtype, torch.float32)
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype),
+        }
+        for block in decoder_blocks(self.hf_model):
+            fully_shard(block, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
+        # The head's weight is needed again at once, in the backward pass: do not free it in between.
+        fully_shard(self.model, reshard_after_forward=False, **options)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameter shards of this rank."""
+        return list(self.hf_model.parameters())
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """The optimizer-state shards of this rank; empty before the first step."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return [value for state in states for value in state.values() if torch.is_tensor(value)]
+
+    def keep_gathered(self, keep: bool) -> None:
+        """Before a forward and backward pass: whether gathered weights also serve the next one, if configured so."""
+        if not self.fsdp.reshard_after_forward:
+            self.model.set_reshard_after_backward(not keep)
+
+    def reshard(self) -> None:
+        """Free the weights that a forward pass keeps gathered; without a backward pass nothing else does."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def abandon_backward(self) -> None:
+        """Drop all gradients and bring FSDP2 back to where a forward pass can begin.
+
+        It has no public way for that; its final callback of a backward pass does exactly this.
+        """
+        self.model.set_reshard_after_backward(True)
+        self.model.zero_grad(set_to_none=True)  # of parameters that are gathered right now
+        self.model._get_fsdp_state()._root_post_backward_final_callback()
+        self.model.zero_grad(set_to_none=True)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        assert self.optimizer is not None, "a frozen model has no gradients"
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def clip_grad_norm(self, largest: float) -> Tensor:
+        """Scale the gradients down to a norm of at most `largest`; their norm before, over all ranks, on the device."""
+        norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), largest)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self) -> float:
+        """One optimizer step, which consumes the gradients; its learning rate.
+
+        Raises:
+            DeviceMemoryError: the device memory did not suffice; some weights may have changed.
+        """
+        assert self.optimizer is not None, "a frozen model takes no steps"
+        assert self.optim is not None
+        rate = learning_rate(self.optim, self.updates_done, self.num_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError as error:  # some parameters may have changed: never to be tried again
+            raise DeviceMemoryError(
+                "phase optimizer_step: out of device memory within the step, continue from the last checkpoint; switch "
+                "on actor_rollout_ref.actor.fsdp_config.optimizer_offload or take more GPUs. "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        self.zero_grad()
+        self.updates_done += 1
+        return rate
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameter shards under their Hugging Face names, a tied one under each of them."""
+        return self.hf_model.named_parameters(remove_duplicate=False)
+
+    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All weights in `dtype` under their Hugging Face names, gathered in buckets.
+
+        A tied output embedding is handed out too, since an engine may hold a copy of its own.
+        """
+        return gather_in_buckets(self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes)
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Let cuBLAS take the memory that it needs in this thread and in autograd's, and that it never gives back.
+
+    At the first product torch would cut them from any large free block and so keep all of that block from going back
+    to the device. Now, with nothing cached, they are a block of their own.
+    """
+    torch.cuda.empty_cache()
+    square = torch.zeros(8, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    (square @ square).sum().backward()
+
+
+def decoder_blocks(model: Any) -> list[nn.Module]:
+    """The transformer blocks of a Hugging Face model, by the class names that it must not split."""
+    names = set(model._no_split_modules or [])
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ModelError(f"{type(model).__name__} names no decoder blocks (_no_split_modules) to shard")
+    return blocks
+
+
+def compile_blocks(model: Any) -> None:
+    """Let torch.compile fuse the operations between attention and matrix products in every decoder block.
+
+    FSDP2's hooks and gradient checkpointing stay outside. The graphs take any number of tokens and serve all blocks,
+    so that only the first forward and backward pass compile.
+    """
+    register_packed_attention(torch.compiler.disable(packed_attention))
+    for block in decoder_blocks(model):
+        block.forward = torch.compile(block.forward, dynamic=True)
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only: it is not meant to shrink biases and norms."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
+    )
+
+
+def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
+    """Learning rate of optimizer step `update` (0-based) of `num_updates`: linear warm-up, then the schedule."""
+    if update < config.lr_warmup_steps:
+        return config.lr * (update + 1) / config.lr_warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    progress = (update - config.lr_warmup_steps) / max(1, num_updates - config.lr_warmup_steps)
+    progress = min(1.0, progress)
+    shape = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)

@@ -1,0 +1,92 @@
+"""The process group of a pool of workers: how they find each other, and whether they do.
+
+torch is imported when a worker joins, after the environment that it reads has been set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.workers.placement import Role, threads_per_process
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroup:
+    """One worker's membership in the group of its pool."""
+
+    config: Config
+    role: Role
+    rank: int
+    size: int
+    device: str
+    """"cuda" or "cpu"."""
+
+    def free_address(self) -> tuple[str, int]:
+        """Host and a free port of this process, for a rendezvous."""
+        host = "127.0.0.1"
+        if not self._on_one_host():
+            import ray
+
+            host = ray.util.get_node_ip_address()  # by which Ray's other nodes reach this one
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def _on_one_host(self) -> bool:
+        return self.config.ray_init.address is None or (self.config.trainer.nnodes == 1 and self.role == "worker")
+
+    def join(self, address: tuple[str, int], timeout: float) -> None:
+        """Meet the others at `address`, within `timeout` seconds."""
+        os.environ.update(
+            RANK=str(self.rank), WORLD_SIZE=str(self.size), LOCAL_RANK="0",
+            MASTER_ADDR=address[0], MASTER_PORT=str(address[1]),
+        )
+        if self.device == "cpu":
+            os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
+            if self._on_one_host():  # the host's own name may not resolve on a laptop
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        import torch
+        import torch.distributed as dist
+
+        from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
+
+        if self.device == "cuda":
+            torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
+        # Collectives are given longer than the caller waits for them and than a weight sync between pools may take:
+        # a worker that waits for a late rank must still be there when the student is saved.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo",
+            store=dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout)),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout + ABORT_SECONDS),
+        )
+
+    def all_reduce(self, address: tuple[str, int], timeout: float) -> None:
+        """One number summed over all workers, on their devices; joins the group first where that was not done.
+
+        Raises:
+            WorkerError: not within `timeout` seconds, or with a wrong sum.
+        """
+        import torch
+        import torch.distributed as dist
+
+        deadline = time.monotonic() + timeout
+        if not dist.is_initialized():
+            self.join(address, timeout)
+        number = torch.tensor([self.rank + 1.0], device=self.device)
+        work = dist.all_reduce(number, async_op=True)
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise WorkerError(f"{self.role} {self.rank} waited {timeout:g} s for the others in an all-reduce")
+            time.sleep(0.01)
+        work.wait()
+        expected = self.size * (self.size + 1) / 2
+        if number.item() != expected:
+            raise WorkerError(f"{self.role} {self.rank}: an all-reduce gave {number.item()}, not {expected}")

@@ -1,0 +1,145 @@
+"""Updates of the actor on a device that it shares: room for them, and a second attempt where memory runs out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from hybrid_gkd.errors import DeviceMemoryError
+from hybrid_gkd.offload.device import MemoryMeter
+from hybrid_gkd.offload.residency import Residency
+from hybrid_gkd.student.actor import Actor
+from hybrid_gkd.types import MiniBatch, TrainSequence
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Updater:
+    """Runs an actor's forward and backward passes and optimizer steps.
+
+    A worker that is `alone` in its pool and runs out of device memory tries once more, with micro-batches of half the
+    size. One of several cannot: the others are in collectives that it has left. `worker` is for messages.
+    """
+
+    def __init__(self, actor: Actor, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool):
+        self.actor, self.residency, self.meter = actor, residency, meter
+        self.worker, self.alone = worker, alone
+        self._peak_activation_bytes = 0
+        """Of all mini-batches so far: the peak beyond parameters and optimizer state, gradients included."""
+        self._largest_micro_batch = 0
+        """Tokens of the largest micro-batch behind that peak."""
+        self._accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
+        """Micro-batches behind the present gradients, kept until the optimizer step."""
+
+    def accumulate(self, part: MiniBatch) -> None:
+        """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
+        self._attempt(self._accumulate, part)
+
+    def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
+        """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
+
+        Of the first one, parts may have been accumulated.
+
+        Copies overlap the work: the optimizer state comes while the last micro-batch is computed, if the peak
+        activation memory so far leaves room for it, and memory owners that the rollout does not need leave from the
+        end on.
+
+        Raises:
+            DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not,
+                and some may have.
+        """
+        metrics = []
+        for batch in batches:
+            metrics.append(self._attempt(self._update, batch))
+            self._accumulated = ()
+        if self.residency.takes_turns:
+            self.meter.trim()  # now, while no copy is in flight that it would wait for
+        self.residency.prepare("rollout")
+        return metrics
+
+    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        """See `Actor.compute_logprobs`. Raises DeviceMemoryError if a micro-batch does not fit."""
+        self.residency.enter("update")
+        try:
+            return self.actor.compute_logprobs(micro_batches)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(str(error).splitlines()[0]) from error
+
+    def _attempt(self, compute: Callable[[MiniBatch], T], part: MiniBatch) -> T:
+        """`compute` a part, or, if memory runs out, once more all there is of the mini-batch in halves."""
+        whole = dataclasses.replace(part, micro_batches=(*self._accumulated, *part.micro_batches))
+        try:
+            result = compute(part)
+            self._accumulated = whole.micro_batches
+            return result
+        except torch.OutOfMemoryError as error:
+            halves, reason = split_micro_batches(whole), str(error).splitlines()[0]
+        # Only here, when its exception is gone, are the activations of the failed attempt free.
+        if not self.alone or halves is None:
+            raise self._out_of_memory(reason)
+        logger.warning("once more with micro-batches of half the size: %s", reason)
+        self._accumulated = ()
+        self.residency.enter("update")
+        self.meter.trim()
+        try:
+            result = compute(halves)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(str(error).splitlines()[0]) from error
+        self._accumulated = halves.micro_batches
+        return result
+
+    def _enter_update(self) -> None:
+        self.residency.enter("update")
+        if not self._accumulated:
+            self.meter.start()
+
+    def _accumulate(self, part: MiniBatch) -> None:
+        self._enter_update()
+        self.actor.accumulate(part)
+
+    def _update(self, batch: MiniBatch) -> dict[str, float]:
+        self._enter_update()
+        micro_batches = (*self._accumulated, *batch.micro_batches)
+        tokens = max(sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in micro_batches)
+        arriving = 0
+
+        def before_last() -> None:
+            nonlocal arriving
+            self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken())
+            if self._largest_micro_batch:  # one that is larger than any before may need more by the same factor
+                reserve = round(self._peak_activation_bytes * max(1.0, tokens / self._largest_micro_batch))
+                arriving = self.residency.prepare("optimizer_step", reserve=reserve)
+
+        def before_step() -> None:
+            self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken() - arriving)
+            self._largest_micro_batch = max(self._largest_micro_batch, tokens)
+            self.residency.enter("optimizer_step")
+
+        return self.actor.update(batch, before_last=before_last, before_step=before_step)
+
+    def _out_of_memory(self, reason: str) -> DeviceMemoryError:
+        owners = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == "update"}
+        sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(owners.items()))
+        return DeviceMemoryError(
+            f"phase update: {self.worker} ran out of device memory beside {sizes}; the last checkpoint is "
+            "intact. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, switch on "
+            "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or give vLLM or a teacher on this "
+            f"GPU a smaller gpu_memory_utilization. {reason}"
+        )
+
+
+def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:
+    """The same mini-batch in micro-batches of half as many sequences; None if there is nothing left to split."""
+    if all(len(micro_batch) < 2 for micro_batch in batch.micro_batches):
+        return None
+    halves: list[tuple[TrainSequence, ...]] = []
+    for micro_batch in batch.micro_batches:
+        middle = -(-len(micro_batch) // 2)
+        halves += [part for part in (micro_batch[:middle], micro_batch[middle:]) if part]
+    return MiniBatch(micro_batches=tuple(halves), num_tokens=batch.num_tokens)

@@ -1,0 +1,49 @@
+"""The table of rollout engines, and an engine of the user's own."""
+
+import pytest
+import torch
+
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.imports import load_object
+from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, make_engine, resolve_engine
+
+OWN_ENGINE = """
+import torch
+from hybrid_gkd.rollout.engine import RolloutEngine
+
+class Parrot(RolloutEngine):
+    description, dtype, weight_bytes = "parrot 1.0", torch.float32, 0
+
+    def __init__(self, config, *, device, stop_token_ids):
+        self.stop_token_ids = stop_token_ids
+"""
+
+
+def configure(name):
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.server_ip=x"]
+    return load_config([*given, f"{KEY}={name}"])
+
+
+def test_the_configuration_takes_the_names_of_the_table():
+    for name, import_path in ROLLOUT_ENGINES.items():
+        assert configure(name).actor_rollout_ref.rollout.name == name
+        assert RolloutEngine in load_object(KEY, import_path).__mro__
+    with pytest.raises(ConfigError, match=rf"{KEY}: .*vllm, hf"):
+        configure("vlm")
+
+
+def test_an_engine_of_the_users_own_is_built_and_never_sleeps(tmp_path):
+    (tmp_path / "parrot.py").write_text(OWN_ENGINE)
+    name = f"{tmp_path}/parrot.py:Parrot"
+    assert resolve_engine(name) == name
+    engine = make_engine(configure(name), device=torch.device("cpu"), stop_token_ids=[7])
+    assert (engine.description, engine.stop_token_ids, engine.can_sleep) == ("parrot 1.0", [7], False)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nowhere:Engine", "ModuleNotFoundError"), ("json:Engine", "class of json")]
+)
+def test_an_import_path_that_leads_nowhere_is_refused_before_anything_starts(name, reason):
+    with pytest.raises(ConfigError, match=rf"{KEY}: .*{reason}"):
+        resolve_engine(name)

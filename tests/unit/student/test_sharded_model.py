@@ -1,0 +1,43 @@
+"""The sharded model by itself: its schedule, and a frozen one. CPU, one rank."""
+
+import pytest
+import torch
+
+from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
+from hybrid_gkd.models.packed_attention import pack
+from hybrid_gkd.student.logprob_model import LogprobModel
+from hybrid_gkd.student.sharded_model import ShardedModel, learning_rate
+from hybrid_gkd.testing import make_tiny_model, single_process_group
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5)]),
+    ],
+)
+def test_learning_rate_warms_up_and_follows_the_schedule(kind, expected):
+    optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type=kind, min_lr_ratio=0.2)
+    found = [learning_rate(optim, update, 6) for update in range(6)]
+    assert found == pytest.approx(expected)
+
+
+def test_a_frozen_model_has_weights_and_log_probabilities_but_no_optimizer(tmp_path):
+    folder = make_tiny_model(tmp_path)
+    with single_process_group():
+        frozen = ShardedModel(
+            ModelConfig(path=str(folder)), wrap=LogprobModel, fsdp=FSDPConfig(), shard_size=1,
+            device=torch.device("cpu"), bucket_bytes=2**20, optim=None,
+        )
+        assert frozen.optimizer_tensors() == []
+        assert len(frozen.parameters()) == len({id(p) for p in frozen.hf_model.parameters()})
+        names = [name for name, _ in frozen.full_tensors(torch.bfloat16)]
+        assert sorted(names) == sorted(frozen.hf_model.state_dict())
+        ids = torch.arange(5)
+        with torch.no_grad():
+            found, _ = frozen.model(pack([ids.numpy()], "cpu"), ids, ids[:, None], temperature=1.0)
+        assert found.shape == (5, 1)
+        with pytest.raises(AssertionError, match="takes no steps"):
+            frozen.step()

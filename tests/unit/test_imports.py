@@ -1,0 +1,143 @@
+"""Imports run one way, downwards: from every room to rooms before it in ROOMS, and without circles."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hybrid_gkd
+
+ROOT = Path(hybrid_gkd.__file__).parent
+ROOMS = """
+errors files imports types spans config_metadata losses config config_rules demo config_loading models data offload
+rollout student teacher teacher_client checkpoint workers ppo trainer reporting testing launch doctor metrics __main__
+""".split()
+ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics"}}
+# In a fresh interpreter, importing all of a room but its commands brings in none of these.
+FORBIDDEN = {
+    "errors": {"torch", "vllm", "ray", "transformers", "zmq", "numpy"},
+    "types": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
+    "config_loading": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
+    "spans": {"torch", "vllm", "ray", "wandb"},
+    "teacher.protocol": {"torch", "vllm", "ray", "transformers"},
+    "teacher_client": {"torch", "vllm", "ray", "transformers"},
+    "teacher.__main__": {"torch", "ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
+    "teacher.server.local": {"torch", "ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
+    "teacher": {"ray", "vllm", "hybrid_gkd.trainer", "hybrid_gkd.workers"},
+    "losses": {"ray", "vllm", "transformers", "hybrid_gkd.workers", "hybrid_gkd.config"},
+    "models": {"ray", "vllm", "hybrid_gkd.workers"},
+    "data": {"torch", "ray", "vllm"},
+    "offload": {"ray", "vllm", "transformers"},
+    "rollout": {"ray", "vllm", "hybrid_gkd.workers"},
+    "student": {"ray", "vllm", "hybrid_gkd.workers"},
+    "checkpoint": {"torch", "ray", "vllm"},
+    "workers": {"vllm", "hybrid_gkd.ppo", "hybrid_gkd.trainer"},
+    "ppo": {"vllm", "ray", "torch.distributed", "hybrid_gkd.reporting"},
+    "trainer": {"vllm", "ray", "torch.distributed", "hybrid_gkd.reporting"},
+    "reporting": {"torch", "ray", "vllm", "wandb", "hybrid_gkd.workers"},
+    "testing": {"torch", "ray", "vllm", "transformers"},
+}
+NEEDS_TRITON = {"hybrid_gkd.losses.head_triton", "hybrid_gkd.teacher.engines.topk_triton"}
+
+
+def module_name(file):
+    parts = ["hybrid_gkd", *file.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in sorted(ROOT.rglob("*.py"))}
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_of(module):
+    """Modules of the package that a module imports, also within functions; not those for types alone."""
+    tree = ast.parse(MODULES[module].read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hybrid_gkd":
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hybrid_gkd")
+
+
+EDGES = {module: set(imports_of(module)) - {"hybrid_gkd"} for module in MODULES}
+
+
+def test_every_room_has_its_place():
+    assert {room_of(module) for module in MODULES} - {""} == set(ROOMS)
+
+
+def test_imports_only_run_down():
+    upwards = [
+        f"{module} imports {other}"
+        for module, others in EDGES.items()
+        for other in others
+        if ROOMS.index(room_of(other)) > ROOMS.index(room_of(module))
+    ]
+    assert not upwards
+    for room, allowed in ONLY_IMPORTED_BY.items():
+        importers = {room_of(module) for module, others in EDGES.items() if room in map(room_of, others)}
+        assert importers - {room} <= allowed
+
+
+def test_there_is_no_circle():
+    left = dict(EDGES)
+    while left:
+        free = [module for module, others in left.items() if not others & left.keys() - {module}]
+        assert free, f"circles among {sorted(left)}"
+        for module in free:
+            del left[module]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_a_room_does_not_bring_in_what_it_must_not_know(room):
+    name = f"hybrid_gkd.{room}"
+    inside = [
+        module for module in MODULES
+        if (module == name or module.startswith(f"{name}.")) and module not in NEEDS_TRITON
+        and (module == name or not module.endswith("__main__"))
+    ]
+    code = f"import sys, {', '.join(inside)}; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = FORBIDDEN[room] & set(done.stdout.split())
+    assert not found
+
+
+def defined_in(module):
+    """Names at the top level of a module, its submodules included."""
+    names = {other.rpartition(".")[2] for other in MODULES if other.rpartition(".")[0] == module}
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests/gpu"])
+def test_what_cannot_run_here_imports_names_that_exist(folder):
+    for file in sorted((ROOT.parent / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hybrid_gkd":
+                assert node.module in MODULES, f"{file.name}: {node.module}"
+                missing = {alias.name for alias in node.names} - defined_in(node.module)
+                assert not missing, f"{file.name}: {node.module} has no {missing}"
