@@ -69,11 +69,8 @@ def check_free_memory(
 ) -> None:
     """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
 
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        placements: of the workers, measured before they load anything.
-        teacher_loaded: a local teacher that shares a GPU has what it needs already.
+    The placements are measured before the workers load; with `teacher_loaded` a local teacher that shares a GPU has its
+    memory already.
     """
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in placements if place.gpu):
         budget.check_memory(config, spec, total_bytes=total_bytes, role=role)
@@ -105,12 +102,7 @@ def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
     """Bytes that have to be free for the checkpoints of a run, in addition to those already in its folder.
 
     An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept. Where all
-    are kept, there has to be room for the next one.
-
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        steps: of the whole run; None where that is not known.
+    are kept, there has to be room for the next one. `steps`: of the whole run, None where that is not known.
     """
     trainer, one = config.trainer, checkpoint_bytes(config, spec)
     if trainer.save_freq == 0:

@@ -218,8 +218,16 @@ def trackers(facts: Facts) -> str:
 
 def data(facts: Facts) -> str:
     """Every prompt can be read and fits; they fill a batch."""
-    facts.train_prompts = _load_prompts(facts, "data.train_files", facts.config.data.train_files)
-    facts.val_prompts = _load_prompts(facts, "data.val_files", facts.config.data.val_files)
+    section = facts.config.data
+    facts.train_prompts, facts.val_prompts = (
+        load_prompts(
+            files, key=f"data.{name}", prompt_key=section.prompt_key, answer_key=facts.config.reward.answer_key,
+            tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length, truncation=section.truncation,
+            filter_overlong_prompts=section.filter_overlong_prompts,
+            apply_chat_template_kwargs=section.apply_chat_template_kwargs,
+        ) if files else []
+        for name, files in (("train_files", section.train_files), ("val_files", section.val_files))
+    )
     facts.steps = total_steps(facts.config, len(facts.train_prompts))
     return f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts, {facts.steps} steps"
 
@@ -260,18 +268,6 @@ CHECKS = (
     Check("disk", disk, after=("student",)),
     Check("plan", plan, after=("student",)),
 )
-
-
-def _load_prompts(facts: Facts, key: str, files: list[str]) -> list[Prompt]:
-    if not files:
-        return []
-    section = facts.config.data
-    return load_prompts(
-        files, key=key, prompt_key=section.prompt_key, answer_key=facts.config.reward.answer_key,
-        tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length, truncation=section.truncation,
-        filter_overlong_prompts=section.filter_overlong_prompts,
-        apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-    )
 
 
 def check_model_folder(key: str, path: str) -> None:
@@ -335,18 +331,7 @@ def find_checkpoint(config: Config) -> Path | None:
 
 
 def check_disk(config: Config, needed: int) -> str:
-    """Write to where the run folder is or will be, and compare the free space with what the checkpoints will take.
-
-    Args:
-        config: the whole configuration.
-        needed: bytes that have to be free.
-
-    Returns:
-        The finding, in words.
-
-    Raises:
-        ConfigError: it cannot be written to, or is too small.
-    """
+    """Write to the disk of the run folder. Raises ConfigError if that fails, or fewer than `needed` bytes are free."""
     folder = config.run_dir
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

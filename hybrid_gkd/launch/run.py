@@ -40,14 +40,9 @@ def train(config: Config, *, teacher_accuracy: float | None = None) -> None:
 
 
 def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
-    """Train as `config` says.
+    """Train as `config` says; `teacher_accuracy` is that on the validation prompts, where it is known.
 
-    Args:
-        config: checked configuration.
-        teacher_accuracy: what the teacher reaches on the validation prompts, where that is known.
-
-    Raises:
-        HybridGKDError: see the tree in errors.py; everything that was started has been stopped.
+    Raises HybridGKDError: see the tree in errors.py; everything that was started has been stopped.
     """
     started = time.monotonic()
     facts = check_all(config)
@@ -95,15 +90,11 @@ def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: 
     """All workers with student and rollout engine loaded. Raises HybridGKDError."""
     config = facts.config
     assert facts.steps is not None
-    group = stack.enter_context(
-        contextlib.closing(
-            WorkerGroup(
-                config, device=facts.device, num_updates=num_updates(config, facts.steps),
-                stop_token_ids=facts.stop_token_ids,
-                on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),
-            )
-        )
+    group = WorkerGroup(
+        config, device=facts.device, num_updates=num_updates(config, facts.steps), stop_token_ids=facts.stop_token_ids,
+        on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),
     )
+    stack.enter_context(contextlib.closing(group))
     first = group.description[0]
     logger.info(
         "student: %s, %d worker(s) on %s, torch %s, rollout engine %s",
@@ -114,11 +105,7 @@ def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: 
 
 
 def check_placement(config: Config, placements: list[Placement], *, teacher_loaded: bool) -> None:
-    """Say which worker got which GPU.
-
-    Raises:
-        ConfigError: the GPU is too small, or others, or the run's own teacher, hold what the worker needs.
-    """
+    """Log which worker got which GPU. Raises ConfigError if it is too small, or too much of it is in use."""
     for place in placements:
         logger.info("%s: %s", place.worker, place)
     refuse_teacher_gpu(config, placements)
@@ -131,25 +118,18 @@ def start_tracking(facts: Facts) -> Tracking:
     config = facts.config
     assert facts.steps is not None
     info = RunInfo(
-        project_name=config.trainer.project_name,
-        experiment_name=config.trainer.experiment_name,
-        run_dir=config.run_dir,
-        config=to_dict(config),
-        total_steps=facts.steps,
+        project_name=config.trainer.project_name, experiment_name=config.trainer.experiment_name,
+        run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps, resume=facts.resume_from is not None,
         start_step=load_state(facts.resume_from).step if facts.resume_from else 0,
-        resume=facts.resume_from is not None,
     )
     return Tracking(config.trainer.logger, info)
 
 
 @contextlib.contextmanager
 def locked_run_folder(config: Config) -> Iterator[None]:
-    """Create the run folder for this process alone.
+    """Create the run folder for this process alone; `trainer.resume_mode=disable` moves an earlier run aside.
 
-    With `trainer.resume_mode=disable` an earlier run of the same name is moved aside, never overwritten.
-
-    Raises:
-        ConfigError: another process is writing there, or it cannot be created.
+    Raises ConfigError: another process is writing there, or it cannot be created.
     """
     run_dir = config.run_dir
     try:
@@ -177,15 +157,10 @@ def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | Non
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
     metrics = run_dir / "metrics.jsonl"
     return RunSummary(
-        steps=trainer.step,
-        wall_seconds=time.monotonic() - started,
-        teacher_accuracy=teacher_accuracy,
+        steps=trainer.step, wall_seconds=time.monotonic() - started, teacher_accuracy=teacher_accuracy,
         student_accuracy_before=trainer.first_metrics.get("val/accuracy"),
         student_accuracy_after=trainer.last_metrics.get("val/accuracy"),
-        kl_first=trainer.first_metrics.get("actor/kl_loss"),
-        kl_last=trainer.last_metrics.get("actor/kl_loss"),
-        checkpoint=trainer.checkpoint,
-        huggingface=huggingface if huggingface and huggingface.is_dir() else None,
-        metrics=metrics if metrics.is_file() else None,
-        config=run_dir / "config.yaml",
+        kl_first=trainer.first_metrics.get("actor/kl_loss"), kl_last=trainer.last_metrics.get("actor/kl_loss"),
+        checkpoint=trainer.checkpoint, huggingface=huggingface if huggingface and huggingface.is_dir() else None,
+        metrics=metrics if metrics.is_file() else None, config=run_dir / "config.yaml",
     )

@@ -26,21 +26,14 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClie
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     client = TeacherClient(
-        endpoints,
-        topk=config.distillation.topk,
-        temperature=config.distillation.temperature,
-        vocab_size=hf_config.get_text_config().vocab_size,
-        connect_timeout=section.connect_timeout,
-        request_timeout=section.request_timeout,
-        max_retries=section.max_retries,
-        n_server_workers=section.n_server_workers,
-        num_microbatches=section.num_microbatches,
-        keys=section.keys,
+        endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
+        vocab_size=hf_config.get_text_config().vocab_size, connect_timeout=section.connect_timeout,
+        request_timeout=section.request_timeout, max_retries=section.max_retries,
+        n_server_workers=section.n_server_workers, num_microbatches=section.num_microbatches, keys=section.keys,
     )
     try:
         server = client.handshake(
-            tokenizer_hash=tokenizer_hash(tokenizer),
-            tokenizer_size=len(tokenizer),
+            tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer),
             max_sequence_length=config.max_sequence_length,
         )
     except BaseException:
@@ -60,41 +53,28 @@ def make_teacher_process(config: Config, device: str) -> TeacherProcess:
     if teacher_device == "cuda":
         share = teacher_share(config, total_bytes=torch.cuda.get_device_properties(0).total_memory)
     options = [
-        f"--backend={section.backend}",
-        f"--device={teacher_device}",
+        f"--backend={section.backend}", f"--device={teacher_device}", f"--gpu-memory-utilization={share}",
         f"--tp-size={section.tensor_model_parallel_size}",
-        f"--gpu-memory-utilization={share}",
         f"--max-model-len={section.max_model_len or config.max_sequence_length + 1}",
     ]
     if config.actor_rollout_ref.model.trust_remote_code:
         options.append("--trust-remote-code")
     return TeacherProcess(
-        section.model.path,
-        port=section.server_port or 0,
-        n_logprobs=config.distillation.topk,
-        options=options,
-        environment=environment,
-        start_timeout=section.start_timeout,
-        log_path=config.run_dir / "logs" / "teacher.log",
+        section.model.path, port=section.server_port or 0, n_logprobs=config.distillation.topk, options=options,
+        environment=environment, start_timeout=section.start_timeout, log_path=config.run_dir / "logs" / "teacher.log",
     )
 
 
 def teacher_environment(config: Config, device: str) -> dict[str, str]:
-    """Environment of a local teacher: its GPUs of this machine, or its share of the cores.
-
-    Raises:
-        ConfigError: it is to have more GPUs than there are.
-    """
+    """Its GPUs, or its share of the cores. Raises ConfigError if a local teacher needs more GPUs than there are."""
     own = config.actor_rollout_ref.teacher.device
     if (device if own == "auto" else own) == "cuda":
         gpus, wanted = visible_gpus(), teacher_gpus(config)
         if not gpus:
             raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", own)
         if len(gpus) < len(wanted):
-            raise ConfigError(
-                "actor_rollout_ref.teacher.tensor_model_parallel_size", f"this machine shows {len(gpus)} GPUs",
-                len(wanted),
-            )
+            key = "actor_rollout_ref.teacher.tensor_model_parallel_size"
+            raise ConfigError(key, f"this machine shows {len(gpus)} GPUs", len(wanted))
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in wanted)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 

@@ -1,7 +1,7 @@
 """The loop: generate, update, publish, validate, report, save.
 
 `PPOTrainer` is a complete trainer on a rule reward with group-relative advantages. Subclasses replace
-`_update_actor`, which owns the whole learning signal: what a rollout is worth and how it is trained on.
+`_update_actor`, which owns the whole learning signal.
 
 Left out: a critic, and a reference model (no KL penalty to the starting point).
 """
@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
-from hybrid_gkd.config import BATCHES_AHEAD, Config
+from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import CheckpointError, TrainingError
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 30.0
-"""The workers' group ends every wait of its own before its deadline; this much later it is taken for stuck."""
+"""Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
 Plan = list[list[tuple[TrainSequence, ...]]]
 """For each worker its micro-batches."""
 
@@ -66,7 +66,7 @@ class PPOTrainer:
         tracking: takes the metrics.
         store: the run's checkpoints.
         resume_from: a checkpoint folder to continue from, or None.
-        clock: records what the run spends its time on.
+        clock: records spans.
 
     Raises:
         DataError: fewer prompts than one batch needs.
@@ -74,26 +74,13 @@ class PPOTrainer:
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        group: WorkerGroup,
-        tokenizer: Any,
-        train_prompts: list[Prompt],
-        val_prompts: list[Prompt],
-        reward: Reward | None,
-        tracking: MetricLog,
-        store: CheckpointStore,
-        resume_from: Path | None = None,
-        clock: Clock | None = None,
-    ):
-        self.config = config
-        self.group = group
-        self.tokenizer = tokenizer
-        self.train_prompts, self.val_prompts = train_prompts, val_prompts
-        self.reward = reward
-        self.tracking = tracking
-        self.store = store
+        self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Prompt],
+        val_prompts: list[Prompt], reward: Reward | None, tracking: MetricLog, store: CheckpointStore,
+        resume_from: Path | None = None, clock: Clock | None = None,
+    ):  # fmt: skip
+        self.config, self.group, self.tokenizer = config, group, tokenizer
+        self.train_prompts, self.val_prompts, self.reward = train_prompts, val_prompts, reward
+        self.tracking, self.store = tracking, store
         self.clock = clock or Clock()
         self.sampler = make_sampler(config, len(train_prompts))
         self.total_steps = total_steps(config, len(train_prompts))
@@ -109,14 +96,12 @@ class PPOTrainer:
         self.on_generate: list[Callable[[], None]] = []
         """Called when the generation of a rollout to train on begins."""
         self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
-        """Called with the step and sequences to train on in it, as they leave the rollout engine. Both are called from
-        another thread where the engine has a pool of its own."""
+        """Called with a step and sequences of its rollout as they leave the engine. Both are called from a background
+        thread where the engine has a pool of its own."""
         self._rollouts = RolloutsAhead(
-            self._generate,
-            depth=BATCHES_AHEAD[config.trainer.scheduler],
+            self._generate, depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
             inactivity_timeout=config.actor_rollout_ref.nccl_timeout + LATE_SECONDS,
-            clock=self.clock,
         )
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
@@ -147,11 +132,7 @@ class PPOTrainer:
             raise
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
-        """Learn from a rollout: rewards, advantages, old log-probabilities, PPO's clipped objective.
-
-        Returns:
-            Metrics of the update.
-        """
+        """Rewards, advantages, old log-probabilities, PPO's clipped objective. Returns the metrics of the update."""
         sequences, metrics = self._with_advantages(rollout)
         with self.clock.span("update_actor"):
             sequences, weights = self._with_logprobs(sequences)
@@ -160,10 +141,8 @@ class PPOTrainer:
     def _with_advantages(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
         """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
         n = self.config.actor_rollout_ref.rollout.n
-        rewards = np.array([self._score(rollout.prompts, s, n) for s in rollout.sequences], np.float32)
-        advantages = group_relative_advantages(
-            rewards, n, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo
-        )
+        rewards = np.array([self._score(rollout.prompts[s.index // n], s) for s in rollout.sequences], np.float32)
+        advantages = group_relative_advantages(rewards, n, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo)
         sequences = [
             TrainSequence(sequence=s, advantages=np.full(len(s.response_ids), advantage, np.float32))
             for s, advantage in zip(rollout.sequences, advantages, strict=True)
@@ -173,11 +152,7 @@ class PPOTrainer:
     def _with_logprobs(
         self, sequences: list[TrainSequence], *, policy_loss: bool = True
     ) -> tuple[list[TrainSequence], dict[str, float]]:
-        """The same with what the loss needs of the current weights' log-probabilities, and metrics.
-
-        A policy loss in more than one step needs them themselves, `algorithm.rollout_is_threshold` their ratios to
-        those of the rollout.
-        """
+        """The same with old log-probabilities, for a policy loss in several steps, and importance weights; metrics."""
         threshold = self.config.algorithm.rollout_is_threshold
         policy_loss = policy_loss and num_updates(self.config, 1) > 1
         if threshold is None and not policy_loss:
@@ -188,10 +163,8 @@ class PPOTrainer:
             sequences = [dataclasses.replace(s, old_logprobs=x) for s, x in zip(sequences, logprobs, strict=True)]
         if threshold is None:
             return sequences, {}
-        weights = []
-        for item, now in zip(sequences, logprobs, strict=True):
-            assert item.sequence.logprobs is not None
-            weights.append(importance_weights(now, item.sequence.logprobs, threshold))
+        drawn: list[Any] = [item.sequence.logprobs for item in sequences]
+        weights = [importance_weights(now, then, threshold) for now, then in zip(logprobs, drawn, strict=True)]
         sequences = [dataclasses.replace(s, importance_weights=w) for s, w in zip(sequences, weights, strict=True)]
         together = np.concatenate(weights)
         return sequences, {
@@ -201,18 +174,11 @@ class PPOTrainer:
 
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""
-        rollout = self.config.actor_rollout_ref.rollout
         epoch, rows = self.sampler.batch(step)
         prompts = tuple(self.train_prompts[row] for row in rows)
-        sampling = SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
-            logprobs=self.config.algorithm.rollout_is_threshold is not None,
-        )
-        requests = [
-            GenerationRequest(index=index, prompt_ids=prompts[index // rollout.n].token_ids, seed=seed)
-            for index, seed in enumerate(request_seeds(rollout.seed, step, len(prompts) * rollout.n))
-        ]
+        section = self.config.actor_rollout_ref.rollout
+        requests = self._requests(prompts, section.n, step)
+        sampling = self._sampling(section, logprobs=self.config.algorithm.rollout_is_threshold is not None)
         sequences: dict[int, Sequence] = {}
         for begins in self.on_generate:
             begins()
@@ -224,6 +190,19 @@ class PPOTrainer:
                     listener(step, finished)
         ordered = tuple(sequences[request.index] for request in requests)
         return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered)
+
+    def _requests(self, prompts: Iterable[Prompt], n: int, step: int) -> list[GenerationRequest]:
+        """`n` requests for each prompt, with the seeds of a step; 0 is validation."""
+        ids = [prompt.token_ids for prompt in prompts for _ in range(n)]
+        seeds = request_seeds(self.config.actor_rollout_ref.rollout.seed, step, len(ids))
+        pairs = enumerate(zip(ids, seeds, strict=True))
+        return [GenerationRequest(index=index, prompt_ids=each, seed=seed) for index, (each, seed) in pairs]
+
+    def _sampling(self, section: RolloutConfig | ValKwargs, *, logprobs: bool = False) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.config.data.max_response_length, temperature=section.temperature, top_p=section.top_p,
+            top_k=section.top_k, logprobs=logprobs,
+        )
 
     def _train(self, sequences: list[TrainSequence], *, num_tokens: int | None = None) -> dict[str, float]:
         """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each.
@@ -273,39 +252,26 @@ class PPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         """Answer the validation prompts; accuracy where the data has answers."""
-        values = self.config.actor_rollout_ref.rollout.val_kwargs
-        sampling = SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=values.temperature, top_p=values.top_p, top_k=values.top_k,
-        )
-        seeds = request_seeds(self.config.actor_rollout_ref.rollout.seed, 0, len(self.val_prompts))
-        requests = [
-            GenerationRequest(index=index, prompt_ids=prompt.token_ids, seed=seed)
-            for index, (prompt, seed) in enumerate(zip(self.val_prompts, seeds, strict=True))
-        ]
+        requests = self._requests(self.val_prompts, 1, 0)
+        sampling = self._sampling(self.config.actor_rollout_ref.rollout.val_kwargs)
         with self.clock.span("testing"):
             found = [sequence for finished in self.group.generate(requests, sampling) for sequence in finished]
-        sequences = sorted(found, key=lambda sequence: sequence.index)
+        pairs = list(zip(self.val_prompts, sorted(found, key=lambda sequence: sequence.index), strict=True))
         metrics = {
-            "val/response_length": float(np.mean([len(s.response_ids) for s in sequences])),
-            "val/num_prompts": float(len(sequences)),
+            "val/response_length": float(np.mean([len(sequence.response_ids) for sequence in found])),
+            "val/num_prompts": float(len(found)),
         }
-        rewards: list[float | None] = [None] * len(sequences)
+        rewards = [None if self.reward is None else self._score(*pair) for pair in pairs]
         if self.reward is not None:
-            scores = [self._score(self.val_prompts, sequence, 1) for sequence in sequences]
-            rewards = list(scores)
-            metrics["val/accuracy"] = float(np.mean(scores))
-        self.tracking.log_generations(
-            [
-                Generation(prompt=prompt.text, response=self._decode(s), answer=prompt.answer, reward=reward)
-                for prompt, s, reward in zip(self.val_prompts, sequences, rewards, strict=True)
-            ][: self.config.trainer.log_val_generations],
-            self.step,
-        )
+            metrics["val/accuracy"] = float(np.mean([reward for reward in rewards if reward is not None]))
+        samples = [
+            Generation(prompt=prompt.text, response=self._decode(sequence), answer=prompt.answer, reward=reward)
+            for (prompt, sequence), reward in zip(pairs, rewards, strict=True)
+        ]
+        self.tracking.log_generations(samples[: self.config.trainer.log_val_generations], self.step)
         return metrics
 
-    def _score(self, prompts: Any, sequence: Sequence, n: int) -> float:
-        prompt: Prompt = prompts[sequence.index // n]
+    def _score(self, prompt: Prompt, sequence: Sequence) -> float:
         if prompt.answer is None:
             raise TrainingError(f"row {prompt.index} of the data has no answer to compute a reward from")
         assert self.reward is not None
@@ -378,7 +344,7 @@ class PPOTrainer:
 
 
 def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
-    """What a checkpoint belongs to, and what decides, with the step, which prompts and seeds come next."""
+    """The settings that, with the step, decide which prompts and seeds come next."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     return {
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
