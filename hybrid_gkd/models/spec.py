@@ -42,12 +42,7 @@ class ModelSpec:
 def model_spec(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
 ) -> ModelSpec:
-    """The spec of a model, computed from its config.json without weights.
-
-    Raises:
-        ModelError: it cannot be read, or makes no model.
-        ConfigError: `override_config` names a field that it does not have, or gives one a value that it does not take.
-    """
+    """The spec of a model, computed from its config.json without weights. Raises ModelError, and as `read_config`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -84,35 +79,31 @@ def model_spec(
 def read_config(path: str, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
     """A model's configuration: of a folder, of the hub's cache, or of a hub that answers at once.
 
-    Raises:
-        OSError, ValueError: it is in none of them, or cannot be used.
-        ConfigError: see `model_spec`.
+    Raises OSError or ValueError if there is none to be used; ConfigError for a field or value of `override_config`.
     """
     from huggingface_hub import get_session, hf_hub_url
     from transformers import AutoConfig
 
     try:
         # A folder may name code on the hub, which is fetched then.
-        local_files_only = not os.path.isdir(path)
-        config = AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
-        )
+        local = not os.path.isdir(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
     except OSError as error:
-        if not local_files_only:
+        if not local:
             raise
         try:  # transformers would ask a hub out of reach again and again, for more than a minute
             get_session().head(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)
         except Exception:  # whatever the hub's transport raises
             raise error from None
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
         if not hasattr(config, name):
-            raise ConfigError("actor_rollout_ref.model.override_config", f"{path} has no such field", name)
+            raise ConfigError(key, f"{path} has no such field", name)
         try:
             setattr(config, name, value)
         except Exception as error:  # transformers checks types with errors of its own
-            rule = f"{path} does not take this {name}: {first_line(error)}"
-            raise ConfigError("actor_rollout_ref.model.override_config", rule, value) from error
+            raise ConfigError(key, f"{path} does not take this {name}: {first_line(error)}", value) from error
     return config
 
 
@@ -125,19 +116,16 @@ def student_spec(config: Config) -> ModelSpec:
     )
 
 
-def training_flops(size: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:
+def training_flops(spec: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:
     """Operations of forward and backward, nothing counted twice that is recomputed.
 
     Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
     weights beside embeddings and head, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers
     sum(n^2). Attention counts as if no layer had a window.
 
-    Args:
-        size: of the model, which must not be a mixture of experts.
-        lengths: tokens of each sequence.
-        response_tokens: of all sequences.
+    Not for mixtures of experts. `lengths`: tokens of each sequence.
     """
     lengths = list(lengths)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
-    weights = size.parameters - size.embedding_parameters
-    return 6.0 * (weights * tokens + size.head_parameters * response_tokens + size.attention_width * squares)
+    weights = spec.parameters - spec.embedding_parameters
+    return 6.0 * (weights * tokens + spec.head_parameters * response_tokens + spec.attention_width * squares)

@@ -29,10 +29,14 @@ ENGINE_OWNERS = ("engine_weights", "kv_cache")
 
 def engine_dtype(config: Config, device: str) -> str:
     """Type of the rollout engine's weights and KV cache on "cuda" or "cpu"; left open, that of the actor's compute."""
-    dtype = config.actor_rollout_ref.rollout.dtype
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device == "cuda" else "float32"
+    automatic, dtype = "bfloat16" if device == "cuda" else "float32", config.actor_rollout_ref.rollout.dtype
+    return automatic if dtype == "auto" else dtype
+
+
+def _master_bytes(config: Config, spec: ModelSpec) -> float:
+    """Of the master weights on each device; gradients take as much, the optimizer state twice that."""
+    itemsize = {"fp32": 4, "bf16": 2}[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    return itemsize * spec.parameters / config.shard_size
 
 
 def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, float]:
@@ -63,26 +67,17 @@ def _largest_micro_batch(config: Config) -> int:
 def phase_bytes(
     config: Config, spec: ModelSpec, *, device: str, total_bytes: int | None
 ) -> dict[str, dict[str, float]]:
-    """Phase -> owner -> bytes on each device, from the residency table and the offload keys.
+    """Phase -> owner -> bytes on each device ("cuda", or "cpu", where nothing moves).
 
-    Activations are those of the largest possible micro-batch, at least: a model may keep more.
-
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        device: "cuda" or "cpu"; nothing moves on the CPU.
-        total_bytes: memory of one GPU; None leaves out the KV cache and the teacher, which are shares of it.
+    Activations are those of the largest possible micro-batch, at least: a model may keep more. Without `total_bytes`,
+    the memory of one GPU, the KV cache and the teacher, which are shares of it, are left out.
     """
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
-    hybrid = arr.hybrid_engine
-    master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * spec.parameters / config.shard_size
+    hybrid, master = arr.hybrid_engine, _master_bytes(config, spec)
     engine_weights, _ = engine_bytes(config, spec, device)
-    owners: dict[str, float] = {
-        "actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights,
-    }
+    owners = {"actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights}
     if total_bytes is not None:
-        share = engine_share(config, spec, total_bytes)
-        owners["kv_cache"] = max(0.0, share * total_bytes - engine_weights)
+        owners["kv_cache"] = max(0.0, engine_share(config, spec, total_bytes) * total_bytes - engine_weights)
     moves = {
         "actor_params": fsdp.param_offload and hybrid, "optimizer_state": fsdp.optimizer_offload,
         "engine_weights": arr.rollout.free_cache_engine, "kv_cache": arr.rollout.free_cache_engine,
@@ -106,24 +101,14 @@ def phase_bytes(
 
 
 def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_bytes: int) -> float:
-    """`rollout.gpu_memory_utilization` where the configuration leaves it open.
+    """`rollout.gpu_memory_utilization` where it is left open. Raises ConfigError if that is too little.
 
-    The free memory of the card, less the actor's share in the rollout phase (0 in a pool of its own). An engine that
-    never sleeps (`free_cache_engine=false`) takes half of the memory that the update's tensors leave: the rest is for
-    activations. No more than `max_num_seqs` sequences of full length can use: vLLM maps its KV cache anew in every
-    step, which takes 3 ms per GiB.
-
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        total_bytes: memory of one GPU.
-        free_bytes: free on it before the engine is built.
-
-    Raises:
-        ConfigError: the engine's weights do not fit into the share.
+    The free memory of the card, less the actor's in the rollout phase (0 in a pool of its own). An engine that never
+    sleeps (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is for activations. No
+    more than `max_num_seqs` full sequences can use: vLLM maps its KV cache anew in every step, 3 ms per GiB.
     """
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
-    master = {"fp32": 4, "bf16": 2}[fsdp.model_dtype] * spec.parameters / config.shard_size
+    master = _master_bytes(config, spec)
     room: float = free_bytes - BESIDE_ENGINE_BYTES
     if arr.hybrid_engine and arr.rollout.free_cache_engine:
         room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
@@ -180,14 +165,7 @@ def engine_share(config: Config, spec: ModelSpec, total_bytes: int) -> float:
 
 
 def check_memory(config: Config, spec: ModelSpec, *, total_bytes: int, role: str = "worker") -> None:
-    """Refuse a run whose phases cannot fit into one GPU. Raises ConfigError with the phase, its owners and sizes.
-
-    Args:
-        config: the whole configuration.
-        spec: of the student.
-        total_bytes: memory of the GPU.
-        role: of the worker on it, whose phases count.
-    """
+    """Refuse phases that cannot fit into a GPU with a worker of this role. Raises ConfigError with owners and sizes."""
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     if share is not None and has_phase(role, "rollout"):
         _check_engine_fits(config, spec, share, total_bytes)

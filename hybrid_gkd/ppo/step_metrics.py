@@ -31,14 +31,9 @@ def step_metrics(
     config: Config, rollout: Rollout, timing: Mapping[str, float], *, devices: Iterable[str],
     spec: Callable[[], ModelSpec],
 ) -> dict[str, float]:
-    """Times, speed and lengths of a step.
+    """Times, speed and lengths of a step, with its `timing/*`.
 
-    Args:
-        config: the whole configuration.
-        rollout: what the step has trained on.
-        timing: `timing/*` of the step.
-        devices: of the workers that train, by name.
-        spec: the student's, called where it is needed.
+    `devices`: names of those that train. `spec`: the student's, computed where it is needed.
     """
     gen = "gen" if config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
     parts = (gen, "wait_prev_teacher", "update_actor", "sync_rollout_weights")
