@@ -126,8 +126,9 @@ class SharedDevice:
             weights = rest = 0  # measured when they wake
             if not engine.can_sleep:
                 weights, rest = engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
-            owners["engine_weights"] = EngineOwner(engine.wake_weights, num_bytes=weights)
-            owners["kv_cache"] = EngineOwner(engine.wake_kv_cache, sleep, rest)
+            # An engine that never sleeps may lack these methods.
+            owners["engine_weights"] = EngineOwner(lambda: engine.wake_weights(), num_bytes=weights)
+            owners["kv_cache"] = EngineOwner(lambda: engine.wake_kv_cache(), sleep, rest)
             asleep = {"kv_cache", "engine_weights"} if engine.can_sleep else set()
         return Residency(
             owners, movable=movable | asleep, resident=set(owners) - asleep,
