@@ -33,13 +33,15 @@ run_tests() {
     if [[ $code != 0 ]]; then status=$code; fi
 }
 
+# A test that hangs ends its process and, as without processes, the run; a new one would only run it again.
+two=(-n 2 --max-worker-restart 0)
 if [[ ${1:-} == --fast ]]; then
-    run_tests -n 2 --dist worksteal -m "not gpu and not slow and not alone" tests/unit "${@:2}"
+    run_tests "${two[@]}" --dist worksteal -m "not gpu and not slow and not alone" tests/unit "${@:2}"
 elif [[ " $*" == *" -m"* ]]; then
     run_tests "$@"
 else
     # By file, so that fixtures of a module are made once, and in the order of the files: the longest come first.
-    run_tests -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not alone" "$@"
+    run_tests "${two[@]}" --dist loadfile --no-loadscope-reorder -m "not gpu and not alone" "$@"
     run_tests -m "alone and not gpu" "$@"
 fi
 
