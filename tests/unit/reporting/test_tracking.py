@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_gkd.config import load_config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting import console as console_module
