@@ -86,8 +86,9 @@ find_uv() {
         pair=${pair#*:}
         if [[ -n $value && -z ${!pair:-} ]]; then export "$pair=$value"; fi
     done
-    # As pip does: the best version of all indexes, not of the first that knows the name.
-    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    # As pip does: the best version of all indexes, not of the first that knows the name; and bytecode, without which
+    # every start takes several seconds more where PYTHONDONTWRITEBYTECODE is set, as it is in many containers.
+    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1}
 }
 
 give_up() {
