@@ -12,8 +12,9 @@ import traceback
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_yaml
+from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.errors import HybridGKDError
-from hybrid_gkd.launch.command_line import demo_teacher_accuracy, end_on_sigterm, load, parse, terminated
+from hybrid_gkd.launch.command_line import end_on_sigterm, load, parse, terminated
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_rules import field_rules, rules_between_fields
+from hybrid_gkd.demo.use import demo_path
 from hybrid_gkd.errors import ConfigError
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
@@ -42,7 +43,7 @@ def load_config(
             merged = _merge(merged, recipe)
     for override in overrides or []:
         merged = _merge(merged, _parse_override(override), key=override.partition("=")[0])
-    OmegaConf.register_resolver("demo", _demo_path, replace=True)
+    OmegaConf.register_resolver("demo", demo_path, replace=True)
     try:
         config = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
@@ -107,13 +108,13 @@ def _merge(base: Any, extra: DictConfig, key: str = "") -> Any:
         hint = f" (did you mean {'.'.join([*unknown.split('.')[:-1], close[1]])}?)" if close else ""
         raise ConfigError(unknown, f"there is no such key{hint}", show_value=False) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error.full_key or key or "config"), _reason(error), show_value=False) from None
+        raise ConfigError(_full_key(error, key or "config"), _reason(error), show_value=False) from None
     except TypeError as error:  # a part of a list, for example
         raise ConfigError(key or "config", str(error), show_value=False) from None
 
 
-def _full_key(error: OmegaConfBaseException) -> str:
-    return str(error.full_key or error.key or "config")
+def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:
+    return str(error.full_key or error.key or default)
 
 
 def _reason(error: OmegaConfBaseException) -> str:
@@ -123,18 +124,9 @@ def _reason(error: OmegaConfBaseException) -> str:
     return reason
 
 
-def _demo_path(part: str) -> str:
-    """`${demo:student}` in YAML: where the demo keeps its student; nothing is built here."""
-    from hybrid_gkd.demo.sorting import DemoPaths, demo_dir
-
-    return str(getattr(DemoPaths.under(demo_dir()), part))
-
-
 def _normalise(config: Config) -> None:
-    arr = config.actor_rollout_ref
-    for section, name in (
-        (arr.model, "path"), (arr.model, "tokenizer_path"), (arr.teacher.model, "path"), (arr.teacher, "keys")
-    ):
+    model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
+    for section, name in ((model, "path"), (model, "tokenizer_path"), (teacher.model, "path"), (teacher, "keys")):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))

@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecipe:
-    """ModelSpec and supervised training of one model."""
+    """Size and supervised training of one model."""
 
     hidden_size: int
     num_layers: int

@@ -9,6 +9,7 @@ from types import FrameType
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import CONFIG_DIR, load_config
+from hybrid_gkd.demo.use import uses_demo
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 terminated: list[int] = []
@@ -45,24 +46,6 @@ def load(options: argparse.Namespace) -> Config:
 def default_config_name(overrides: list[str]) -> str:
     """`gkd` where the user brings a model or data, else `demo`."""
     return "gkd" if any(override.startswith(OWN_INPUT) for override in overrides) else "demo"
-
-
-def uses_demo(config: Config) -> bool:
-    """Whether a model or a file of the configuration is the demo's."""
-    from hybrid_gkd.demo.sorting import DemoPaths, demo_dir
-
-    arr, root = config.actor_rollout_ref, DemoPaths.under(demo_dir()).root
-    used = (arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files)
-    return any(Path(path).is_relative_to(root) for path in used if path)
-
-
-def demo_teacher_accuracy(config: Config) -> float | None:
-    """The teacher's accuracy on the validation prompts where both are the demo's; None where it is not known."""
-    from hybrid_gkd.demo.sorting import DemoPaths, demo_dir, teacher_accuracy
-
-    paths, teacher = DemoPaths.under(demo_dir()), config.actor_rollout_ref.teacher.model.path
-    known = teacher == str(paths.teacher) and config.data.val_files == [str(paths.val)]
-    return teacher_accuracy(paths) if known else None
 
 
 def end_on_sigterm() -> None:

@@ -23,12 +23,8 @@ def group_relative_advantages(
         norm_by_std: divide by the group's standard deviation.
         eps: added to the standard deviation, in units of the reward; a group of equal rewards gets zeros.
 
-    Returns:
-        float32 [B * n], one advantage per response, in the order of `rewards`.
-
-    Raises:
-        ValueError: a group of one (its reward is relative to nothing), a length that is no multiple of n, or a
-            reward that is not finite.
+    Returns float32 [B * n] in the order of `rewards`. Raises ValueError: a group of one, a length that is no multiple
+    of n, or a reward that is not finite.
     """
     if group_size < 2:
         raise ValueError(

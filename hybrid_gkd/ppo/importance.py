@@ -9,19 +9,10 @@ import numpy as np
 
 
 def importance_weights(logprobs: np.ndarray, rollout_logprobs: np.ndarray, threshold: float) -> np.ndarray:
-    """How much likelier a policy makes the response, up to and with each token, than the one it was drawn from.
+    """min(prod of pi / pi_rollout over the tokens up to each, threshold), float32 [R] from [R] and [R]; threshold >= 1.
 
-    The loss at a token depends on all tokens before it, so the weight is the product of their ratios and its own:
-    per-decision importance sampling (Precup, Sutton and Singh, 2000), here truncated, which bounds the variance and
-    biases towards the drawn responses (Ionides, 2008).
-
-    Args:
-        logprobs: [R], of the drawn tokens under the policy.
-        rollout_logprobs: [R], where they were drawn.
-        threshold: largest weight, at least 1.
-
-    Returns:
-        float32 [R].
+    Per-decision importance sampling (Precup, Sutton and Singh, 2000), truncated, which bounds the variance and biases
+    towards the drawn responses (Ionides, 2008).
 
     Example: importance_weights(np.log([0.2, 0.6]), np.log([0.1, 0.3]), 3.0) == [2, 3]
     """

@@ -60,18 +60,10 @@ BUILTIN_REWARDS: dict[str, Reward] = {"exact_match": exact_match, "gsm8k": gsm8k
 
 
 def load_reward(name: str, path: str | None, function: str | None) -> Reward:
-    """The reward that the configuration asks for: (response, answer) -> a finite float.
+    """The reward of the section `reward`: a built-in name, or a function of a Python file, which is executed.
 
-    Args:
-        name: `reward.name`, a key of BUILTIN_REWARDS; used when `path` is None.
-        path: `reward.custom_reward_function.path`, a Python file. It is executed.
-        function: `reward.custom_reward_function.name`, a function of that file.
-
-    Raises:
-        ConfigError: an unknown name, a file that is missing or fails to import, a function that the file lacks.
-
-    The returned function raises TrainingError when a user's function raises, or returns something that is not a
-    finite number.
+    Raises ConfigError: an unknown name, a file that is missing or fails to import, a function that the file lacks. A
+    user's function that raises, or returns something else than a finite number, raises TrainingError when it is called.
     """
     if path is None:
         if function is not None:
