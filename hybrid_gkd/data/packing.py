@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-LIMIT_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-
 
 def attention_cost(hidden_size: int) -> float:
     """The cost of a sequence of n tokens is n + attention_cost * n^2, in tokens of a very short sequence.
@@ -29,8 +27,7 @@ def plan_micro_batches(
 
     An empty micro-batch still takes part in every collective of the step. A rank has at most twice as many
     micro-batches as its tokens need, and begins with the costliest, so that ranks that wait for each other in
-    every collective work on micro-batches of about the same cost. A rank is left without sequences only if there
-    are fewer sequences than ranks.
+    every collective do about the same work. One without sequences is left only if there are fewer than ranks.
 
     Args:
         lengths: tokens of each sequence.
@@ -42,9 +39,8 @@ def plan_micro_batches(
     """
     longest = max(lengths, default=0)
     if max_tokens is not None and longest > max_tokens:
-        raise ValueError(
-            f"sequence {lengths.index(longest)} has {longest} tokens, more than {LIMIT_KEY}={max_tokens} allows"
-        )
+        rule = f"more than actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens} allows"
+        raise ValueError(f"sequence {lengths.index(longest)} has {longest} tokens, {rule}")
     if max_sequences is not None and max_sequences < 1:
         raise ValueError(f"max_sequences must be at least 1; got {max_sequences}")
     limits = [math.inf if limit is None else limit for limit in (max_tokens, max_sequences)]

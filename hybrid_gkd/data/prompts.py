@@ -30,6 +30,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 OTHER_SUFFIXES = {".gz", ".zip", ".zst", ".tsv", ".txt", ".arrow"}
 """Not read, but a name that ends so is a file and not a data set on the hub."""
 HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
+Chat = list[dict[str, str]]
 Table = tuple[list[str], list[dict[str, Any]]]
 """The names of all columns, and every row with the wanted ones."""
 
@@ -60,16 +61,12 @@ def load_prompts(
             token_ids, text = np.asarray(ids, np.int32), _user_text(messages[row])
             prompts.append(Prompt(index=num_rows + row, token_ids=token_ids, text=text, answer=answers[row]))
         num_rows += len(messages)
+    limit = f"longer than data.max_prompt_length={max_prompt_length}"
     if len(prompts) < num_rows:
-        logger.warning(
-            "%s: left out %d of %d prompts longer than data.max_prompt_length=%d",
-            key, num_rows - len(prompts), num_rows, max_prompt_length,
-        )  # fmt: skip
+        logger.warning("%s: left out %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
     if not prompts:
-        raise DataError(
-            f"{key}: all {num_rows} prompts are longer than data.max_prompt_length={max_prompt_length} and "
-            "data.filter_overlong_prompts=true leaves them out"
-        )
+        rule = "data.filter_overlong_prompts=true leaves them out"
+        raise DataError(f"{key}: all {num_rows} prompts are {limit} and {rule}")
     return prompts
 
 
@@ -87,9 +84,7 @@ def _check_source(file: str, key: str) -> None:
         raise DataError(f"{key}: {rule}: {file!r}")
 
 
-def _read_rows(
-    file: str, where: str, prompt_key: str, answer_key: str | None
-) -> tuple[list[list[dict[str, str]]], list[str | None]]:
+def _read_rows(file: str, where: str, prompt_key: str, answer_key: str | None) -> tuple[list[Chat], list[str | None]]:
     """Chat messages and answer of every row."""
     wanted = {prompt_key} if answer_key is None else {prompt_key, answer_key, answer_key.split(".")[0]}
     names, rows = _read(file, where, wanted)
@@ -230,7 +225,7 @@ def _read_hub(file: str, wanted: set[str]) -> Table:
     return names, list(dataset.select_columns([name for name in names if name in wanted]))
 
 
-def _check_messages(value: object, where: str) -> list[dict[str, str]]:
+def _check_messages(value: object, where: str) -> Chat:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: must be a text or a list of chat messages; got {_short(value)}")
@@ -244,7 +239,7 @@ def _check_messages(value: object, where: str) -> list[dict[str, str]]:
     return result
 
 
-def _user_text(messages: list[dict[str, str]]) -> str:
+def _user_text(messages: Chat) -> str:
     """The last user message, or the last message where no user speaks."""
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
 
@@ -260,7 +255,7 @@ def _answer(value: object, path: list[str], where: str) -> str:
 
 
 def _tokenize(
-    messages: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str
+    messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str
 ) -> list[list[int]]:
     if not tokenizer.chat_template:
         return tokenizer(["\n".join(m["content"] for m in row) for row in messages]).input_ids
