@@ -44,7 +44,7 @@ def forward_kl(
         teacher_logprobs: [T, K], finite, without gradient. They arrive in float16, so P may come out slightly
             above 1; the teacher's tail is then empty.
         student_logprobs: [T, K] of the same ids; they receive the gradient.
-        tail: "bucket", "none" or "renormalise", see above. Only "none" can make the result negative.
+        tail: "bucket" (at least 0 up to rounding and TAIL_FLOOR), "none" (any sign) or "renormalise", see above.
         student_tail: [T], log(1 - Q) as `head_loss` gives it, which receives a gradient as well; None takes it from
             the student's log-probabilities. Only "bucket" uses it.
 
