@@ -7,10 +7,7 @@ one (Graham 1969): the costliest bin costs at most the mean plus (1 - 1/bins) ti
 
 from __future__ import annotations
 
-import heapq
 import math
-
-LIMIT_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
 
 def attention_cost(hidden_size: int) -> float:
@@ -23,91 +20,57 @@ def attention_cost(hidden_size: int) -> float:
 
 
 def plan_micro_batches(
-    lengths: list[int],
-    num_ranks: int,
-    max_tokens: int | None,
-    max_sequences: int | None,
-    balance: bool,
+    lengths: list[int], num_ranks: int, max_tokens: int | None, max_sequences: int | None, balance: bool,
     attention_cost: float = 0.0,
 ) -> list[list[list[int]]]:
     """For each rank its micro-batches of sequence indexes, the same number of micro-batches on each rank.
 
     An empty micro-batch still takes part in every collective of the step. A rank has at most twice as many
     micro-batches as its tokens need, and begins with the costliest, so that ranks that wait for each other in
-    every collective work on micro-batches of about the same cost. A rank is left without sequences only if there
-    are fewer sequences than ranks.
+    every collective do about the same work. One without sequences is left only if there are fewer than ranks.
 
     Args:
         lengths: tokens of each sequence.
-        num_ranks: at least 1.
-        max_tokens: of a micro-batch; None is no limit.
-        max_sequences: of a micro-batch; None is no limit.
+        max_tokens, max_sequences: of a micro-batch; None is no limit.
         balance: even out the cost of the ranks; without it rank r gets the r-th contiguous slice.
-        attention_cost: see `attention_cost`.
 
     Raises:
         ValueError: a sequence is longer than `max_tokens`, or `max_sequences` is below 1.
-
-    Example: plan_micro_batches([6, 2, 3], 2, 6, None, True) == [[[0]], [[1, 2]]]
     """
     longest = max(lengths, default=0)
     if max_tokens is not None and longest > max_tokens:
-        raise ValueError(
-            f"sequence {lengths.index(longest)} has {longest} tokens, more than {LIMIT_KEY}={max_tokens} allows"
-        )
+        rule = f"more than actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens} allows"
+        raise ValueError(f"sequence {lengths.index(longest)} has {longest} tokens, {rule}")
     if max_sequences is not None and max_sequences < 1:
         raise ValueError(f"max_sequences must be at least 1; got {max_sequences}")
+    limits = [math.inf if limit is None else limit for limit in (max_tokens, max_sequences)]
     costs = [n + attention_cost * n * n for n in lengths]
-    everything = list(range(len(lengths)))
+    total = len(lengths)
+    shares = [list(range(total * r // num_ranks, total * (r + 1) // num_ranks)) for r in range(num_ranks)]
     if balance:
-        shares = _fill(everything, costs, num_ranks)
-        assert shares is not None  # without limits everything fits
-    else:
-        shares = _slices(len(lengths), num_ranks)
-    num_bins = 1
-    for share in shares:
-        if max_tokens is not None:
-            num_bins = max(num_bins, math.ceil(sum(lengths[i] for i in share) / max_tokens))
-        if max_sequences is not None:
-            num_bins = max(num_bins, math.ceil(len(share) / max_sequences))
-    while True:  # ends: with a bin per sequence everything fits
-        plan = [_fill(share, costs, num_bins, lengths, max_tokens, max_sequences) for share in shares]
-        if all(bins is not None for bins in plan):
-            break
+        shares = _fill(list(range(total)), lengths, costs, num_ranks, math.inf, math.inf) or []
+    needed = [max(sum(lengths[i] for i in share) / limits[0], len(share) / limits[1]) for share in shares]
+    num_bins = max(1, math.ceil(max(needed)))
+    plan: list[list[list[int]] | None] = [None]
+    while None in plan:  # ends: with a bin per sequence everything fits
+        plan = [_fill(share, lengths, costs, num_bins, *limits) for share in shares]
         num_bins += 1
     return [sorted(bins or [], key=lambda members: -sum(costs[i] for i in members)) for bins in plan]
 
 
 def _fill(
-    items: list[int],
-    costs: list[float],
-    num_bins: int,
-    lengths: list[int] | None = None,
-    max_tokens: int | None = None,
-    max_items: int | None = None,
+    items: list[int], lengths: list[int], costs: list[float], num_bins: int, max_tokens: float, max_items: float
 ) -> list[list[int]] | None:
     """Costliest first into the cheapest bin that has room; None if one has no room anywhere."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
-    heap = [(0.0, 0, b) for b in range(num_bins)]  # cost, number of items, bin
+    loads = [(0.0, 0, b) for b in range(num_bins)]  # cost, number of items, bin
     for i in sorted(items, key=lambda i: (-costs[i], i)):
-        passed = []
-        length = 0 if lengths is None else lengths[i]
-        while heap:
-            cost, count, b = heapq.heappop(heap)
-            if (max_tokens is None or tokens[b] + length <= max_tokens) and count != max_items:
-                bins[b].append(i)
-                tokens[b] += length
-                heapq.heappush(heap, (cost + costs[i], count + 1, b))
-                break
-            passed.append((cost, count, b))
-        else:
+        room = [load for load in loads if tokens[load[2]] + lengths[i] <= max_tokens and load[1] < max_items]
+        if not room:
             return None
-        for entry in passed:
-            heapq.heappush(heap, entry)
+        cost, count, b = min(room)
+        loads[b] = (cost + costs[i], count + 1, b)
+        tokens[b] += lengths[i]
+        bins[b].append(i)
     return [sorted(members) for members in bins]
-
-
-def _slices(num_items: int, num_ranks: int) -> list[list[int]]:
-    """Contiguous slices whose sizes differ by at most one."""
-    return [list(range(num_items * r // num_ranks, num_items * (r + 1) // num_ranks)) for r in range(num_ranks)]

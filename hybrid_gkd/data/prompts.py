@@ -1,9 +1,7 @@
 """Prompts from files and hub data sets to token ids, with every row checked before training starts.
 
-Text files are read with the standard library, which keeps every value as it is written; parquet files with pyarrow,
-hub data sets with `datasets`. This module adds checks, the chat template and
-messages that name the configuration key, the file, the row (1-based) and the value. Responses are not read: the
-student writes its own.
+Text files are read with the standard library, which keeps every value as it is written. Messages name the
+configuration key, the file, the row (1-based) and the value. Responses are not read: the student writes its own.
 """
 
 from __future__ import annotations
@@ -32,19 +30,14 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 OTHER_SUFFIXES = {".gz", ".zip", ".zst", ".tsv", ".txt", ".arrow"}
 """Not read, but a name that ends so is a file and not a data set on the hub."""
 HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
+Chat = list[dict[str, str]]
+Table = tuple[list[str], list[dict[str, Any]]]
+"""The names of all columns, and every row with the wanted ones."""
 
 
 def load_prompts(
-    files: list[str],
-    *,
-    key: str,
-    prompt_key: str,
-    answer_key: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
-    truncation: str,
-    filter_overlong_prompts: bool,
-    apply_chat_template_kwargs: dict[str, Any],
+    files: list[str], *, key: str, prompt_key: str, answer_key: str | None, tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int, truncation: str, filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any],
 ) -> list[Prompt]:
     """Every row of `files` as a Prompt, in order; `key` is the configuration key that named the files.
 
@@ -52,41 +45,28 @@ def load_prompts(
     (`reward_model.ground_truth`); None reads no answers. `Prompt.index` counts the rows of all files, the
     left-out ones included. Raises DataError for whatever the user has to repair.
     """
+    if not files:
+        raise DataError(f"{key}: must name at least one file; got {files!r}")
     for file in files:  # all of them before the first is read: a long download must not delay the message
         _check_source(file, key)
     prompts: list[Prompt] = []
-    num_rows = num_overlong = 0
+    num_rows = 0
     for file in files:
         where = f"{key}: {file!r}"
         messages, answers = _read_rows(file, where, prompt_key, answer_key)
-        token_ids = _tokenize(messages, tokenizer, apply_chat_template_kwargs, where)
-        for row, ids in enumerate(token_ids):
-            if len(ids) > max_prompt_length:
-                if filter_overlong_prompts:
-                    num_overlong += 1
-                    continue
-                ids = _truncate(ids, max_prompt_length, truncation, f"{where}, row {row + 1}")
-            prompts.append(
-                Prompt(
-                    index=num_rows + row,
-                    token_ids=np.asarray(ids, np.int32),
-                    text=_user_text(messages[row]),
-                    answer=answers[row],
-                )
-            )
+        for row, ids in enumerate(_tokenize(messages, tokenizer, apply_chat_template_kwargs, where)):
+            if filter_overlong_prompts and len(ids) > max_prompt_length:
+                continue
+            ids = _truncate(ids, max_prompt_length, truncation, f"{where}, row {row + 1}")
+            token_ids, text = np.asarray(ids, np.int32), _user_text(messages[row])
+            prompts.append(Prompt(index=num_rows + row, token_ids=token_ids, text=text, answer=answers[row]))
         num_rows += len(messages)
-    if num_overlong:
-        logger.warning(
-            "%s: left out %d of %d prompts longer than data.max_prompt_length=%d",
-            key, num_overlong, num_rows, max_prompt_length,
-        )  # fmt: skip
+    limit = f"longer than data.max_prompt_length={max_prompt_length}"
+    if len(prompts) < num_rows:
+        logger.warning("%s: left out %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
     if not prompts:
-        raise DataError(
-            f"{key}: all {num_rows} prompts are longer than data.max_prompt_length={max_prompt_length} and "
-            "data.filter_overlong_prompts=true leaves them out"
-            if num_rows
-            else f"{key}: must name at least one file; got {files!r}"
-        )
+        rule = "data.filter_overlong_prompts=true leaves them out"
+        raise DataError(f"{key}: all {num_rows} prompts are {limit} and {rule}")
     return prompts
 
 
@@ -100,17 +80,14 @@ def _check_source(file: str, key: str) -> None:
     elif file.startswith(("/", ".", "~")) or path.suffix.lower() in OTHER_SUFFIXES.union(SUFFIXES):
         raise DataError(f"{key}: file not found: {file!r}")
     elif not HUB_NAME.fullmatch(file):
-        raise DataError(
-            f"{key}: file not found, and not the name of a hub data set, org/name[:config][:split]: {file!r}"
-        )
+        rule = "file not found, and not the name of a hub data set, org/name[:config][:split]"
+        raise DataError(f"{key}: {rule}: {file!r}")
 
 
-def _read_rows(
-    file: str, where: str, prompt_key: str, answer_key: str | None
-) -> tuple[list[list[dict[str, str]]], list[str | None]]:
+def _read_rows(file: str, where: str, prompt_key: str, answer_key: str | None) -> tuple[list[Chat], list[str | None]]:
     """Chat messages and answer of every row."""
-    path = [] if answer_key is None else answer_key.split(".")
-    names, rows = _read(file, where, {prompt_key, answer_key, *path[:1]})
+    wanted = {prompt_key} if answer_key is None else {prompt_key, answer_key, answer_key.split(".")[0]}
+    names, rows = _read(file, where, wanted)
     columns = ", ".join(names)
     if names and prompt_key not in names:
         raise DataError(f"{where}: no column {prompt_key!r} (data.prompt_key); its columns are: {columns}")
@@ -122,7 +99,7 @@ def _read_rows(
     ]
     if answer_key is None:
         return messages, [None] * len(messages)
-    column, *path = [answer_key] if answer_key in names else path
+    column, *path = [answer_key] if answer_key in names else answer_key.split(".")
     if column not in names:
         raise DataError(f"{where}: no column {column!r} (reward.answer_key={answer_key}); its columns are: {columns}")
     return messages, [
@@ -131,19 +108,19 @@ def _read_rows(
     ]
 
 
-def _read(file: str, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
-    """The names of all columns, and every row with the wanted ones."""
+def _read(file: str, where: str, wanted: set[str]) -> Table:
     path = Path(file).expanduser()
     try:
-        if path.is_file():
-            if path.stat().st_size < 4096 and not path.read_bytes().strip():
-                raise DataError(f"{where}: the file is empty")
-            if path.suffix.lower() in (".jsonl", ".json"):
-                return _read_json(_text(path, where), where, wanted)
-            if path.suffix.lower() == ".csv":
-                return _read_csv(_text(path, where), where, wanted)
-            return _read_parquet(path, wanted)
-        return _read_hub(file, wanted)
+        if not path.is_file():
+            return _read_hub(file, wanted)
+        if path.suffix.lower() == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(path) as parquet:
+                names = parquet.schema_arrow.names
+                return names, parquet.read(columns=[name for name in names if name in wanted]).to_pylist()
+        read = _read_csv if path.suffix.lower() == ".csv" else _read_json
+        return read(_text(path, where), where, wanted)
     except DataError:
         raise
     # Errors of pyarrow, fsspec and the hub: all mean that the data is unreadable.
@@ -156,26 +133,27 @@ def _read(file: str, where: str, wanted: set[str | None]) -> tuple[list[str], li
 def _text(path: Path, where: str) -> str:
     content = path.read_bytes()
     try:
-        return content.decode().removeprefix("\ufeff")
+        text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{where}, line {line}: must be UTF-8 text; got 0x{content[error.start]:02x} at byte {error.start}"
-        ) from error
+        line, found = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        rule = f"must be UTF-8 text; got 0x{found:02x} at byte {error.start}"
+        raise DataError(f"{where}, line {line}: {rule}") from error
+    if not text or text.isspace():
+        raise DataError(f"{where}: the file is empty")
+    return text
 
 
-def _read_json(text: str, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+def _read_json(text: str, where: str, wanted: set[str]) -> Table:
     """Rows from one object per line, or from one list of objects, or from one object on several lines."""
     values: Iterable[Any]
     try:
         whole = json.loads(text)
+        values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("[") and error.msg != "Extra data":
-            raise DataError(f"{where}: cannot be read: {error}") from error
+            raise
         lines = (match[0].strip() for match in re.finditer(r"[^\r\n]+", text))  # without a copy of all of it
         values = (_json_object(line, f"{where}, row {row}") for row, line in enumerate(filter(None, lines), 1))
-    else:
-        values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
     names: dict[str, None] = {}
     rows = []
     for row, value in enumerate(values, 1):
@@ -207,10 +185,11 @@ def _json_object(line: str, where: str) -> Any:
     return value if isinstance(value, dict) else line
 
 
-def _read_csv(text: str, where: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+def _read_csv(text: str, where: str, wanted: set[str]) -> Table:
     csv.field_size_limit(sys.maxsize)  # a long prompt may exceed the default, 128 KiB
     # Strict: else a quote that is never closed would take the rest of the file as one field.
-    lines = (fields for fields in csv.reader(io.StringIO(text, newline=""), strict=True) if not _is_blank(fields))
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    lines = (fields for fields in reader if fields and not (len(fields) == 1 and fields[0].isspace()))
     header: list[str] = []
     rows: list[dict[str, Any]] = []
     try:
@@ -218,10 +197,8 @@ def _read_csv(text: str, where: str, wanted: set[str | None]) -> tuple[list[str]
         columns = [(name, header.index(name)) for name in header if name in wanted]
         for fields in lines:
             if len(fields) != len(header):
-                raise DataError(
-                    f"{where}, row {len(rows) + 1}: must have {len(header)} fields, as the header has; got "
-                    f"{len(fields)}: {_short(fields)}"
-                )
+                rule = f"must have {len(header)} fields, as the header has; got {len(fields)}: {_short(fields)}"
+                raise DataError(f"{where}, row {len(rows) + 1}: {rule}")
             rows.append({name: fields[column] for name, column in columns})
     except csv.Error as error:
         place = f"row {len(rows) + 1}" if header else "the header"
@@ -229,19 +206,7 @@ def _read_csv(text: str, where: str, wanted: set[str | None]) -> tuple[list[str]
     return header, rows
 
 
-def _is_blank(fields: list[str]) -> bool:
-    return not fields or (len(fields) == 1 and fields[0].isspace())
-
-
-def _read_parquet(path: Path, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        return names, file.read(columns=[name for name in names if name in wanted]).to_pylist()
-
-
-def _read_hub(file: str, wanted: set[str | None]) -> tuple[list[str], list[dict[str, Any]]]:
+def _read_hub(file: str, wanted: set[str]) -> Table:
     """Rows of a hub data set, without progress bars, and without log lines about an error that is raised anyway."""
     import datasets
 
@@ -260,7 +225,7 @@ def _read_hub(file: str, wanted: set[str | None]) -> tuple[list[str], list[dict[
     return names, list(dataset.select_columns([name for name in names if name in wanted]))
 
 
-def _check_messages(value: object, where: str) -> list[dict[str, str]]:
+def _check_messages(value: object, where: str) -> Chat:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: must be a text or a list of chat messages; got {_short(value)}")
@@ -274,7 +239,7 @@ def _check_messages(value: object, where: str) -> list[dict[str, str]]:
     return result
 
 
-def _user_text(messages: list[dict[str, str]]) -> str:
+def _user_text(messages: Chat) -> str:
     """The last user message, or the last message where no user speaks."""
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
 
@@ -290,34 +255,27 @@ def _answer(value: object, path: list[str], where: str) -> str:
 
 
 def _tokenize(
-    messages: list[list[dict[str, str]]],
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    where: str,
+    messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str
 ) -> list[list[int]]:
     if not tokenizer.chat_template:
         return tokenizer(["\n".join(m["content"] for m in row) for row in messages]).input_ids
     texts = []
     for row, conversation in enumerate(messages, 1):
         try:
-            texts.append(
-                tokenizer.apply_chat_template(
-                    conversation, add_generation_prompt=True, tokenize=False, **template_kwargs
-                )
-            )
+            text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False, **options)
         # A template is a program of the model's maker; it refuses roles or their order with errors of its own.
         except Exception as error:
-            raise DataError(
-                f"{where}, row {row}: the chat template refuses it: {error}; got {_short(conversation)}"
-            ) from error
+            reason = f"the chat template refuses it: {error}; got {_short(conversation)}"
+            raise DataError(f"{where}, row {row}: {reason}") from error
+        texts.append(text)
     return tokenizer(texts, add_special_tokens=False).input_ids
 
 
 def _truncate(ids: list[int], limit: int, truncation: str, where: str) -> list[int]:
+    if len(ids) <= limit or truncation == "right":
+        return ids[:limit]
     if truncation == "left":
         return ids[-limit:]
-    if truncation == "right":
-        return ids[:limit]
     if truncation == "middle":
         return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
     raise DataError(

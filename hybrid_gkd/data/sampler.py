@@ -10,9 +10,8 @@ from hybrid_gkd.errors import DataError
 class PromptSampler:
     """Batches of prompt indexes.
 
-    An epoch is one permutation drawn from (seed, epoch). Its incomplete last batch is left out: the
-    next epoch shuffles anew, so no prompt is left out for good (without shuffling, the same last
-    `num_prompts % batch_size` prompts are).
+    An epoch is one permutation drawn from (seed, epoch). Its incomplete last batch is left out: the next epoch shuffles
+    anew, so none is left out for good (without shuffling, the same last `num_prompts % batch_size` prompts are).
     """
 
     def __init__(self, num_prompts: int, batch_size: int, shuffle: bool, seed: int):

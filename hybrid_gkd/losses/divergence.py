@@ -5,9 +5,8 @@ come normalised over the whole vocabulary V. `tail` decides about the rest of th
 
     bucket       it is one more outcome, of mass 1 - P and 1 - Q: a divergence of K + 1 outcomes, a lower
                  bound of the full one (data-processing inequality)
-    none         it is left out: a plain sum over S; can be negative. The forward divergence then has its minimum
-                 at q = p / P, so it pushes all of the student's mass into S, and the reverse one at q = p / e: out
-                 of S
+    none         it is left out: a plain sum over S; can be negative. The forward divergence is least at q = p / P and
+                 pushes all of the student's mass into S, the reverse one is least at q = p / e: out of S
     renormalise  p / P against q / Q: compares the shapes within S and leaves Q alone
 
 With K = V the three agree. The functions return one value per row; the caller divides their sum over
@@ -16,9 +15,8 @@ valid response tokens by the number of those tokens in the global batch.
 A tail's mass is taken to be at least TAIL_FLOOR, so "bucket" is exact for tails above it and, below it, off by at
 most about TAIL_FLOOR log(1 / TAIL_FLOOR) in value. A student's tail that the head has summed by itself (`student_tail`)
 is exact down to TAIL_FLOOR squared, where the teacher's is above TAIL_FLOOR. One that is 1 - Q of a float32 head is
-not: the noise of Q moves the pull on it by about TAIL_FLOOR / (1 - Q) of its size, and below TAIL_FLOOR the pull keeps
-its direction but only (1 - Q) / TAIL_FLOOR of its size. The forward divergence's logit gradient is then off by up to
-about 3 (1 - P) per row, in L1 norm.
+noisy: the pull on it is off by about TAIL_FLOOR / (1 - Q) of its size, and below TAIL_FLOOR it keeps its direction but
+only (1 - Q) / TAIL_FLOOR of its size, so that forward_kl's logit gradient is off by up to about 3 (1 - P) in L1 norm.
 
 Shapes: T rows (packed response tokens), K teacher candidates.
 """
@@ -40,28 +38,22 @@ TAIL_FLOOR = 1e-6
 def forward_kl(
     teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, student_tail: Tensor | None = None
 ) -> Tensor:
-    """KL(teacher || student) per row, in nats: sum p log(p / q) over the outcomes that `tail` names.
+    """KL(teacher || student) per row, [T], in nats: sum p log(p / q) over the outcomes that `tail` names.
 
     Args:
         teacher_logprobs: [T, K], finite, without gradient. They arrive in float16, so P may come out slightly
             above 1; the teacher's tail is then empty.
         student_logprobs: [T, K] of the same ids; they receive the gradient.
-        tail: "bucket", "none" or "renormalise", see above.
+        tail: "bucket" (at least 0 up to rounding and TAIL_FLOOR), "none" (any sign) or "renormalise", see above.
         student_tail: [T], log(1 - Q) as `head_loss` gives it, which receives a gradient as well; None takes it from
             the student's log-probabilities. Only "bucket" uses it.
-
-    Returns:
-        [T], not reduced and not divided by anything. At least 0 for "renormalise", and for "bucket" as well
-        up to rounding and TAIL_FLOOR.
 
     Raises:
         ValueError: the shapes differ, or an unknown `tail`.
 
-    Source: Hinton et al., arXiv 1503.02531, for the full-vocabulary loss that K = V gives; "bucket" is that loss on
-    the partition of the vocabulary into K single tokens and the rest.
+    Source: Hinton et al., arXiv 1503.02531, for the full-vocabulary loss that K = V gives.
     """
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
-    return _kl(teacher, student)
+    return _kl(*_outcomes(teacher_logprobs, student_logprobs, tail, student_tail))
 
 
 def reverse_kl(
@@ -80,31 +72,23 @@ def jsd(
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence per row, in nats. Other arguments, result, errors: as `forward_kl`.
 
-        beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q
+        beta KL(p || m) + (1 - beta) KL(q || m),   m = beta p + (1 - beta) q,   beta from 0 to 1
 
     Divided by beta it tends to KL(p || q) as beta -> 0, divided by 1 - beta to KL(q || p) as beta -> 1. The values
-    at 0 and 1 are those limits, forward_kl and reverse_kl themselves, so the scale jumps there: the loss is 0 in
-    the limit, and a learning rate found at beta = 0.5 is not one for beta = 0.
-
-    Args:
-        beta: weight of the teacher, 0 to 1.
+    at 0 and 1 are those limits, so the scale jumps there: a learning rate found at beta = 0.5 is not one for beta = 0.
 
     Source: Agarwal et al., GKD, arXiv 2306.13649, section 3.1.
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be between 0 and 1; got {beta}")
     teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
-    if beta == 0:
-        return _kl(teacher, student)
-    if beta == 1:
-        return _kl(student, teacher)
+    if beta in (0, 1):
+        return _kl(teacher, student) if beta == 0 else _kl(student, teacher)
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def kl_both_ways(
-    teacher_logprobs: Tensor, student_logprobs: Tensor, *, student_tail: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def kl_both_ways(teacher_logprobs: Tensor, student_logprobs: Tensor, student_tail: Tensor) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `reverse_kl` with the bucket, [T] each, for little more than the price of one."""
     teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket", student_tail)
     log_ratio = teacher - student
@@ -146,16 +130,11 @@ def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Ten
     return log_ratio.square() / 2 + log_ratio if estimator == "k2" else log_ratio
 
 
-def check_loss_fn(function: Callable[..., Tensor], *, tail: str, key: str = "distillation.loss_fn") -> None:
-    """Try out a loss of the user's own on random rows, before anything starts.
+def check_loss_fn(function: Callable[..., Tensor], *, tail: str) -> None:
+    """Try out `distillation.loss_fn`, a function like `forward_kl`, on random rows before anything starts.
 
     The head computes chunk by chunk, so row i of the result may depend on row i of the inputs alone: all rows together
     must give the values and gradients of each row by itself.
-
-    Args:
-        function: as `forward_kl`.
-        tail: as configured.
-        key: the configuration key that holds it, for messages.
 
     Raises:
         ConfigError: it raises, or the result is not one finite value per row, has no gradient, or mixes rows.
@@ -163,23 +142,25 @@ def check_loss_fn(function: Callable[..., Tensor], *, tail: str, key: str = "dis
     generator = torch.Generator().manual_seed(0)
     together = torch.randn(2, 5, 9, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :4]
 
+    def refusal(rule: str) -> ConfigError:
+        return ConfigError("distillation.loss_fn", rule, show_value=False)
+
     def evaluate(rows: slice) -> tuple[Tensor, Tensor]:
         teacher, student = together[0, rows], together[1, rows].clone().requires_grad_()
         student_tail = (1 - student.exp().sum(-1)).log()
         try:
             values = function(teacher, student, tail=tail, student_tail=student_tail)
         except Exception as error:  # whatever the user's code raises
-            rule = f"raised {type(error).__name__} when it was tried: {error}"
-            raise ConfigError(key, rule, show_value=False) from error
+            raise refusal(f"raised {type(error).__name__} when it was tried: {error}") from error
         if not isinstance(values, Tensor) or values.shape != student.shape[:1]:
             found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             rule = f"must return one value per row, [T] for log-probabilities [T, K]; of [{len(student)}, 4] it made"
-            raise ConfigError(key, f"{rule} {found}", show_value=False)
+            raise refusal(f"{rule} {found}")
         if not values.requires_grad:
-            raise ConfigError(key, "its result has no gradient for the student's log-probabilities", show_value=False)
+            raise refusal("its result has no gradient for the student's log-probabilities")
         (gradient,) = torch.autograd.grad(values.sum(), student)
         if not (values.isfinite().all() and gradient.isfinite().all()):
-            raise ConfigError(key, "gave values or gradients that are not finite", show_value=False)
+            raise refusal("gave values or gradients that are not finite")
         return values.detach(), gradient
 
     whole = evaluate(slice(None))
@@ -187,7 +168,7 @@ def check_loss_fn(function: Callable[..., Tensor], *, tail: str, key: str = "dis
     for what, found, expected in zip(("value", "gradient"), whole, alone, strict=True):
         if not torch.allclose(found, expected):
             rule = f"the {what} of a row must depend on that row alone; in a batch with others it changes by"
-            raise ConfigError(key, f"{rule} {(found - expected).abs().max():.3g}", show_value=False)
+            raise refusal(f"{rule} {(found - expected).abs().max():.3g}")
 
 
 def support_mass(logprobs: Tensor) -> Tensor:
@@ -205,38 +186,33 @@ def _outcomes(teacher: Tensor, student: Tensor, tail: str, student_tail: Tensor 
     if teacher.ndim != 2:
         raise ValueError(f"log-probabilities must both be [T, K]; got {tuple(teacher.shape)} (teacher)")
     teacher = _aligned(teacher, student)
-    if tail == "bucket":
-        rest = 1 - support_mass(teacher)[:, None]
-        if student_tail is None:
-            student = _with_tail(student, 1 - support_mass(student)[:, None], TAIL_FLOOR)
-        else:  # two tails below the floor are equal, as the teacher's is not known better
-            floor = torch.where(rest > TAIL_FLOOR, TAIL_FLOOR**2, TAIL_FLOOR)
-            student = _with_tail(student, student_tail.exp()[:, None], floor)
-        return _with_tail(teacher, rest, TAIL_FLOOR), student
     if tail == "none":
         return teacher, student
     if tail == "renormalise":
         return teacher.log_softmax(-1), student.log_softmax(-1)
-    raise ValueError(f"tail must be 'bucket', 'none' or 'renormalise'; got {tail!r}")
+    if tail != "bucket":
+        raise ValueError(f"tail must be 'bucket', 'none' or 'renormalise'; got {tail!r}")
+    rest = 1 - support_mass(teacher)[:, None]
+    if student_tail is None:
+        student = _with_tail(student, 1 - support_mass(student)[:, None], TAIL_FLOOR)
+    else:  # two tails below the floor are equal, as the teacher's is not known better
+        floor = torch.where(rest > TAIL_FLOOR, TAIL_FLOOR**2, TAIL_FLOOR)
+        student = _with_tail(student, student_tail.exp()[:, None], floor)
+    return _with_tail(teacher, rest, TAIL_FLOOR), student
 
 
 def _aligned(teacher: Tensor, student: Tensor) -> Tensor:
     """The teacher's log-probabilities in the student's type. Raises ValueError: broadcasting would be silent."""
     if teacher.shape != student.shape:
-        raise ValueError(
-            f"log-probabilities must have one shape; got {tuple(teacher.shape)} (teacher) and "
-            f"{tuple(student.shape)} (student)"
-        )
+        shapes = f"{tuple(teacher.shape)} (teacher) and {tuple(student.shape)} (student)"
+        raise ValueError(f"log-probabilities must have one shape; got {shapes}")
     return teacher.to(student.dtype)
 
 
 def _with_tail(logprobs: Tensor, mass: Tensor, floor: float | Tensor) -> Tensor:
     """Append log(mass), [T, K] and [T, 1] -> [T, K + 1]."""
-    # The float32 head knows log q to about 1e-6, so once Q is that close to 1 the difference is noise, even of
-    # either sign, and log and 1/x would turn noise into the loss. The floor bounds both. A plain clamp would also
-    # cut the gradient, just where the student must learn that mass outside S exists; adding the detached shortfall
-    # keeps it: value and slope are those of max(mass, floor), and the slope still reaches Q. The pull on a tail
-    # below the floor is weaker than it should be, in proportion. The head's own tail has no such noise; its floor
-    # keeps the logarithm of an empty one finite.
+    # Near 0, 1 - Q of a float32 head is noise of either sign, which log and 1/x would turn into the loss: the floor
+    # bounds both. A plain clamp would also cut the gradient, just where the student must learn that mass outside S
+    # exists; with the detached shortfall added, value and slope are those of max(mass, floor) and still reach Q.
     mass = mass + (floor - mass).clamp(min=0).detach()
     return torch.cat([logprobs, mass.log()], -1)

@@ -1,24 +1,23 @@
 """The fused language-model head: log-probabilities of a few given ids, with the logits of a chunk of rows at a time.
 
-It never holds more logits than CHUNK_BYTES beyond the memory of the weight's gradient; that is [T, V] only where T is
-small, as a few thousand rows are one chunk.
-
 Every loss of this package depends on the logits z only through log q_j = z_j - lse(z) of a few ids.
 With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logit space:
 
     dL/dz = scatter_add(a) + c * softmax(z),   c = -sum(a)            (each row sums to 0)
 
 so one head serves every divergence and the policy gradient (K = 1). The mass outside of the ids can be one more
-outcome; its gradient makes c another one outside of them. `head_loss` takes a loss that is a sum of row-local terms
-and computes it together with its gradients, a chunk of rows at a time: the chunk's logits become dL/dz in place, and
-three matrix products are nearly all that it costs. Left out: bias, logit soft-capping, sharded weights.
+outcome; its gradient makes c another one outside of them. Gradients are computed in the forward pass, where a chunk's
+logits become dL/dz in place; three matrix products are nearly all that it costs. The products and the logits have the
+inputs' dtype, everything else is float32, the sum of the weight gradient over the chunks included. Where logits are
+rounded, those of the ids are too: sharper ones over a log-sum-exp of rounded ones would let their mass exceed 1.
+Left out: bias, logit soft-capping, sharded weights.
 
 Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_gkd.losses import head_torch
-from hybrid_gkd.losses.head_torch import compute_dtype
 
 CHUNK_BYTES = 2**31
-"""Most memory that the logits of a chunk take beyond that of the weight's gradient, which is made when they are gone:
-8,600 rows of a vocabulary of 152k in bfloat16 at a hidden size of 1,536. Every further chunk reads and writes the
-float32 sum of that gradient once more. A single chunk needs no such sum, and may take its place: 10,100 rows."""
+"""Most memory of a chunk's logits beyond that of the weight's gradient, which is made when they are gone: 8,600 rows of
+a vocabulary of 152k in bfloat16 at a hidden size of 1,536. A single chunk needs no float32 sum of that gradient, which
+costs every further chunk a pass over it, and may take its place: 10,100 rows."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
@@ -39,92 +37,63 @@ LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    loss_fn: LossFunction,
-    *,
-    temperature: float = 1.0,
-    chunk_rows: int | None = None,
-    with_entropy: bool = False,
-    overlap_topk: int = 0,
-    tail_topk: int = 0,
+    hidden: Tensor, weight: Tensor, ids: Tensor, loss_fn: LossFunction, *, temperature: float = 1.0,
+    chunk_rows: int | None = None, with_entropy: bool = False, overlap_topk: int = 0, tail_topk: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed over rows.
-
-    Gradients are computed here, chunk by chunk; the backward only multiplies them by the upstream gradient. Where all
-    rows are one chunk, the weight's is left to the backward: it has the factor then, and needs no float32 copy.
+    """A row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed.
 
     Args:
-        hidden: [T, D], last hidden states; T = 0 works (zero loss and gradients, still part of the graph).
+        hidden: [T, D], last hidden states; T = 0 gives zero loss and gradients, still part of the graph.
         weight: [V, D], the head's matrix, of the dtype of `hidden`.
         ids: int64 [T, K], each in [0, V); an id may repeat within a row.
-        loss_fn: called once per chunk with log-probabilities in nats [r, K], normalised over all V, that receive a
-            gradient, and with the slice of rows that they are of. Row i of its loss may depend on row i alone.
-            They are float32, whatever the inputs' dtype (float64 inputs give float64). Not called when T = 0.
-        temperature: divides the logits; > 0.
+        loss_fn: called for every chunk. Its log-probabilities are in nats, normalised over all V, float32 (float64 for
+            float64 inputs) and receive a gradient. Row i of its loss may depend on row i alone.
         chunk_rows: rows whose logits are alive at a time; None takes equal chunks, see CHUNK_BYTES.
         with_entropy: also report "entropy", in nats.
-        overlap_topk: k > 0 says that the first k columns of `ids` are the teacher's top k. Reports
-            "overlap_ratio", the share of them that is in the student's own top k, over a sample of
-            "overlap_rows" rows.
-        tail_topk: k > 0 says that the first k columns of `ids` differ within a row, and inserts the log of the mass
-            outside of them after column k - 1, so that `loss_fn` gets [r, K + 1]. It is as exact as the other columns
-            however small the mass is, which 1 - sum(exp(log q)) is not; -1e30 or so where there is nothing outside.
+        overlap_topk: k > 0: the first k columns of `ids` are the teacher's top k. Reports "overlap_ratio", the share
+            of them that is in the student's own top k, over a sample of "overlap_rows" rows.
+        tail_topk: k > 0: the first k columns of `ids` differ within a row. Inserts the log of the mass outside of them,
+            exact however small it is, after column k - 1; -1e30 or so where there is nothing outside.
 
-    Returns:
-        loss, a scalar with gradients for `hidden` and `weight`; the metrics, summed over rows, without
-        gradient. The matrix products and the logits between them have the inputs' dtype, everything else is
-        float32, the sum of the weight gradient over the chunks included. Where the logits are rounded, those of
-        `ids` are the rounded ones too: sharper ones, over a log-sum-exp of rounded ones, would let the mass on
-        `ids` exceed 1.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, those of the result of `loss_fn` included, or `temperature` or
-            `chunk_rows` is not positive.
+    Returns the loss, a scalar with gradients for `hidden` and `weight`, and the metrics, summed over rows, without
+    gradient. Raises ValueError where shapes or dtypes do not fit, or `temperature` or `chunk_rows` is not positive.
     """
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     if chunk_rows is None:
         chunk_rows = _even_chunk_rows(hidden, weight, needs_grad[1])
     _check(hidden, weight, ids, temperature, chunk_rows)
-    total = hidden.new_zeros((), dtype=compute_dtype(hidden))
-    names: list[str] = []
-    reports: list[Tensor] = []
+    total = hidden.new_zeros((), dtype=head_torch.compute_dtype(hidden))
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
-    grad_weight = whole_dz = None
-    stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
+    grad_weight: Tensor | None = None
+    parts: dict[str, Tensor] = {}
+    reports: list[Tensor] = []
     sample: list[Tensor] = []
+    stride = max(1, -(-len(hidden) // OVERLAP_ROWS))
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        kernels = _kernels(hidden)
-        buffer = _logits_buffer(hidden, weight, chunk_rows)
-        for rows in _chunks(hidden.shape[0], chunk_rows):
+        kernels, buffer = _kernels(hidden), _logits_buffer(hidden, weight, chunk_rows)
+        # If all rows are one chunk: the backward makes the weight's gradient, which then needs no float32 copy.
+        whole_dz = buffer if needs_grad[1] and len(hidden) <= chunk_rows else None
+        for start in range(0, len(hidden), chunk_rows):
+            rows = slice(start, start + chunk_rows)
             logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
             logprobs, lse, entropy = kernels.row_statistics(logits, ids[rows], temperature, with_entropy, tail_topk)
-            loss, grad_logprobs, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
+            loss, gradient, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
             total += loss.sum()
             if entropy is not None:
                 parts["entropy"] = entropy
-            if overlap_topk:
-                sample.append(logits[-rows.start % stride :: stride].clone())
             if parts:
-                names = list(parts)
                 reports.append(torch.stack([value.detach().to(total.dtype) for value in parts.values()]))
-            if grad_logprobs is None:
+            if overlap_topk:
+                sample.append(logits[-start % stride :: stride].clone())
+            if gradient is None:
                 continue
-            dz = kernels.logit_gradient_(
-                logits, ids[rows], logprobs.detach(), lse, grad_logprobs, temperature, tail_topk
-            )
+            dz = kernels.logit_gradient_(logits, ids[rows], logprobs.detach(), lse, gradient, temperature, tail_topk)
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
-            if needs_grad[1] and len(dz) < len(hidden):
+            if needs_grad[1] and whole_dz is None:
                 grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
-            elif needs_grad[1]:
-                whole_dz = dz
-        sums = dict(zip(names, torch.cat(reports, 1).sum(1), strict=True)) if reports else {}
-        if sample:
-            sums |= _overlap(torch.cat(sample), ids[::stride, :overlap_topk])
-        if needs_grad[1] and grad_weight is None and whole_dz is None:
-            grad_weight = torch.zeros_like(weight)
+        sums = dict(zip(parts, torch.cat(reports, 1).sum(1), strict=True)) if reports else {}
+        sums |= _overlap(sample, ids[::stride, :overlap_topk])
     return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight, whole_dz), sums
 
 
@@ -132,7 +101,7 @@ def logprobs_of_ids(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None
 ) -> Tensor:
     """The log-probabilities of `ids` themselves, [T, K], without gradient; arguments and errors of `head_loss`."""
-    result = hidden.new_empty(ids.shape, dtype=compute_dtype(hidden))
+    result = hidden.new_empty(ids.shape, dtype=head_torch.compute_dtype(hidden))
 
     def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         result[rows] = logprobs
@@ -192,21 +161,21 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
-    """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing.
-
-    The padding between the rows must be finite: the CPU's bfloat16 products read it and multiply it by 0.
-    """
+    """[chunk, V] whose rows start at multiples of 128 bytes or more, for vocabularies that are multiples of nothing."""
     vocabulary = weight.shape[0]
     buffer = hidden.new_empty(min(hidden.shape[0], chunk_rows), -(-vocabulary // 64) * 64)
-    buffer[:, vocabulary:] = 0
+    buffer[:, vocabulary:] = 0  # finite, as the CPU's bfloat16 products read the padding and multiply it by 0
     return buffer[:, :vocabulary]
 
 
-def _overlap(logits: Tensor, teacher_ids: Tensor) -> dict[str, Tensor]:
-    """The share of `teacher_ids` [n, k] that is in the top k of `logits` [n, V], summed over rows; n.
+def _overlap(sample: list[Tensor], teacher_ids: Tensor) -> dict[str, Tensor]:
+    """The share of `teacher_ids` [n, k] that is in the top k of the logits [n, V], summed over rows; n.
 
     An id whose logit equals the k-th largest counts as inside, however many there are.
     """
+    if not sample:
+        return {}
+    logits = torch.cat(sample)
     smallest = logits.topk(teacher_ids.shape[1], sorted=False).values.amin(1, keepdim=True)
     inside = logits.gather(1, teacher_ids) >= smallest
     num_rows = torch.full((), len(logits), dtype=torch.float32, device=logits.device)
@@ -215,7 +184,7 @@ def _overlap(logits: Tensor, teacher_ids: Tensor) -> dict[str, Tensor]:
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, in float32 (float64 for float64); overwrites `total`."""
-    dtype = compute_dtype(left)
+    dtype = head_torch.compute_dtype(left)
     if left.dtype == dtype:
         return left @ right if total is None else total.addmm_(left, right)
     if left.is_cuda:  # the sum within the product is float32 as well
@@ -228,17 +197,12 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _even_chunk_rows(hidden: Tensor, weight: Tensor, needs_weight_gradient: bool) -> int:
     """Rows per chunk, so that all chunks are about equal and none takes more than it may."""
-    row_bytes = weight.shape[0] * weight.element_size()
-    if needs_weight_gradient and 0 < len(hidden) <= (CHUNK_BYTES + 4 * weight.numel()) // row_bytes:
-        return len(hidden)
+    num_rows, row_bytes = len(hidden), weight.shape[0] * weight.element_size()
+    if needs_weight_gradient and 0 < num_rows <= (CHUNK_BYTES + 4 * weight.numel()) // row_bytes:
+        return num_rows
     most = max(1, (CHUNK_BYTES + weight.numel() * weight.element_size()) // row_bytes)
-    num_chunks = max(1, -(-hidden.shape[0] // most))
-    rows = -(-hidden.shape[0] // num_chunks)
+    rows = -(-num_rows // max(1, -(-num_rows // most)))
     return max(1, min(most, -(-rows // 128) * 128))
-
-
-def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
-    return (slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows))
 
 
 def _check(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int) -> None:

@@ -1,6 +1,6 @@
-"""The kernels of the head in plain torch, on the logits of a chunk of rows. head_triton.py has those for GPUs.
+"""The kernels of the head in plain torch; head_triton.py has those for GPUs.
 
-Shapes: r rows of a chunk, V vocabulary, K ids per row.
+Shapes: r rows of a chunk of logits, V vocabulary, K ids per row.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from torch import Tensor
 MASKED_LOGIT = -1e30
 """A logit of no mass; finite, so that sums over nothing but such stay free of NaN."""
 TAIL_LIMIT = 80.0
-"""A tail below exp of minus this, which float32 hardly knows from 0, is pulled less than its gradient says: unbounded,
-the pull could be inf * 0."""
+"""A tail below exp(-80), which float32 hardly knows from 0, is pulled less than its gradient says, not by inf * 0."""
 
 
 def row_statistics(
@@ -41,8 +40,8 @@ def logit_gradient_(
 ) -> Tensor:
     """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
 
-    With a tail, logprobs and gradients being those [r, K + 1] of `row_statistics` and t = dL/dlog(1 - Q), dL/dz is
-    c q + a at the first k ids, c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
+    With a tail, whose column of `grad_logprobs` is t = dL/dlog(1 - Q), dL/dz is c q + a at the first k ids,
+    c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
     """
     k = tail_topk
     inside, at_ids = -grad_logprobs.sum(1, keepdim=True), grad_logprobs

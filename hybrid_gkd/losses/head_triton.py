@@ -1,8 +1,6 @@
-"""The head's passes over memory as Triton kernels; head_torch.py defines the results.
+"""The head's passes over memory as Triton kernels; head_torch.py defines the results. All compute in float32.
 
-Each row of a chunk of logits is read once for its log-sum-exp, the log-probabilities of its ids, the mass outside of
-them and its entropy, and once more to become dL/dlogits in place. One program takes one row. Everything is computed
-in float32.
+Each row of a chunk of logits, one program's, is read once for its statistics and once more to become dL/dlogits.
 
 Shapes: r rows of a chunk, V vocabulary, K ids per row. The rows of the logits lie `stride` apart, a multiple of 64,
 so that all loads are wide; the padding beyond V may be overwritten.
@@ -49,7 +47,6 @@ def logit_gradient_(
     logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
     tail_topk: int = 0,
 ) -> Tensor:
-    """See `head_torch.logit_gradient_`."""
     _gradient[(len(logits),)](
         logits, ids.contiguous(), logprobs, lse, grad_logprobs.contiguous(), logits.stride(0), 1 / temperature,
         TAIL=tail_topk, **_num_ids(ids), **GRADIENT,
@@ -59,8 +56,7 @@ def logit_gradient_(
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """tensor * factor in `dtype`, for a contiguous tensor and a scalar on its device; rounded once."""
-    result = torch.empty_like(tensor, dtype=dtype)
-    size = tensor.numel()
+    result, size = torch.empty_like(tensor, dtype=dtype), tensor.numel()
     _scale[(triton.cdiv(size, SCALE_BLOCK),)](tensor, factor, result, size, BLOCK=SCALE_BLOCK)
     return result
 
@@ -71,10 +67,8 @@ def _num_ids(ids: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _accumulate(z, peak, mass, weighted, scale, WITH_ENTROPY: tl.constexpr):
-    """One block of an online log-sum-exp, z [N, LANE]: sums of exp(z - peak) and z exp(z - peak), [N] each.
-
-    A thread keeps peaks of its own, so that the threads of a program need not wait for each other.
-    """
+    """One block of an online log-sum-exp, z [N, LANE]: sums of exp(z - peak) and z exp(z - peak), [N] each."""
+    # A thread keeps peaks of its own, so that the threads of a program need not wait for each other.
     larger = tl.maximum(peak, tl.max(z, 1))
     share = tl.exp2((z - larger[:, None]) * (scale * LOG2_E))
     rescale = tl.exp2((peak - larger) * (scale * LOG2_E))

@@ -1,7 +1,4 @@
-"""PPO's policy loss on the log-probabilities of the sampled tokens.
-
-Shapes: T packed response tokens.
-"""
+"""PPO's policy loss on the log-probabilities of the sampled tokens. Shapes: T packed response tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +9,20 @@ from torch import Tensor
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_ratio: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate, negated so that it is minimised: -min(r A, clip(r, 1 - c, 1 + c) A).
+    """PPO's clipped surrogate per token, negated so that it is minimised: -min(r A, clip(r, 1 - c, 1 + c) A).
 
-    Source: Schulman et al., arXiv 1707.06347, eq. 7, per token, with r = exp(logprobs - old_logprobs).
+    Source: Schulman et al., arXiv 1707.06347, eq. 7, with r = exp(logprobs - old_logprobs) and c = clip_ratio.
 
     Args:
         logprobs: [T], of the sampled tokens under the weights being trained; receives the gradient.
         old_logprobs: [T], under the weights before the first mini-batch of this rollout.
         advantages: [T].
-        clip_ratio: c, how far r may move from 1 in the direction of the advantage; > 0.
 
     Returns:
-        loss [T], not reduced: the caller divides its sum over valid response tokens by their number in the
-        global batch; clipped bool [T], where the clip is active and the gradient therefore 0.
+        loss [T], not reduced; clipped bool [T], where the clip is active and the gradient therefore 0.
 
     Raises:
-        ValueError: the three shapes are not one [T] (broadcasting would give [T, T] in silence), or
-            `clip_ratio` is not positive.
+        ValueError: the shapes are not one [T] (broadcasting would be silent), or `clip_ratio` is not positive.
     """
     if logprobs.ndim != 1 or not logprobs.shape == old_logprobs.shape == advantages.shape:
         shapes = [tuple(tensor.shape) for tensor in (logprobs, old_logprobs, advantages)]

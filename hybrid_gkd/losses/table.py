@@ -28,7 +28,6 @@ class Divergence:
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
-        """The function itself, which imports torch."""
         return load_object("distillation.loss_fn", self.import_path)
 
 
