@@ -49,16 +49,11 @@ class GKDTrainer(PPOTrainer):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        teacher: TeacherClient,
-        check_teacher: Callable[[], None] = lambda: None,
-        shares_gpu: bool = False,
-        **kwargs: Any,
-    ):
+        self, *args: Any, teacher: TeacherClient, check_teacher: Callable[[], None] = lambda: None,
+        shares_gpu: bool = False, **kwargs: Any,
+    ):  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.teacher = teacher
-        self.check_teacher = check_teacher
+        self.teacher, self.check_teacher = teacher, check_teacher
         self._pending: defaultdict[int, Scoring] = defaultdict(dict)
         """By the step of the rollout: several may be under way at a time."""
         self._kept: list[tuple[int, list[Sequence]]] = []
@@ -73,8 +68,7 @@ class GKDTrainer(PPOTrainer):
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
         """Collect the teacher's scores of the rollout, its rewards if asked for, and take the step on all of it.
 
-        Raises:
-            TeacherError: a sequence could not be scored; no weight has changed.
+        Raises TeacherError: a sequence could not be scored; no weight has changed.
         """
         scoring = self._pending[rollout.step]
         if any(step == rollout.step for step, _ in self._kept):  # no generation follows the last rollouts
@@ -152,14 +146,10 @@ class GKDTrainer(PPOTrainer):
             if arrived:
                 deadline = time.monotonic() + timeout
             elif time.monotonic() > deadline:
-                missing = len(scoring)
-                raise TeacherTimeout(f"{missing} sequences were not scored and not refused in {timeout:.0f} s")
+                raise TeacherTimeout(f"{len(scoring)} sequences were not scored and not refused in {timeout:.0f} s")
             self.check_teacher()
-            all_of_them = len(found) + len(scoring) == enough
-            wait(
-                scoring.values(), timeout=CHECK_SECONDS,
-                return_when=FIRST_EXCEPTION if all_of_them else FIRST_COMPLETED,
-            )
+            until = FIRST_EXCEPTION if len(found) + len(scoring) == enough else FIRST_COMPLETED
+            wait(scoring.values(), timeout=CHECK_SECONDS, return_when=until)
 
     def _teacher_metrics(self) -> dict[str, float]:
         """Of the requests since the step before."""
@@ -170,8 +160,8 @@ class GKDTrainer(PPOTrainer):
             seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
             seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
         if found.requests:  # the last rollouts may have been scored before
-            for name, percent in (("latency", 50), ("latency_p95", 95), ("latency_p99", 99)):
-                seen[f"teacher/{name}"] = float(np.percentile(found.latencies, percent))
+            names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
+            seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
             seen["teacher/bytes_per_token"] = found.bytes_received / found.response_tokens
         if in_flight:
             seen["teacher/tokens_per_second"] = found.tokens / in_flight

@@ -149,11 +149,10 @@ def device(facts: Facts) -> str:
 def loss(facts: Facts) -> str:
     """A loss of the user's own computes row by row."""
     section = facts.config.distillation
-    if not section.enabled:
-        return "PPO on the rule reward, no distillation"
-    if section.loss_fn is not None:
+    if section.enabled and section.loss_fn is not None:
         check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
-    return f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
+    own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
+    return own if section.enabled else "PPO on the rule reward, no distillation"
 
 
 def student(facts: Facts) -> str:
@@ -284,19 +283,18 @@ def check_model_folder(key: str, path: str) -> None:
 
 def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:
     """The longest possible sequence must fit the model. Raises ConfigError or ModelError."""
+    lengths = config.data
     try:
         hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
     except (OSError, ValueError) as error:
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and limit < needed:
-        lengths = config.data
-        raise ConfigError(
-            "data.max_response_length",
+        rule = (
             f"prompt limit and response limit together ({lengths.max_prompt_length} + {lengths.max_response_length}) "
-            f"need {needed} positions, but the {who} {path} has {limit}",
-            lengths.max_response_length,
+            f"need {needed} positions, but the {who} {path} has {limit}"
         )
+        raise ConfigError("data.max_response_length", rule, lengths.max_response_length)
 
 
 def find_stop_token_ids(path: str, tokenizer: Any) -> list[int]:

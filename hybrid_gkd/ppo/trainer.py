@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +62,12 @@ class PPOTrainer:
         config: the whole configuration.
         group: the workers; the caller closes them.
         tokenizer: decodes responses for rewards and samples.
-        train_prompts, val_prompts: tokenized prompts; no validation where the latter are empty.
+        train_prompts, val_prompts: tokenized; no validation where the latter are empty.
         reward: score of a response given the answer; None where the data has no answers.
-        tracking: takes the metrics.
-        store: the run's checkpoints.
+        tracking, store, clock: take metrics, checkpoints, spans.
         resume_from: a checkpoint folder to continue from, or None.
-        clock: records spans.
 
-    Raises:
-        DataError: fewer prompts than one batch needs.
-        CheckpointError: the checkpoint cannot be loaded or belongs to other data.
+    Raises DataError: fewer prompts than one batch; CheckpointError: it cannot be loaded or belongs to other data.
     """
 
     def __init__(
@@ -86,9 +83,8 @@ class PPOTrainer:
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = 0
         self.checkpoint: Path | None = None
-        """The newest checkpoint that this run wrote or continued from."""
+        """The newest checkpoint that this run wrote or continued from, after `_saved_step`."""
         self._saved_step = 0
-        """The step that it was written after."""
         self._unreported: dict[str, float] = {}
         """Metrics of the update of `step`, until they are reported."""
         self.first_metrics: dict[str, float] = {}
@@ -207,9 +203,7 @@ class PPOTrainer:
     def _train(self, sequences: list[TrainSequence], *, num_tokens: int | None = None) -> dict[str, float]:
         """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each.
 
-        Args:
-            sequences: of a rollout, or the last part of its only mini-batch.
-            num_tokens: response tokens of that mini-batch, where its other parts have been accumulated.
+        `num_tokens`: response tokens of the only mini-batch, where `sequences` is its last part.
         """
         size = self.config.mini_batch_size * self.config.actor_rollout_ref.rollout.n
         mini_batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
@@ -345,16 +339,9 @@ class PPOTrainer:
 
 def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
     """The settings that, with the step, decide which prompts and seeds come next."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    return {
-        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
-        "num_prompts": num_prompts,
-        "data.train_batch_size": data.train_batch_size,
-        "data.shuffle": data.shuffle,
-        "data.seed": data.seed,
-        "actor_rollout_ref.rollout.n": rollout.n,
-        "actor_rollout_ref.rollout.seed": rollout.seed,
-    }
+    keys = [f"data.{key}" for key in ("train_batch_size", "shuffle", "seed")]
+    keys += [f"actor_rollout_ref.{key}" for key in ("model.path", "rollout.n", "rollout.seed")]
+    return {key: operator.attrgetter(key)(config) for key in keys} | {"num_prompts": num_prompts}
 
 
 def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:
