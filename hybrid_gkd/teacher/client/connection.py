@@ -13,9 +13,6 @@ from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
 from hybrid_gkd.teacher.protocol import PROTOCOL_VERSION
 
-CLOSE_MILLISECONDS = 200
-"""For the goodbye to leave."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
@@ -101,11 +98,6 @@ class Connection(Dealer):
             self.send(protocol.Ping(number=self.ping_number))
         else:
             self.send(protocol.Hello())
-
-    def say_goodbye(self) -> None:
-        """Close; the server stops working for this client."""
-        self.send(protocol.Bye())
-        self.close(CLOSE_MILLISECONDS)
 
 
 def query_status(address: str, timeout: float = 2.0, keys: Keys | None = None) -> protocol.Status:

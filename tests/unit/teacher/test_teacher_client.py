@@ -418,7 +418,7 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
             other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
             other.bind(f"tcp://127.0.0.1:{port}")
             deadline = time.monotonic() + TIMEOUT
-            while not client._thread.connections[0].problem:
+            while not client._connections[0].problem:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         stack.enter_context(Server(port=port))
