@@ -268,7 +268,7 @@ class TeacherClient:
             case protocol.Pong():
                 self._on_pong(connection, message)
             case ScoreResult():
-                self._on_result(connection, message, frames)
+                self._on_result(message, frames)
             case ScoreError():
                 self._on_error(connection, message)
 
@@ -301,14 +301,13 @@ class TeacherClient:
             if request.connection is connection and lost:
                 self._repeat(request, f"{connection.address} lost the request or its reply")
 
-    def _on_result(self, connection: Connection, result: ScoreResult, frames: list[Buffer]) -> None:
+    def _on_result(self, result: ScoreResult, frames: list[Buffer]) -> None:
         request = self._in_flight.get(result.id)
         if request is None:
             return  # a second reply, or one after the deadline
         try:
             scores = protocol.unpack_result(
-                result, frames, server=result.server or connection.address, topk=self._topk,
-                vocab_size=self._vocab_size, response_lengths=request.response_lengths,
+                result, frames, topk=self._topk, vocab_size=self._vocab_size, response_lengths=request.response_lengths
             )
         except TeacherError as error:
             self._metrics.bad_replies += 1

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.keys import AllowList, Keys
+from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer
 
 log = logging.getLogger(__name__)
@@ -206,5 +206,5 @@ def start_authenticator(context: zmq.Context, keys: Keys) -> ThreadAuthenticator
     """Admits the keys on the allow-list to all sockets of `context` that are bound with keys. Stop it before them."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=AllowList(keys))
+    authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=keys)
     return authenticator

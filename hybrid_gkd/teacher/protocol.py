@@ -58,8 +58,6 @@ class ForeignVersion(ProtocolError):
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
-    """How to read one array frame."""
-
     dtype: str
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2)]
     crc32: int
@@ -83,7 +81,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str
     max_topk: Annotated[int, msgspec.Meta(ge=1)]
     max_sequence_length: Annotated[int, msgspec.Meta(ge=2)]
-    """Prompt and response tokens together."""
     any_temperature: bool
     """False: only 1.0."""
 
@@ -98,7 +95,6 @@ class Welcome(Message, tag="welcome"):
     num_workers: Count
     """0 also while the service shuts down."""
     model: ModelInfo | None
-    """None until the first worker has been tested."""
 
 
 class Bye(Message, tag="bye"):
@@ -149,7 +145,6 @@ class Pong(Message, tag="pong"):
     instance: str = ""
     """Of the broker; empty from a worker."""
     queue_length: Count = 0
-    """Requests that wait for a worker (from the broker)."""
     engine_busy: Share = 0.0
     """Share of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
 
@@ -177,7 +172,6 @@ class StatusRequest(Message, tag="status_request"):
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     ready: bool
-    """It has answered its test request."""
     num_held: int
     num_delivered: int
     engine_busy: float
@@ -185,18 +179,16 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(Message, tag="status"):
+    """docs/teacher_protocol.md has the periods over which the figures are taken."""
+
     model: ModelInfo | None
     num_workers: int
     queue_length: int
     num_in_flight: int
     tokens_per_second: float
-    """Prompt and response tokens scored, over the last ten seconds."""
     latency_seconds: dict[str, float]
-    """p50, p95, p99: from a request's arrival to its answer, over the last minute; empty without requests."""
     bytes_per_token: float
-    """Size of the replies per response token, over the last minute."""
     engine_busy: float
-    """Part of the last ten seconds in which the engines had work, mean over the workers."""
     uptime_seconds: float
     counters: dict[str, int]
     workers: list[WorkerStatus]
@@ -212,13 +204,9 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 def encode(message: AnyMessage, arrays: ListLike[np.ndarray] = ()) -> list[Any]:
     """Frames of a message: the header, then one buffer per array."""
-    specs, buffers = [], []
-    for array in arrays:
-        assert array.dtype.name in DTYPES, array.dtype
-        buffer = np.ascontiguousarray(array, DTYPES[array.dtype.name])
-        specs.append(ArraySpec(array.dtype.name, array.shape, zlib.crc32(buffer.data)))
-        buffers.append(buffer)
-    if specs:
+    buffers = [np.ascontiguousarray(each, DTYPES[each.dtype.name]) for each in arrays]
+    if buffers:
+        specs = [ArraySpec(each.dtype.name, each.shape, zlib.crc32(each.data)) for each in buffers]
         message = msgspec.structs.replace(message, arrays=tuple(specs))
     return [seal(msgspec.msgpack.encode(message)), *buffers]
 
@@ -284,10 +272,8 @@ def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
 
 def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: ModelInfo) -> None:
     """Raises ProtocolError or BadTeacherReply, as a client would."""
-    unpack_result(
-        result, frames, server=result.server, topk=min(model.max_topk, 2), vocab_size=model.num_embeddings,
-        response_lengths=[1],
-    )
+    topk = min(model.max_topk, 2)
+    unpack_result(result, frames, topk=topk, vocab_size=model.num_embeddings, response_lengths=[1])
 
 
 def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tuple[TokenIds, TokenIds]]:
@@ -311,26 +297,21 @@ def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
 
 
 def unpack_result(
-    result: ScoreResult, frames: ListLike[Buffer], *, server: str, topk: int, vocab_size: int,
-    response_lengths: ListLike[int],
+    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, response_lengths: ListLike[int]
 ) -> list[TeacherTopK]:
     """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""
     arrays = decode_arrays(result, frames)
     if [array.dtype.name for array in arrays] != ["int32", "float16", "float32"]:
         raise ProtocolError(f"a result needs ids, log-probabilities and sampled; got {result.arrays}")
-    ids, logprobs, sampled = arrays[0], arrays[1].astype(np.float32), arrays[2]  # float16 is slow to compute with
+    arrays[1] = arrays[1].astype(np.float32)  # float16 is slow to compute with
     check_topk(
-        ids, logprobs, sampled, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size, server=server,
-        request=result.id,
+        *arrays, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size,
+        server=result.server or "the server", request=result.id,
     )
     ends = np.cumsum(response_lengths)[:-1]
     # Copies, so that one long-lived sequence does not keep the whole message in memory.
-    return [
-        TeacherTopK(ids=own_ids.copy(), logprobs=own_logprobs.copy(), sampled_logprobs=own_sampled.copy())
-        for own_ids, own_logprobs, own_sampled in zip(
-            *(np.split(array, ends) for array in (ids, logprobs, sampled)), strict=True
-        )
-    ]
+    parts = zip(*([part.copy() for part in np.split(array, ends)] for array in arrays), strict=True)
+    return [TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=sampled) for ids, logprobs, sampled in parts]
 
 
 def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:
