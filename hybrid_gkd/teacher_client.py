@@ -258,14 +258,15 @@ class TeacherClient:
         return pause
 
     def _handle(self, connection: Connection, message: AnyMessage, frames: list[Buffer]) -> None:
+        known = connection.server
+        if known and isinstance(message, protocol.Welcome | protocol.Pong) and message.instance != known.instance:
+            self._lose(connection, f"{connection.address} was restarted")
         match message:
             case protocol.Welcome():
-                if connection.server is not None and connection.server.instance != message.instance:
-                    self._lose(connection, f"{connection.address} was restarted")
                 connection.on_welcome(message)
                 if self._needs is not None and connection.server is not None:
                     self._check_fit(connection.server, self._needs)  # a mismatch ends it: training must not go on
-            case protocol.Pong():
+            case protocol.Pong() if connection.server is not None:
                 self._on_pong(connection, message)
             case ScoreResult():
                 self._on_result(message, frames)
@@ -291,9 +292,6 @@ class TeacherClient:
                 self._repeat(request, problem)
 
     def _on_pong(self, connection: Connection, pong: protocol.Pong) -> None:
-        if connection.server is None or pong.instance != connection.server.instance:
-            self._lose(connection, f"{connection.address} was restarted")
-            return
         self._metrics.queue_lengths.append(pong.queue_length)
         self._metrics.engine_busy.append(pong.engine_busy)
         for request in self._in_flight.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ from hybrid_gkd.errors import TeacherMismatch, TeacherUnreachable
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
-from hybrid_gkd.teacher.protocol import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,13 @@ class StudentNeeds:
 
     def check(self, server: ServerInfo) -> None:
         """Raises TeacherMismatch with both sides' values."""
-        model = server.model
+        model, length = server.model, self.max_sequence_length
         able = "any temperature" if model.any_temperature else f"only 1.0 (backend {model.backend})"
         for what, fits, theirs, ours in (
             ("tokenizer size", model.vocab_size == self.tokenizer_size, model.vocab_size, self.tokenizer_size),
             ("tokenizer hash", model.tokenizer_hash == self.tokenizer_hash, model.tokenizer_hash, self.tokenizer_hash),
             ("topk (the server's --n-logprobs)", model.max_topk >= self.topk, model.max_topk, self.topk),
-            ("tokens of prompt and response", model.max_sequence_length >= self.max_sequence_length,
-             model.max_sequence_length, self.max_sequence_length),
+            ("tokens of prompt and response", model.max_sequence_length >= length, model.max_sequence_length, length),
             ("temperature", model.any_temperature or self.temperature == 1.0, able, self.temperature),
         ):
             if not fits:
@@ -57,16 +56,16 @@ class Connection(Dealer):
         super().__init__(context, address, protocol.MAX_REPLY_BYTES, keys)
         self.server: ServerInfo | None = None
         """None: not (or no longer) known to serve; nothing but hellos is sent there."""
-        self.ping_number = 0
+        self.ping_number, self._last_beat = 0, 0.0
         self._answered = False
         """Whether the server has ever said welcome, even one without workers."""
-        self._last_beat = 0.0
 
     @property
     def problem(self) -> str:
         """Why this server cannot be used, as far as it is known."""
         if self.foreign_version is not None:
-            return f"protocol version: the teacher speaks {self.foreign_version}, the student {PROTOCOL_VERSION}"
+            ours = protocol.PROTOCOL_VERSION
+            return f"protocol version: the teacher speaks {self.foreign_version}, the student {ours}"
         return self.refused
 
     def require_server(self, waited: float) -> ServerInfo:
@@ -90,32 +89,23 @@ class Connection(Dealer):
 
     def beat(self, now: float) -> None:
         """Every second a ping to a server that is known to serve, more often a hello to another one."""
-        if now < self._last_beat + protocol.PING_INTERVAL_SECONDS * (1 if self.server else 0.25):
-            return
-        self._last_beat = now
-        if self.server is not None:
+        if now >= self._last_beat + protocol.PING_INTERVAL_SECONDS * (1 if self.server else 0.25):
+            self._last_beat = now
             self.ping_number += 1
-            self.send(protocol.Ping(number=self.ping_number))
-        else:
-            self.send(protocol.Hello())
+            self.send(protocol.Ping(number=self.ping_number) if self.server else protocol.Hello())
 
 
 def query_status(address: str, timeout: float = 2.0, keys: Keys | None = None) -> protocol.Status:
     """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds, earlier if keys do not fit."""
-    deadline = time.monotonic() + timeout
-    with zmq.Context() as context:
-        connection = Connection(context, address, keys)
-        try:
-            asked = False
-            while time.monotonic() < deadline and not connection.problem:
-                connection.read_events()
-                asked = asked or connection.send(protocol.StatusRequest())
-                connection.socket.poll(50)
-                for message, _ in connection.receive():
-                    if isinstance(message, protocol.Status):
-                        return message
-        finally:
-            connection.close()
+    deadline, asked = time.monotonic() + timeout, False
+    with zmq.Context() as context, contextlib.closing(Connection(context, address, keys)) as connection:
+        while time.monotonic() < deadline and not connection.problem:
+            connection.read_events()
+            asked = asked or connection.send(protocol.StatusRequest())
+            connection.socket.poll(50)
+            for message, _ in connection.receive():
+                if isinstance(message, protocol.Status):
+                    return message
     raise TeacherUnreachable(
         f"{address}: {connection.problem or f'no teacher server answered the status request within {timeout:.0f} s'}"
     )

@@ -18,7 +18,7 @@ from hybrid_gkd.errors import (
     TeacherUnreachable,
 )
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.client import connection, requests
+from hybrid_gkd.teacher.client import requests
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -348,7 +348,6 @@ def test_another_protocol_version_is_a_mismatch(monkeypatch):
             client.handshake(**STUDENT)
         monkeypatch.setattr(protocol.seal, "__defaults__", (9,))
         monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
-        monkeypatch.setattr(connection, "PROTOCOL_VERSION", 9)
         server.foreign = True
         with connect(server) as client:
             with pytest.raises(TeacherMismatch, match="protocol version: the teacher speaks 2, the student 9"):
