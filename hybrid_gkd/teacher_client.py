@@ -33,8 +33,6 @@ from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
 
-__all__ = ["TeacherClient", "TeacherMetrics"]
-
 MAX_WAITING_TOKENS = 1 << 24
 """Of sequences that are not in flight yet; `submit` waits when there are more."""
 BUSY_WAIT_SECONDS = 0.2
@@ -113,11 +111,10 @@ class TeacherClient:
             tokenizer_hash=tokenizer_hash, tokenizer_size=tokenizer_size, max_sequence_length=max_sequence_length,
             topk=self._topk, temperature=self._temperature,
         )
+        connections, timeout = self._connections, self._connect_timeout
         with self._changed:
-            self._wait_for(
-                lambda: all(each.server or each.problem for each in self._connections), self._connect_timeout
-            )
-            self._served = [each.require_server(self._connect_timeout) for each in self._connections]
+            self._wait_for(lambda: all(each.server or each.problem for each in connections), timeout)
+            self._served = [each.require_server(timeout) for each in connections]
             for server in self._served:
                 self._check_fit(server, needs)
             self._needs = needs

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.teacher.checks import check_topk
+from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.types import TeacherTopK
 
 PROTOCOL_VERSION = 2
@@ -41,7 +40,6 @@ DTYPES: dict[str, np.dtype] = {"int32": np.dtype("<i4"), "float16": np.dtype("<f
 TokenIds = np.ndarray
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -81,6 +79,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str
     max_topk: Annotated[int, msgspec.Meta(ge=1)]
     max_sequence_length: Annotated[int, msgspec.Meta(ge=2)]
+    """Prompt and response tokens together."""
     any_temperature: bool
     """False: only 1.0."""
 
@@ -145,7 +144,7 @@ class Pong(Message, tag="pong"):
     instance: str = ""
     """Of the broker; empty from a worker."""
     queue_length: Count = 0
-    engine_busy: Share = 0.0
+    engine_busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
 
 
@@ -262,12 +261,12 @@ def request_array(sequences: ListLike[tuple[TokenIds, TokenIds]]) -> np.ndarray:
 
 def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
     """The smallest request that a worker of this model has to be able to answer, and its array frame."""
+    frame = np.array([0, 1], DTYPES["int32"]).tobytes()
     request = ScoreRequest(
         id=TEST_ID, attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
-        prompt_lengths=[1], response_lengths=[1],
+        prompt_lengths=[1], response_lengths=[1], arrays=(ArraySpec("int32", (2,), zlib.crc32(frame)),),
     )
-    header, array = encode(request, [np.array([0, 1], np.int32)])
-    return msgspec.structs.replace(request, arrays=decode_header(header).arrays), array
+    return request, frame
 
 
 def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: ModelInfo) -> None:
@@ -314,6 +313,40 @@ def unpack_result(
     return [TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=sampled) for ids, logprobs, sampled in parts]
 
 
+def check_topk(
+    ids: np.ndarray, logprobs: np.ndarray, sampled_logprobs: np.ndarray, *, num_rows: int, topk: int, vocab_size: int,
+    server: str, request: str,
+) -> None:
+    """Refuse unusable scores before they reach a loss: BadTeacherReply with server, request, row and value.
+
+    Usable are ids in [0, vocab_size), distinct within a row, int32 [num_rows, topk]; log-probabilities that are
+    finite and not positive, float [num_rows, topk] of mass 1 at most, and [num_rows] of the sampled tokens.
+    """
+
+    def fail(what: str, bad: np.ndarray, values: np.ndarray) -> None:
+        if bad.any():
+            place = tuple(np.argwhere(bad)[0])
+            raise BadTeacherReply(f"{server}: request {request}, row {place[0]}: {what} (value {values[place]})")
+
+    shape = (num_rows, topk)
+    for name, array, expected in (
+        ("ids", ids, shape), ("logprobs", logprobs, shape), ("sampled_logprobs", sampled_logprobs, shape[:1])
+    ):
+        if array.shape != expected:
+            raise BadTeacherReply(f"{server}: request {request}: {name} has shape {array.shape}, expected {expected}")
+    for name, values in (("log-probability", logprobs), ("log-probability of the sampled token", sampled_logprobs)):
+        if not -np.inf < values.min(initial=0) <= values.max(initial=0) <= 1e-3:  # NaN included
+            fail(f"{name} is NaN", np.isnan(values), values)
+            fail(f"{name} is infinite", np.isinf(values), values)
+            fail(f"{name} is positive", values > 1e-3, values)
+    fail(f"token id outside the vocabulary of {vocab_size}", (ids < 0) | (ids >= vocab_size), ids)
+    ordered = np.sort(ids, axis=1)
+    fail("token id appears twice", ordered[:, 1:] == ordered[:, :-1], ordered)
+    mass = np.exp(logprobs, dtype=np.float32).sum(axis=1)
+    # Rounding to float16 moves log p by |log p| / 2048 at most, so the mass by entropy / 2048 at most.
+    fail("probabilities sum to more than 1", mass > 1.001 + (1 + math.log(topk)) / 2048, mass)
+
+
 def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:
     """Why `model` will never be able to score the request; None if it can."""
     if request.topk > model.max_topk:
@@ -322,22 +355,20 @@ def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]
         return f"temperature {request.temperature}: the {model.backend} backend scores at 1.0 only; use --backend hf"
     if not sequences:
         return "no sequences"
-    for index, (prompt_ids, response_ids) in enumerate(sequences):
-        reason = sequence_refusal(prompt_ids, response_ids, model)
-        if reason:
+    for index, pair in enumerate(sequences):
+        if reason := sequence_refusal(*pair, model):
             return f"sequence {index} {reason}"
     return None
 
 
 def sequence_refusal(prompt_ids: TokenIds, response_ids: TokenIds, model: ModelInfo) -> str | None:
     """The same for one sequence, without its name."""
-    length = len(prompt_ids) + len(response_ids)
-    if length > model.max_sequence_length:
-        return f"has {length} tokens, the server's limit is {model.max_sequence_length}"
+    ids = np.concatenate((prompt_ids, response_ids))
+    if len(ids) > model.max_sequence_length:
+        return f"has {len(ids)} tokens, the server's limit is {model.max_sequence_length}"
     if len(prompt_ids) == 0 or len(response_ids) == 0:
         return f"needs a prompt and a response; got {len(prompt_ids)} and {len(response_ids)} tokens"
-    for ids in (prompt_ids, response_ids):
-        if ids.min() < 0 or ids.max() >= model.num_embeddings:
-            bad = int(ids[(ids < 0) | (ids >= model.num_embeddings)][0])
-            return f"has token ids outside the {model.num_embeddings} that the model can read, for example {bad}"
+    bad = ids[(ids < 0) | (ids >= model.num_embeddings)]
+    if bad.size:
+        return f"has token ids outside the {model.num_embeddings} that the model can read, for example {bad[0]}"
     return None
