@@ -27,10 +27,10 @@ import zmq
 
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
 from hybrid_gkd.teacher import network, protocol
-from hybrid_gkd.teacher.client.connection import Connection, ServerInfo, StudentNeeds, query_status
+from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
 from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ScoreError, ScoreRequest, ScoreResult, Status
+from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
 
 MAX_WAITING_TOKENS = 1 << 24
@@ -42,7 +42,7 @@ CLOSE_MILLISECONDS = 200
 
 
 class TeacherClient:
-    """Scores sequences with one or several teacher servers that serve the same model.
+    """Scores sequences with teacher servers of one model. A context manager; call `handshake` before `submit`.
 
     Args:
         endpoints: "host:port" of each server
@@ -56,8 +56,6 @@ class TeacherClient:
         n_server_workers: requests in flight
         num_microbatches: sequences per request at most
         keys: folder with this client's keys, where the servers have some
-
-    A context manager; call `handshake` before `submit`.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class TeacherClient:
         """Why the thread has ended: `close`, or an error that no server can make good."""
         self._needs: StudentNeeds | None = None
         """Set by the handshake; from then on a server that does not fit ends the thread."""
-        self._served: list[ServerInfo] = []
+        self._served: dict[str, ModelInfo] = {}
         self._waiting = Waiting(num_microbatches)
         self._in_flight: dict[str, Request] = {}
         self._finished: list[tuple[Future[TeacherTopK], TeacherTopK | TeacherError]] = []
@@ -101,7 +99,7 @@ class TeacherClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def handshake(self, *, tokenizer_hash: str, tokenizer_size: int, max_sequence_length: int) -> ServerInfo:
+    def handshake(self, *, tokenizer_hash: str, tokenizer_size: int, max_sequence_length: int) -> ModelInfo:
         """Wait until every server has answered and fits; returns what the first one serves.
 
         Raises TeacherUnreachable after connect_timeout, or at once where keys do not fit, and TeacherMismatch with
@@ -113,12 +111,12 @@ class TeacherClient:
         )
         connections, timeout = self._connections, self._connect_timeout
         with self._changed:
-            self._wait_for(lambda: all(each.server or each.problem for each in connections), timeout)
-            self._served = [each.require_server(timeout) for each in connections]
-            for server in self._served:
-                self._check_fit(server, needs)
+            self._wait_for(lambda: all(each.model or each.problem for each in connections), timeout)
+            self._served = {each.address: each.require_model(timeout) for each in connections}
+            for address, model in self._served.items():
+                self._check_fit(address, model, needs)
             self._needs = needs
-        return self._served[0]
+        return self._served[self._endpoints[0]]
 
     def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
         """Queue sequences for scoring; returns one future per sequence in the same order.
@@ -138,9 +136,9 @@ class TeacherClient:
                     )
                 if self._needs is None:
                     raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
-                for server in self._served:  # what a server will not score is found before it is sent
-                    if reason := protocol.sequence_refusal(sequence.prompt_ids, sequence.response_ids, server.model):
-                        refused = TeacherRefused(f"{server.address}: sequence {sequence.index} {reason}")
+                for address, model in self._served.items():  # what a server will not score is not sent
+                    if reason := protocol.sequence_refusal(sequence.prompt_ids, sequence.response_ids, model):
+                        refused = TeacherRefused(f"{address}: sequence {sequence.index} {reason}")
                         self._finished.append((future, refused))
                         break
                 else:
@@ -180,14 +178,12 @@ class TeacherClient:
             raise self._failure
         return condition()
 
-    def _check_fit(self, server: ServerInfo, needs: StudentNeeds) -> None:
+    def _check_fit(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
         """Raises TeacherMismatch, also where two servers serve different models."""
-        needs.check(server)
-        for other in (each.server for each in self._connections):
-            if other is not None and other.model.model != server.model.model:
-                raise TeacherMismatch(
-                    f"{server.address} serves {server.model.model}, {other.address} serves {other.model.model}"
-                )
+        needs.check(address, model)
+        for each in self._connections:
+            if each.model is not None and each.model.model != model.model:
+                raise TeacherMismatch(f"{address} serves {model.model}, {each.address} serves {each.model.model}")
 
     # Everything below runs in the thread, and all but _run, _poll and _resolve with the lock.
 
@@ -209,9 +205,8 @@ class TeacherClient:
             self._failure = failure
             for request in list(self._in_flight.values()):
                 self._fail(request, failure)
-            servers = ", ".join(self._endpoints)
             for sequence, future in self._waiting.take():
-                text = f"{servers}: sequence {sequence.index} waited to be sent: {failure}"
+                text = f"{', '.join(self._endpoints)}: sequence {sequence.index} waited to be sent: {failure}"
                 self._finished.append((future, type(failure)(text)))
             self._changed.notify_all()
         self._resolve()
@@ -255,15 +250,15 @@ class TeacherClient:
         return pause
 
     def _handle(self, connection: Connection, message: AnyMessage, frames: list[Buffer]) -> None:
-        known = connection.server
-        if known and isinstance(message, protocol.Welcome | protocol.Pong) and message.instance != known.instance:
+        known = connection.instance if connection.model else None
+        if known and isinstance(message, protocol.Welcome | protocol.Pong) and message.instance != known:
             self._lose(connection, f"{connection.address} was restarted")
         match message:
             case protocol.Welcome():
                 connection.on_welcome(message)
-                if self._needs is not None and connection.server is not None:
-                    self._check_fit(connection.server, self._needs)  # a mismatch ends it: training must not go on
-            case protocol.Pong() if connection.server is not None:
+                if self._needs is not None and connection.model is not None:  # a mismatch ends the training
+                    self._check_fit(connection.address, connection.model, self._needs)
+            case protocol.Pong() if connection.model is not None:
                 self._on_pong(connection, message)
             case ScoreResult():
                 self._on_result(message, frames)
@@ -276,14 +271,14 @@ class TeacherClient:
         for connection in self._connections:
             if pause > protocol.LIVENESS_SECONDS / 2:  # nobody was silent while this process could not listen
                 connection.heard = max(connection.heard, now - protocol.LIVENESS_SECONDS / 2)
-            if connection.server is not None and connection.heard < now - protocol.LIVENESS_SECONDS:
+            if connection.model is not None and connection.heard < now - protocol.LIVENESS_SECONDS:
                 self._lose(connection, f"{connection.address} was silent for {protocol.LIVENESS_SECONDS:.0f} s")
             connection.reopen_if_stuck(now)
             connection.beat(now)
 
     def _lose(self, connection: Connection, problem: str) -> None:
         """Take the requests back from a server that died or was replaced; it has to say hello again."""
-        connection.server = None
+        connection.model = None
         for request in self._in_flight.values():
             if request.connection is connection:
                 self._repeat(request, problem)
@@ -373,7 +368,7 @@ class TeacherClient:
 
     def _send_requests(self) -> None:
         now = time.monotonic()
-        alive = [each for each in self._connections if each.server is not None]
+        alive = [each for each in self._connections if each.model is not None]
         for request in self._in_flight.values():
             if request.connection is not None or request.send_at > now or not alive:
                 continue

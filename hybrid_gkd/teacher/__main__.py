@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import ipaddress
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from hybrid_gkd.errors import HybridGKDError, TeacherError
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
-from hybrid_gkd.teacher.network import is_loopback
+from hybrid_gkd.teacher.network import resolve
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, gpu_shares
 
@@ -99,7 +100,8 @@ class Service:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    if not is_loopback(arguments.host) and not arguments.insecure and not arguments.keys:
+    is_loopback = ipaddress.ip_address(resolve(arguments.host)).is_loopback
+    if not is_loopback and not arguments.insecure and not arguments.keys:
         raise TeacherError(
             f"--host {arguments.host}: without keys the service is neither encrypted nor authenticated, so whoever "
             "reaches it can use it and answer in its place; make keys (python -m hybrid_gkd.teacher keys) and give "

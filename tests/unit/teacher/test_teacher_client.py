@@ -185,7 +185,7 @@ def expect_scores(futures, batch):
 def test_scores_come_back_in_order_and_are_counted():
     batch = sequences(50)
     with Server() as server, connect(server, n_server_workers=2) as client:
-        assert client.handshake(**STUDENT).model.model == "m"
+        assert client.handshake(**STUDENT).model == "m"
         expect_scores(client.submit(batch), batch)
         metrics = client.drain_metrics()
         assert metrics.tokens == sum(sequence.num_tokens for sequence in batch)
