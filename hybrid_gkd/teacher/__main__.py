@@ -61,9 +61,10 @@ class Service:
         command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "join", "--die-with-parent", str(os.getpid()),
             f"--proxy-addr={'127.0.0.1' if host == '0.0.0.0' else host}:{self.broker.worker_port}",
-            *EngineOptions.parsed(arguments).command_line(), *([f"--keys={arguments.keys}"] if arguments.keys else []),
-            *(["--debug"] if arguments.debug else []),
+            *EngineOptions.parsed(arguments).command_line(),
         ]
+        command += [f"--keys={arguments.keys}"] if arguments.keys else []
+        command += ["--debug"] if arguments.debug else []
         self.supervisor = Supervisor(self.broker, command, shares)
         self._announced = False
         self._drain_until: float | None = None

@@ -75,7 +75,6 @@ class Waiting:
         return self.take(size), 0.0
 
     def take(self, count: int | None = None) -> list[Pair]:
-        """The oldest `count` of them; by default all."""
         taken = [self._line.popleft()[1] for _ in range(len(self._line) if count is None else count)]
         self.num_tokens -= sum(sequence.num_tokens for sequence, _ in taken)
         return taken
