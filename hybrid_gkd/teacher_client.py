@@ -1,32 +1,48 @@
 """The trainer's side of the teacher service: sequences in, futures of checked scores out.
 
-A background thread (teacher/client/thread.py) groups sequences into requests, keeps a bounded number of them in
-flight, and sees each to its one outcome: scores that passed every check, or an error that names the server, the
-request, what was waited for and for how long. A sequence is never skipped.
+A background thread owns the sockets. It groups sequences into requests, keeps a bounded number of them in flight, and
+sees each to its one outcome: scores that passed every check, or an error that names the server, the request, what was
+waited for and for how long. A sequence is never skipped.
+
+One lock, that of `_changed`, guards everything. The thread holds it for a whole turn and lets go of it while it polls
+and while it resolves futures, whose callbacks may call the client. Who unblocks whom: `_wake` ends the poll through a
+socket pair; the end of every turn notifies `_changed`; futures are resolved by the thread alone.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+import itertools
+import math
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from hybrid_gkd.errors import TeacherError, TeacherRefused, TeacherTimeout
-from hybrid_gkd.teacher import network, protocol
-from hybrid_gkd.teacher.client.connection import ServerInfo, StudentNeeds, query_status
-from hybrid_gkd.teacher.client.requests import TeacherMetrics, resolve
-from hybrid_gkd.teacher.client.thread import RequestThread
-from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.protocol import Status
-from hybrid_gkd.types import Sequence, TeacherTopK
+import zmq
 
-__all__ = ["TeacherClient", "TeacherMetrics"]
+from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
+from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
+from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting
+from hybrid_gkd.teacher.keys import load_keys
+from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
+from hybrid_gkd.types import Sequence, TeacherTopK
 
 MAX_WAITING_TOKENS = 1 << 24
 """Of sequences that are not in flight yet; `submit` waits when there are more."""
+BUSY_WAIT_SECONDS = 0.2
+POLL_SECONDS = 0.2
+CLOSE_MILLISECONDS = 200
+"""For the goodbye to leave."""
 
 
 class TeacherClient:
-    """Scores sequences with one or several teacher servers that serve the same model.
+    """Scores sequences with teacher servers of one model. A context manager; call `handshake` before `submit`.
 
     Args:
         endpoints: "host:port" of each server
@@ -40,8 +56,6 @@ class TeacherClient:
         n_server_workers: requests in flight
         num_microbatches: sequences per request at most
         keys: folder with this client's keys, where the servers have some
-
-    A context manager; call `handshake` before `submit`.
     """
 
     def __init__(
@@ -53,15 +67,31 @@ class TeacherClient:
             raise TeacherError("no teacher address is given")
         for address in endpoints:
             network.endpoint_url(address)  # a bad one is an error before anything is opened
-        self._endpoints, self._topk, self._temperature = endpoints, topk, temperature
+        self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
         self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
+        self._max_retries, self._max_in_flight = max_retries, n_server_workers
         self._keys = load_keys(keys) if keys is not None else None
-        self._served: list[ServerInfo] = []
-        self._thread = RequestThread(
-            endpoints, self._keys, topk=topk, temperature=temperature, vocab_size=vocab_size,
-            request_timeout=request_timeout, max_retries=max_retries, max_in_flight=n_server_workers,
-            group_size=num_microbatches,
-        )
+        self._changed = threading.Condition()
+        self._failure: TeacherError | None = None
+        """Why the thread has ended: `close`, or an error that no server can make good."""
+        self._needs: StudentNeeds | None = None
+        """Set by the handshake; from then on a server that does not fit ends the thread."""
+        self._served: dict[str, ModelInfo] = {}
+        self._waiting = Waiting(num_microbatches)
+        self._in_flight: dict[str, Request] = {}
+        self._finished: list[tuple[Future[TeacherTopK], TeacherTopK | TeacherError]] = []
+        """To be resolved at the end of the turn."""
+        self._metrics = TeacherMetrics()
+        self._name, self._ids = uuid.uuid4().hex, itertools.count(1)
+        self._context = zmq.Context()
+        self._connections = [Connection(self._context, address, self._keys) for address in endpoints]
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._closing = False
+        self._last_turn = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="teacher client", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> TeacherClient:
         return self
@@ -69,7 +99,7 @@ class TeacherClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def handshake(self, *, tokenizer_hash: str, tokenizer_size: int, max_sequence_length: int) -> ServerInfo:
+    def handshake(self, *, tokenizer_hash: str, tokenizer_size: int, max_sequence_length: int) -> ModelInfo:
         """Wait until every server has answered and fits; returns what the first one serves.
 
         Raises TeacherUnreachable after connect_timeout, or at once where keys do not fit, and TeacherMismatch with
@@ -79,18 +109,14 @@ class TeacherClient:
             tokenizer_hash=tokenizer_hash, tokenizer_size=tokenizer_size, max_sequence_length=max_sequence_length,
             topk=self._topk, temperature=self._temperature,
         )
-        thread = self._thread
-        with thread.changed:
-            thread.changed.wait_for(
-                lambda: thread.failure or all(each.server or each.problem for each in thread.connections),
-                self._connect_timeout,
-            )
-            self._raise_failure()
-            self._served = [each.require_server(self._connect_timeout) for each in thread.connections]
-            for server in self._served:
-                thread.check_fit(server, needs)
-            thread.needs = needs
-        return self._served[0]
+        connections, timeout = self._connections, self._connect_timeout
+        with self._changed:
+            self._wait_for(lambda: all(each.model or each.problem for each in connections), timeout)
+            self._served = {each.address: each.require_model(timeout) for each in connections}
+            for address, model in self._served.items():
+                self._check_fit(address, model, needs)
+            self._needs = needs
+        return self._served[self._endpoints[0]]
 
     def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
         """Queue sequences for scoring; returns one future per sequence in the same order.
@@ -99,46 +125,26 @@ class TeacherClient:
         A future raises TeacherTimeout, BadTeacherReply, TeacherRefused or TeacherMismatch.
         """
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
-        with self._thread.changed:
+        with self._changed:
             for sequence, future in zip(sequences, futures, strict=True):
-                self._wait_for_room(len(sequences))
-                reason = self._refusal(sequence)
-                if reason:
-                    resolve(future, TeacherRefused(reason))
+                if self._waiting.num_tokens >= MAX_WAITING_TOKENS:
+                    self._wake()
+                if not self._wait_for(lambda: self._waiting.num_tokens < MAX_WAITING_TOKENS, self._request_timeout):
+                    raise TeacherTimeout(
+                        f"{', '.join(self._endpoints)}: waited {self._request_timeout:g} s to queue "
+                        f"{len(sequences)} sequences, {self._waiting.num_tokens} tokens are still waiting to be sent"
+                    )
+                if self._needs is None:
+                    raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
+                for address, model in self._served.items():  # what a server will not score is not sent
+                    if reason := protocol.sequence_refusal(sequence.prompt_ids, sequence.response_ids, model):
+                        refused = TeacherRefused(f"{address}: sequence {sequence.index} {reason}")
+                        self._finished.append((future, refused))
+                        break
                 else:
-                    self._thread.waiting.add(sequence, future)
-        self._thread.wake()
+                    self._waiting.add(sequence, future)
+        self._wake()
         return futures
-
-    def _wait_for_room(self, num_sequences: int) -> None:
-        thread = self._thread
-        self._raise_failure()
-        if thread.needs is None:
-            raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
-        if thread.waiting.num_tokens < MAX_WAITING_TOKENS:
-            return
-        thread.wake()
-        thread.changed.wait_for(
-            lambda: thread.failure or thread.waiting.num_tokens < MAX_WAITING_TOKENS, self._request_timeout
-        )
-        self._raise_failure()
-        if thread.waiting.num_tokens >= MAX_WAITING_TOKENS:
-            raise TeacherTimeout(
-                f"{', '.join(self._endpoints)}: waited {self._request_timeout:g} s to queue "
-                f"{num_sequences} sequences, {thread.waiting.num_tokens} tokens are still waiting to be sent"
-            )
-
-    def _refusal(self, sequence: Sequence) -> str | None:
-        """Why a server will not score the sequence; found before it is sent."""
-        for server in self._served:
-            reason = protocol.sequence_refusal(sequence.prompt_ids, sequence.response_ids, server.model)
-            if reason:
-                return f"{server.address}: sequence {sequence.index} {reason}"
-        return None
-
-    def _raise_failure(self) -> None:
-        if self._thread.failure is not None:
-            raise self._thread.failure
 
     def status(self) -> dict[str, Status]:
         """Current state of every server by address. Raises TeacherUnreachable."""
@@ -146,8 +152,237 @@ class TeacherClient:
 
     def drain_metrics(self) -> TeacherMetrics:
         """Counters since the last call."""
-        return self._thread.drain_metrics()
+        with self._changed:
+            metrics, self._metrics = self._metrics, TeacherMetrics()
+            metrics.complete_until = min([time.monotonic(), *(each.started for each in self._in_flight.values())])
+            for each in self._connections:
+                metrics.bytes_sent += each.bytes_sent
+                metrics.bytes_received += each.bytes_received
+                each.bytes_sent = each.bytes_received = 0
+        return metrics
 
     def close(self) -> None:
         """Stop the thread; futures that are still open raise TeacherError. May be called twice."""
-        self._thread.close()
+        self._closing = True
+        self._wake()
+        self._thread.join(timeout=10.0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake up anyway; closed: it has ended
+            self._wake_writer.send(b"x")
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Whether the condition was met within `timeout` seconds; raises the error that ended the thread."""
+        self._changed.wait_for(lambda: self._failure or condition(), timeout)
+        if self._failure is not None:
+            raise self._failure
+        return condition()
+
+    def _check_fit(self, address: str, model: ModelInfo, needs: StudentNeeds) -> None:
+        """Raises TeacherMismatch, also where two servers serve different models."""
+        needs.check(address, model)
+        for each in self._connections:
+            if each.model is not None and each.model.model != model.model:
+                raise TeacherMismatch(f"{address} serves {model.model}, {each.address} serves {each.model.model}")
+
+    # Everything below runs in the thread, and all but _run, _poll and _resolve with the lock.
+
+    def _run(self) -> None:
+        failure, pause = TeacherError("the teacher client was closed"), 0.0
+        try:
+            while not self._closing:
+                self._poll(pause)
+                with self._changed:
+                    pause = self._turn()
+                    self._changed.notify_all()
+                self._resolve()
+        except TeacherError as error:
+            failure = error
+        except BaseException as error:
+            failure = TeacherError(f"the teacher client's thread died: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        with self._changed:
+            self._failure = failure
+            for request in list(self._in_flight.values()):
+                self._fail(request, failure)
+            for sequence, future in self._waiting.take():
+                text = f"{', '.join(self._endpoints)}: sequence {sequence.index} waited to be sent: {failure}"
+                self._finished.append((future, type(failure)(text)))
+            self._changed.notify_all()
+        self._resolve()
+        for each in self._connections:
+            each.send(protocol.Bye())
+            each.close(CLOSE_MILLISECONDS)
+        self._context.destroy(linger=CLOSE_MILLISECONDS)
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _poll(self, pause: float) -> None:
+        poller = zmq.Poller()  # a new one, because a connection may have been reopened
+        poller.register(self._wake_reader, zmq.POLLIN)
+        for each in self._connections:
+            each.register(poller)
+        poller.poll(math.ceil(pause * 1000))
+        with contextlib.suppress(BlockingIOError):
+            self._wake_reader.recv(4096)
+
+    def _resolve(self) -> None:
+        with self._changed:
+            finished, self._finished = self._finished, []
+        for future, outcome in finished:
+            with contextlib.suppress(InvalidStateError):  # cancelled by its owner
+                if isinstance(outcome, TeacherError):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+
+    def _turn(self) -> float:
+        """Returns the seconds for which there is nothing to do unless something arrives."""
+        for connection in self._connections:
+            if connection.read_events():  # perhaps to a new server: it is asked at once
+                connection.send(protocol.Hello())
+            for message, frames in connection.receive():
+                self._handle(connection, message, frames)
+        self._keep_alive()
+        self._check_deadlines()
+        pause = self._form_requests()
+        self._send_requests()
+        return pause
+
+    def _handle(self, connection: Connection, message: AnyMessage, frames: list[Buffer]) -> None:
+        known = connection.instance if connection.model else None
+        if known and isinstance(message, protocol.Welcome | protocol.Pong) and message.instance != known:
+            self._lose(connection, f"{connection.address} was restarted")
+        match message:
+            case protocol.Welcome():
+                connection.on_welcome(message)
+                if self._needs is not None and connection.model is not None:  # a mismatch ends the training
+                    self._check_fit(connection.address, connection.model, self._needs)
+            case protocol.Pong() if connection.model is not None:
+                self._on_pong(connection, message)
+            case ScoreResult():
+                self._on_result(message, frames)
+            case ScoreError():
+                self._on_error(connection, message)
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        pause, self._last_turn = now - self._last_turn, now
+        for connection in self._connections:
+            if pause > protocol.LIVENESS_SECONDS / 2:  # nobody was silent while this process could not listen
+                connection.heard = max(connection.heard, now - protocol.LIVENESS_SECONDS / 2)
+            if connection.model is not None and connection.heard < now - protocol.LIVENESS_SECONDS:
+                self._lose(connection, f"{connection.address} was silent for {protocol.LIVENESS_SECONDS:.0f} s")
+            connection.reopen_if_stuck(now)
+            connection.beat(now)
+
+    def _lose(self, connection: Connection, problem: str) -> None:
+        """Take the requests back from a server that died or was replaced; it has to say hello again."""
+        connection.model = None
+        for request in self._in_flight.values():
+            if request.connection is connection:
+                self._repeat(request, problem)
+
+    def _on_pong(self, connection: Connection, pong: protocol.Pong) -> None:
+        self._metrics.queue_lengths.append(pong.queue_length)
+        self._metrics.engine_busy.append(pong.engine_busy)
+        for request in self._in_flight.values():
+            lost = request.sent_at_ping < pong.number and request.id not in pong.pending
+            if request.connection is connection and lost:
+                self._repeat(request, f"{connection.address} lost the request or its reply")
+
+    def _on_result(self, result: ScoreResult, frames: list[Buffer]) -> None:
+        request = self._in_flight.get(result.id)
+        if request is None:
+            return  # a second reply, or one after the deadline
+        try:
+            scores = protocol.unpack_result(
+                result, frames, topk=self._topk, vocab_size=self._vocab_size, response_lengths=request.response_lengths
+            )
+        except TeacherError as error:
+            self._metrics.bad_replies += 1
+            if result.attempt == request.attempt:  # else a newer attempt is under way already
+                self._fail_attempt(request, BadTeacherReply(f"attempt {result.attempt}: {error}"))
+            return
+        self._metrics.requests.append((request.started, time.monotonic()))
+        self._metrics.tokens += request.num_tokens
+        self._metrics.response_tokens += sum(request.response_lengths)
+        self._finish(request, scores)
+
+    def _on_error(self, connection: Connection, error: ScoreError) -> None:
+        request = self._in_flight.get(error.id)
+        if request is None or request.attempt != error.attempt:
+            return
+        reason = f"attempt {error.attempt} at {connection.address}: {error.reason}"
+        if error.code in ("busy", "expired"):
+            self._repeat(request, reason, wait=BUSY_WAIT_SECONDS)
+        elif error.code == "failed":
+            self._fail_attempt(request, TeacherRefused(reason))
+        else:
+            self._fail(request, TeacherRefused(reason))
+
+    def _fail_attempt(self, request: Request, error: TeacherError) -> None:
+        request.num_failures += 1
+        if request.num_failures > self._max_retries:
+            self._fail(request, error)
+        else:
+            self._repeat(request, str(error))
+
+    def _repeat(self, request: Request, problem: str, *, wait: float = 0.0) -> None:
+        request.connection, request.problem, request.send_at = None, problem, time.monotonic() + wait
+        self._metrics.retries += 1
+
+    def _fail(self, request: Request, error: TeacherError) -> None:
+        """The error that the futures raise says where the request was and how long it waited."""
+        error = type(error)(f"{request.describe(self._connections)}: {error}")
+        self._finish(request, [error] * len(request.futures))
+
+    def _finish(self, request: Request, outcomes: ListLike[TeacherTopK | TeacherError]) -> None:
+        del self._in_flight[request.id]
+        self._finished += zip(request.futures, outcomes, strict=True)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for request in list(self._in_flight.values()):
+            if request.deadline <= now:
+                self._fail(request, TeacherTimeout(request.why_late(self._connections)))
+            elif request.connection is not None and request.attempt_deadline <= now:
+                self._repeat(request, f"{request.connection.address} did not answer attempt {request.attempt}")
+
+    def _form_requests(self) -> float:
+        """Move waiting sequences into flight; returns the seconds until the next group is due."""
+        while len(self._in_flight) < self._max_in_flight:
+            now = time.monotonic()
+            group, pause = self._waiting.take_group(now)
+            if not group:
+                return min(pause, POLL_SECONDS)
+            pairs = [pair for pair in group if pair[1].set_running_or_notify_cancel()]
+            if pairs:
+                sequences, futures = zip(*pairs, strict=True)
+                request_id = f"{self._name}-{next(self._ids)}"
+                self._in_flight[request_id] = Request(
+                    id=request_id, sequences=sequences, futures=futures, started=now,
+                    deadline=now + self._request_timeout,
+                )
+        return POLL_SECONDS
+
+    def _send_requests(self) -> None:
+        now = time.monotonic()
+        alive = [each for each in self._connections if each.model is not None]
+        for request in self._in_flight.values():
+            if request.connection is not None or request.send_at > now or not alive:
+                continue
+            load = {each: sum(other.connection is each for other in self._in_flight.values()) for each in alive}
+            connection = min(alive, key=lambda each: (each is request.last_connection, load[each]))
+            request.attempt += 1
+            message = ScoreRequest(
+                id=request.id, attempt=request.attempt, timeout_seconds=request.deadline - now, topk=self._topk,
+                temperature=self._temperature, prompt_lengths=[len(each.prompt_ids) for each in request.sequences],
+                response_lengths=request.response_lengths,
+            )
+            token_ids = protocol.request_array([(each.prompt_ids, each.response_ids) for each in request.sequences])
+            if not connection.send(message, [token_ids]):
+                continue  # disconnected this moment; the missing pongs or a reconnect settle it
+            request.connection = request.last_connection = connection
+            request.sent_at_ping = connection.ping_number
+            request.attempt_deadline = now + self._request_timeout / (self._max_retries + 1)

@@ -189,7 +189,7 @@ def fuzz_worker(num_messages: int, seed: int = 0) -> dict[str, float]:
                 frames = _answer_to(router, f"r{sequence.index}", worker)
                 answer = protocol.decode_header(frames[0])
                 (score,) = protocol.unpack_result(
-                    answer, frames[1:], server="worker", topk=TOPK, vocab_size=MODEL.vocab_size,
+                    answer, frames[1:], topk=TOPK, vocab_size=MODEL.vocab_size,
                     response_lengths=[len(sequence.response_ids)],
                 )  # fmt: skip
                 expect(score, sequence)

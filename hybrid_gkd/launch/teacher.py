@@ -32,14 +32,14 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClie
         n_server_workers=section.n_server_workers, num_microbatches=section.num_microbatches, keys=section.keys,
     )
     try:
-        server = client.handshake(
+        served = client.handshake(
             tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer),
             max_sequence_length=config.max_sequence_length,
         )
     except BaseException:
         client.close()
         raise
-    logger.info("teacher: %s at %s, engine %s", server.model.model, server.address, server.model.backend)
+    logger.info("teacher: %s at %s, engine %s", served.model, endpoints[0], served.backend)
     return client
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import ipaddress
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from hybrid_gkd.errors import HybridGKDError, TeacherError
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
-from hybrid_gkd.teacher.network import is_loopback
+from hybrid_gkd.teacher.network import resolve
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, gpu_shares
 
@@ -34,9 +35,8 @@ PR_SET_PDEATHSIG = 1
 def main() -> int:
     arguments = _parser().parse_args()
     logging.basicConfig(
-        level=logging.DEBUG if arguments.debug else logging.INFO,
+        level=logging.DEBUG if arguments.debug else logging.INFO, stream=sys.stderr,
         format=f"%(asctime)s teacher {arguments.command} | %(message)s",
-        stream=sys.stderr,
     )
     try:
         return {"serve": serve, "join": join, "status": status, "keys": keys}[arguments.command](arguments)
@@ -56,13 +56,12 @@ class Service:
         self._arguments = arguments
         own_keys = load_keys(arguments.keys) if arguments.keys else None
         shares = gpu_shares(arguments.workers, arguments.tp_size, arguments.device)
-        self.broker = Broker(
-            host=arguments.host, port=arguments.port, worker_port=arguments.worker_port, keys=own_keys
-        )
-        host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
+        host, port, worker_port = arguments.host, arguments.port, arguments.worker_port
+        self.broker = Broker(host=host, port=port, worker_port=worker_port, keys=own_keys)
         command = [
-            sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", f"{host}:{self.broker.worker_port}",
-            "--die-with-parent", str(os.getpid()), *EngineOptions.parsed(arguments).command_line(),
+            sys.executable, "-m", "hybrid_gkd.teacher", "join", "--die-with-parent", str(os.getpid()),
+            f"--proxy-addr={'127.0.0.1' if host == '0.0.0.0' else host}:{self.broker.worker_port}",
+            *EngineOptions.parsed(arguments).command_line(),
         ]
         command += [f"--keys={arguments.keys}"] if arguments.keys else []
         command += ["--debug"] if arguments.debug else []
@@ -90,22 +89,20 @@ class Service:
         self.supervisor.check()
         if self.broker.model is not None and not self._announced:
             self._announced = True
-            self._announce()
+            self._announce(self._arguments.host, self.broker.port, self.broker.worker_port)
         return True
 
-    def _announce(self) -> None:
-        host, broker = self._arguments.host, self.broker
-        print(f"teacher ready on {host}:{broker.port}, workers join {host}:{broker.worker_port}", flush=True)
+    def _announce(self, host: str, port: int, worker_port: int) -> None:
+        print(f"teacher ready on {host}:{port}, workers join {host}:{worker_port}", flush=True)
         if self._arguments.ready_file:
-            path = Path(self._arguments.ready_file)
-            partial = path.with_name(f"{path.name}.{os.getpid()}")
-            ready = {"port": broker.port, "worker_port": broker.worker_port, "pid": os.getpid()}
-            partial.write_text(json.dumps(ready))
-            os.replace(partial, path)
+            partial = Path(f"{self._arguments.ready_file}.{os.getpid()}")
+            partial.write_text(json.dumps({"port": port, "worker_port": worker_port, "pid": os.getpid()}))
+            os.replace(partial, self._arguments.ready_file)
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    if not is_loopback(arguments.host) and not arguments.insecure and not arguments.keys:
+    is_loopback = ipaddress.ip_address(resolve(arguments.host)).is_loopback
+    if not is_loopback and not arguments.insecure and not arguments.keys:
         raise TeacherError(
             f"--host {arguments.host}: without keys the service is neither encrypted nor authenticated, so whoever "
             "reaches it can use it and answer in its place; make keys (python -m hybrid_gkd.teacher keys) and give "
@@ -152,8 +149,7 @@ def join(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     state = query_status(arguments.addr, keys=load_keys(arguments.keys) if arguments.keys else None)
-    model = state.model
-    if model is None:
+    if (model := state.model) is None:
         print("model              none yet: no worker is ready")
     else:
         print(f"model              {model.model} (backend {model.backend})")

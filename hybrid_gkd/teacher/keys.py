@@ -32,9 +32,22 @@ class Keys:
     secret: bytes = field(repr=False)
     server_public: bytes
 
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Of zmq.auth: whether the owner of a public key may connect to this server; asked for every connection."""
+        if key == self.public:  # the service's own workers
+            return True
+        for path in (self.folder / "clients").glob("*.key"):
+            try:
+                if key == _load(path)[0]:
+                    return True
+            except TeacherError as error:
+                log.warning("%s", error)
+        log.warning("a connection was refused: its key is not in %s", self.folder / "clients")
+        return False
+
 
 def make_keys(folder: Path, client: str = "client") -> list[Path]:
-    """Make the server's keys where there are none yet, and those of one more client; returns the new folders.
+    """Make the server's keys where there are none, and one more client's; returns the new folders.
 
     Raises TeacherError rather than overwrite anything.
     """
@@ -43,25 +56,18 @@ def make_keys(folder: Path, client: str = "client") -> list[Path]:
     server, own = folder / "server", folder / client
     if own.exists():
         raise TeacherError(f"{own} exists and is not overwritten; --client NAME makes keys for one more client")
-    made = []
+    made = [own] if server.exists() else [server, own]
     try:
-        if not server.exists():
-            _make_pair(server, "server")
-            made.append(server)
-            (server / "clients").mkdir(mode=0o700)
-        _make_pair(own, client)
-        made.append(own)
-        for source, target in ((server / "server.key", own), (own / f"{client}.key", server / "clients")):
-            shutil.copy(source, target)
+        for each in made:
+            each.mkdir(parents=True, mode=0o700)
+            for path in zmq.auth.create_certificates(each, each.name):
+                Path(path).chmod(0o600)
+        (server / "clients").mkdir(mode=0o700, exist_ok=True)
+        shutil.copy(server / "server.key", own)
+        shutil.copy(own / f"{client}.key", server / "clients")
     except OSError as error:
         raise TeacherError(f"--out {folder}: cannot write keys: {error}") from error
     return made
-
-
-def _make_pair(folder: Path, name: str) -> None:
-    folder.mkdir(parents=True, mode=0o700)
-    for path in zmq.auth.create_certificates(folder, name):
-        Path(path).chmod(0o600)
 
 
 def load_keys(folder: str | Path) -> Keys:
@@ -91,23 +97,3 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         if key is not None and len(key) != 40:
             raise TeacherError(f"{path}: a key has 40 characters, found {len(key)}")
     return keys
-
-
-class AllowList:
-    """Asked for every connection: the clients' folder is read each time, so a key can be added or taken away."""
-
-    def __init__(self, keys: Keys):
-        self._own, self._folder = keys.public, keys.folder / "clients"
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the owner of this public key may connect; the interface is that of zmq.auth."""
-        if key == self._own:  # the service's own workers
-            return True
-        for path in self._folder.glob("*.key"):
-            try:
-                if key == _load(path)[0]:
-                    return True
-            except TeacherError as error:
-                log.warning("%s", error)
-        log.warning("a connection was refused: its key is not in %s", self._folder)
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import time
@@ -16,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.keys import AllowList, Keys
+from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ MAX_CONNECTING = 128
 HANDSHAKE_SECONDS = 5
 MAX_UNREAD = 32
 """Messages of one peer that wait to be read; beyond that TCP makes the peer wait."""
-DISRUPTIONS = 5
+MAX_CUT_OFF = 5
 """A handshake that was cut off this often in a row will not succeed."""
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -59,7 +58,6 @@ class Dealer:
         self.heard = time.monotonic()
         """When the last message came; at first, when this was made."""
         self.foreign_version: int | None = None
-        """The protocol version of a server that speaks another one."""
         self.refused = ""
         """Why no handshake will ever succeed, from libzmq's events; empty as long as one may."""
         self.bytes_sent = self.bytes_received = 0
@@ -92,8 +90,8 @@ class Dealer:
         self.socket.close(linger=linger_ms)
 
     def register(self, poller: zmq.Poller) -> None:
-        for each in (self.socket, self._monitor):
-            poller.register(each, zmq.POLLIN)
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, message: AnyMessage, arrays: list[np.ndarray] | None = None) -> bool:
         """False when there is no connection at the moment; the message is dropped then."""
@@ -127,29 +125,24 @@ class Dealer:
 
     def read_events(self) -> bool:
         """Take in libzmq's events of handshakes; True if a connection was made, perhaps to a new server."""
-        connected = False
+        connected, folder = False, self._keys.folder if self._keys else None
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connected, self.refused, self._num_cut_off = True, "", 0
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                assert self._keys is not None, "only a server that was given keys can refuse them"
-                self.refused = (
-                    f"the server does not accept the key in {self._keys.folder}; "
-                    "its public half (.key) belongs into clients/ of the server's keys"
-                )
+                advice = "its public half (.key) belongs into clients/ of the server's keys"
+                self.refused = f"the server does not accept the key in {folder}; {advice}"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                given = self._keys and f"keys were given ({self._keys.folder}), but the server was started without"
-                self.refused = given or EXPECTS_KEYS
+                given = f"keys were given ({folder}), but the server was started without"
+                self.refused = given if folder else EXPECTS_KEYS
             else:  # libzmq does not say why; a server that closes first hides what the other events would tell
                 self._num_cut_off += 1
-                if self._num_cut_off >= DISRUPTIONS:
-                    given = self._keys and (
-                        f"its key is not the one in {self._keys.folder / 'server.key'}, it was started without keys"
-                    )
+                if self._num_cut_off >= MAX_CUT_OFF:
+                    given = f"its key is not the one in {folder}/server.key, it was started without keys"
                     self.refused = (
                         f"the server has ended {self._num_cut_off} connections during the handshake: "
-                        f"{given or EXPECTS_KEYS}, or it is no teacher service"
+                        f"{given if folder else EXPECTS_KEYS}, or it is no teacher service"
                     )
         return connected
 
@@ -162,12 +155,8 @@ def endpoint_url(address: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Raises TeacherError for a name that does not resolve."""
-    return ipaddress.ip_address(resolve(host)).is_loopback
-
-
 def resolve(host: str) -> str:
+    """IP address of `host`. Raises TeacherError for a name that does not resolve."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -175,8 +164,7 @@ def resolve(host: str) -> str:
 
 
 def bind(
-    server: zmq.Socket, host: str, port: int, option: str, *, max_message_bytes: int, max_unsent: int,
-    keys: Keys | None,
+    server: zmq.Socket, host: str, port: int, option: str, *, max_message_bytes: int, max_unsent: int, keys: Keys | None
 ) -> int:
     """Bind a ROUTER and return its port (0 picks a free one). Raises TeacherError naming `option`.
 
@@ -206,5 +194,5 @@ def start_authenticator(context: zmq.Context, keys: Keys) -> ThreadAuthenticator
     """Admits the keys on the allow-list to all sockets of `context` that are bound with keys. Stop it before them."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=AllowList(keys))
+    authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=keys)
     return authenticator

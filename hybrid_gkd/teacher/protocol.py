@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.teacher.checks import check_topk
+from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.types import TeacherTopK
 
 PROTOCOL_VERSION = 2
@@ -41,7 +40,6 @@ DTYPES: dict[str, np.dtype] = {"int32": np.dtype("<i4"), "float16": np.dtype("<f
 TokenIds = np.ndarray
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -58,8 +56,6 @@ class ForeignVersion(ProtocolError):
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
-    """How to read one array frame."""
-
     dtype: str
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2)]
     crc32: int
@@ -98,7 +94,6 @@ class Welcome(Message, tag="welcome"):
     num_workers: Count
     """0 also while the service shuts down."""
     model: ModelInfo | None
-    """None until the first worker has been tested."""
 
 
 class Bye(Message, tag="bye"):
@@ -149,8 +144,7 @@ class Pong(Message, tag="pong"):
     instance: str = ""
     """Of the broker; empty from a worker."""
     queue_length: Count = 0
-    """Requests that wait for a worker (from the broker)."""
-    engine_busy: Share = 0.0
+    engine_busy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the last ten seconds in which the engine had work; the broker's is the mean over its workers."""
 
 
@@ -177,7 +171,6 @@ class StatusRequest(Message, tag="status_request"):
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     ready: bool
-    """It has answered its test request."""
     num_held: int
     num_delivered: int
     engine_busy: float
@@ -185,18 +178,16 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(Message, tag="status"):
+    """docs/teacher_protocol.md has the periods over which the figures are taken."""
+
     model: ModelInfo | None
     num_workers: int
     queue_length: int
     num_in_flight: int
     tokens_per_second: float
-    """Prompt and response tokens scored, over the last ten seconds."""
     latency_seconds: dict[str, float]
-    """p50, p95, p99: from a request's arrival to its answer, over the last minute; empty without requests."""
     bytes_per_token: float
-    """Size of the replies per response token, over the last minute."""
     engine_busy: float
-    """Part of the last ten seconds in which the engines had work, mean over the workers."""
     uptime_seconds: float
     counters: dict[str, int]
     workers: list[WorkerStatus]
@@ -212,13 +203,9 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 def encode(message: AnyMessage, arrays: ListLike[np.ndarray] = ()) -> list[Any]:
     """Frames of a message: the header, then one buffer per array."""
-    specs, buffers = [], []
-    for array in arrays:
-        assert array.dtype.name in DTYPES, array.dtype
-        buffer = np.ascontiguousarray(array, DTYPES[array.dtype.name])
-        specs.append(ArraySpec(array.dtype.name, array.shape, zlib.crc32(buffer.data)))
-        buffers.append(buffer)
-    if specs:
+    buffers = [np.ascontiguousarray(each, DTYPES[each.dtype.name]) for each in arrays]
+    if buffers:
+        specs = [ArraySpec(each.dtype.name, each.shape, zlib.crc32(each.data)) for each in buffers]
         message = msgspec.structs.replace(message, arrays=tuple(specs))
     return [seal(msgspec.msgpack.encode(message)), *buffers]
 
@@ -274,20 +261,18 @@ def request_array(sequences: ListLike[tuple[TokenIds, TokenIds]]) -> np.ndarray:
 
 def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
     """The smallest request that a worker of this model has to be able to answer, and its array frame."""
+    frame = np.array([0, 1], DTYPES["int32"]).tobytes()
     request = ScoreRequest(
         id=TEST_ID, attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
-        prompt_lengths=[1], response_lengths=[1],
+        prompt_lengths=[1], response_lengths=[1], arrays=(ArraySpec("int32", (2,), zlib.crc32(frame)),),
     )
-    header, array = encode(request, [np.array([0, 1], np.int32)])
-    return msgspec.structs.replace(request, arrays=decode_header(header).arrays), array
+    return request, frame
 
 
 def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: ModelInfo) -> None:
     """Raises ProtocolError or BadTeacherReply, as a client would."""
-    unpack_result(
-        result, frames, server=result.server, topk=min(model.max_topk, 2), vocab_size=model.num_embeddings,
-        response_lengths=[1],
-    )
+    topk = min(model.max_topk, 2)
+    unpack_result(result, frames, topk=topk, vocab_size=model.num_embeddings, response_lengths=[1])
 
 
 def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tuple[TokenIds, TokenIds]]:
@@ -311,26 +296,55 @@ def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
 
 
 def unpack_result(
-    result: ScoreResult, frames: ListLike[Buffer], *, server: str, topk: int, vocab_size: int,
-    response_lengths: ListLike[int],
+    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, response_lengths: ListLike[int]
 ) -> list[TeacherTopK]:
     """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""
     arrays = decode_arrays(result, frames)
     if [array.dtype.name for array in arrays] != ["int32", "float16", "float32"]:
         raise ProtocolError(f"a result needs ids, log-probabilities and sampled; got {result.arrays}")
-    ids, logprobs, sampled = arrays[0], arrays[1].astype(np.float32), arrays[2]  # float16 is slow to compute with
+    arrays[1] = arrays[1].astype(np.float32)  # float16 is slow to compute with
     check_topk(
-        ids, logprobs, sampled, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size, server=server,
-        request=result.id,
+        *arrays, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size,
+        server=result.server or "the server", request=result.id,
     )
     ends = np.cumsum(response_lengths)[:-1]
     # Copies, so that one long-lived sequence does not keep the whole message in memory.
-    return [
-        TeacherTopK(ids=own_ids.copy(), logprobs=own_logprobs.copy(), sampled_logprobs=own_sampled.copy())
-        for own_ids, own_logprobs, own_sampled in zip(
-            *(np.split(array, ends) for array in (ids, logprobs, sampled)), strict=True
-        )
-    ]
+    parts = zip(*([part.copy() for part in np.split(array, ends)] for array in arrays), strict=True)
+    return [TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=sampled) for ids, logprobs, sampled in parts]
+
+
+def check_topk(
+    ids: np.ndarray, logprobs: np.ndarray, sampled_logprobs: np.ndarray, *, num_rows: int, topk: int, vocab_size: int,
+    server: str, request: str,
+) -> None:
+    """Refuse unusable scores before they reach a loss: BadTeacherReply with server, request, row and value.
+
+    Usable are ids in [0, vocab_size), distinct within a row, int32 [num_rows, topk]; log-probabilities that are
+    finite and not positive, float [num_rows, topk] of mass 1 at most, and [num_rows] of the sampled tokens.
+    """
+
+    def fail(what: str, bad: np.ndarray, values: np.ndarray) -> None:
+        if bad.any():
+            place = tuple(np.argwhere(bad)[0])
+            raise BadTeacherReply(f"{server}: request {request}, row {place[0]}: {what} (value {values[place]})")
+
+    shape = (num_rows, topk)
+    for name, array, expected in (
+        ("ids", ids, shape), ("logprobs", logprobs, shape), ("sampled_logprobs", sampled_logprobs, shape[:1])
+    ):
+        if array.shape != expected:
+            raise BadTeacherReply(f"{server}: request {request}: {name} has shape {array.shape}, expected {expected}")
+    for name, values in (("log-probability", logprobs), ("log-probability of the sampled token", sampled_logprobs)):
+        if not -np.inf < values.min(initial=0) <= values.max(initial=0) <= 1e-3:  # NaN included
+            fail(f"{name} is NaN", np.isnan(values), values)
+            fail(f"{name} is infinite", np.isinf(values), values)
+            fail(f"{name} is positive", values > 1e-3, values)
+    fail(f"token id outside the vocabulary of {vocab_size}", (ids < 0) | (ids >= vocab_size), ids)
+    ordered = np.sort(ids, axis=1)
+    fail("token id appears twice", ordered[:, 1:] == ordered[:, :-1], ordered)
+    mass = np.exp(logprobs, dtype=np.float32).sum(axis=1)
+    # Rounding to float16 moves log p by |log p| / 2048 at most, so the mass by entropy / 2048 at most.
+    fail("probabilities sum to more than 1", mass > 1.001 + (1 + math.log(topk)) / 2048, mass)
 
 
 def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:
@@ -341,22 +355,20 @@ def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]
         return f"temperature {request.temperature}: the {model.backend} backend scores at 1.0 only; use --backend hf"
     if not sequences:
         return "no sequences"
-    for index, (prompt_ids, response_ids) in enumerate(sequences):
-        reason = sequence_refusal(prompt_ids, response_ids, model)
-        if reason:
+    for index, pair in enumerate(sequences):
+        if reason := sequence_refusal(*pair, model):
             return f"sequence {index} {reason}"
     return None
 
 
 def sequence_refusal(prompt_ids: TokenIds, response_ids: TokenIds, model: ModelInfo) -> str | None:
     """The same for one sequence, without its name."""
-    length = len(prompt_ids) + len(response_ids)
-    if length > model.max_sequence_length:
-        return f"has {length} tokens, the server's limit is {model.max_sequence_length}"
+    ids = np.concatenate((prompt_ids, response_ids))
+    if len(ids) > model.max_sequence_length:
+        return f"has {len(ids)} tokens, the server's limit is {model.max_sequence_length}"
     if len(prompt_ids) == 0 or len(response_ids) == 0:
         return f"needs a prompt and a response; got {len(prompt_ids)} and {len(response_ids)} tokens"
-    for ids in (prompt_ids, response_ids):
-        if ids.min() < 0 or ids.max() >= model.num_embeddings:
-            bad = int(ids[(ids < 0) | (ids >= model.num_embeddings)][0])
-            return f"has token ids outside the {model.num_embeddings} that the model can read, for example {bad}"
+    bad = ids[(ids < 0) | (ids >= model.num_embeddings)]
+    if bad.size:
+        return f"has token ids outside the {model.num_embeddings} that the model can read, for example {bad[0]}"
     return None

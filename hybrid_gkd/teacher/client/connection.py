@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -11,20 +12,7 @@ from hybrid_gkd.errors import TeacherMismatch, TeacherUnreachable
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
-from hybrid_gkd.teacher.protocol import PROTOCOL_VERSION
-
-CLOSE_MILLISECONDS = 200
-"""For the goodbye to leave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerInfo:
-    """A server after the handshake."""
-
-    address: str
-    instance: str
-    """Changes when the server is restarted."""
-    model: protocol.ModelInfo
+from hybrid_gkd.teacher.protocol import ModelInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +25,19 @@ class StudentNeeds:
     topk: int
     temperature: float
 
-    def check(self, server: ServerInfo) -> None:
+    def check(self, address: str, model: ModelInfo) -> None:
         """Raises TeacherMismatch with both sides' values."""
-        model = server.model
+        length = self.max_sequence_length
         able = "any temperature" if model.any_temperature else f"only 1.0 (backend {model.backend})"
         for what, fits, theirs, ours in (
             ("tokenizer size", model.vocab_size == self.tokenizer_size, model.vocab_size, self.tokenizer_size),
             ("tokenizer hash", model.tokenizer_hash == self.tokenizer_hash, model.tokenizer_hash, self.tokenizer_hash),
             ("topk (the server's --n-logprobs)", model.max_topk >= self.topk, model.max_topk, self.topk),
-            ("tokens of prompt and response", model.max_sequence_length >= self.max_sequence_length,
-             model.max_sequence_length, self.max_sequence_length),
+            ("tokens of prompt and response", model.max_sequence_length >= length, model.max_sequence_length, length),
             ("temperature", model.any_temperature or self.temperature == 1.0, able, self.temperature),
         ):
             if not fits:
-                raise TeacherMismatch(f"{server.address}: {what}: the teacher has {theirs}, the student needs {ours}")
+                raise TeacherMismatch(f"{address}: {what}: the teacher has {theirs}, the student needs {ours}")
 
 
 class Connection(Dealer):
@@ -58,72 +45,58 @@ class Connection(Dealer):
 
     def __init__(self, context: zmq.Context, address: str, keys: Keys | None):
         super().__init__(context, address, protocol.MAX_REPLY_BYTES, keys)
-        self.server: ServerInfo | None = None
+        self.model: ModelInfo | None = None
         """None: not (or no longer) known to serve; nothing but hellos is sent there."""
-        self.ping_number = 0
-        self._answered = False
-        """Whether the server has ever said welcome, even one without workers."""
-        self._last_beat = 0.0
+        self.instance = ""
+        """Changes when the server is restarted."""
+        self.ping_number, self._last_beat = 0, 0.0
+        self._welcomed = False
 
     @property
     def problem(self) -> str:
         """Why this server cannot be used, as far as it is known."""
         if self.foreign_version is not None:
-            return f"protocol version: the teacher speaks {self.foreign_version}, the student {PROTOCOL_VERSION}"
+            ours = protocol.PROTOCOL_VERSION
+            return f"protocol version: the teacher speaks {self.foreign_version}, the student {ours}"
         return self.refused
 
-    def require_server(self, waited: float) -> ServerInfo:
+    def require_model(self, waited: float) -> ModelInfo:
         """Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited` seconds."""
         if self.foreign_version is not None:
             raise TeacherMismatch(f"{self.address}: {self.problem}")
-        if self.server is not None:
-            return self.server
+        if self.model is not None:
+            return self.model
         if self.problem:
             raise TeacherUnreachable(f"{self.address}: no handshake with the teacher: {self.problem}")
-        found = "the server has no worker ready" if self._answered else "nothing answered"
+        found = "the server has no worker ready" if self._welcomed else "nothing answered"
         raise TeacherUnreachable(
             f"{self.address}: waited {waited:g} s for the teacher's handshake, {found}; "
             f"see python -m hybrid_gkd.teacher status --addr {self.address}"
         )
 
     def on_welcome(self, welcome: protocol.Welcome) -> None:
-        self._answered, self.foreign_version = True, None
+        self._welcomed, self.foreign_version = True, None
         if welcome.model is not None and welcome.num_workers > 0:  # else it is asked again with the next hello
-            self.server = ServerInfo(address=self.address, instance=welcome.instance, model=welcome.model)
+            self.instance, self.model = welcome.instance, welcome.model
 
     def beat(self, now: float) -> None:
         """Every second a ping to a server that is known to serve, more often a hello to another one."""
-        if now < self._last_beat + protocol.PING_INTERVAL_SECONDS * (1 if self.server else 0.25):
-            return
-        self._last_beat = now
-        if self.server is not None:
+        if now >= self._last_beat + protocol.PING_INTERVAL_SECONDS * (1 if self.model else 0.25):
+            self._last_beat = now
             self.ping_number += 1
-            self.send(protocol.Ping(number=self.ping_number))
-        else:
-            self.send(protocol.Hello())
-
-    def say_goodbye(self) -> None:
-        """Close; the server stops working for this client."""
-        self.send(protocol.Bye())
-        self.close(CLOSE_MILLISECONDS)
+            self.send(protocol.Ping(number=self.ping_number) if self.model else protocol.Hello())
 
 
 def query_status(address: str, timeout: float = 2.0, keys: Keys | None = None) -> protocol.Status:
     """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds, earlier if keys do not fit."""
-    deadline = time.monotonic() + timeout
-    with zmq.Context() as context:
-        connection = Connection(context, address, keys)
-        try:
-            asked = False
-            while time.monotonic() < deadline and not connection.problem:
-                connection.read_events()
-                asked = asked or connection.send(protocol.StatusRequest())
-                connection.socket.poll(50)
-                for message, _ in connection.receive():
-                    if isinstance(message, protocol.Status):
-                        return message
-        finally:
-            connection.close()
-    raise TeacherUnreachable(
-        f"{address}: {connection.problem or f'no teacher server answered the status request within {timeout:.0f} s'}"
-    )
+    deadline, asked = time.monotonic() + timeout, False
+    with zmq.Context() as context, contextlib.closing(Connection(context, address, keys)) as connection:
+        while time.monotonic() < deadline and not connection.problem:
+            connection.read_events()
+            asked = asked or connection.send(protocol.StatusRequest())
+            connection.socket.poll(50)
+            for message, _ in connection.receive():
+                if isinstance(message, protocol.Status):
+                    return message
+    reason = connection.problem or f"no teacher server answered the status request within {timeout:.0f} s"
+    raise TeacherUnreachable(f"{address}: {reason}")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
 from collections import deque
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -21,7 +17,6 @@ GROUP_WAIT_SECONDS = 0.005
 TOKENS_PER_REQUEST = 16384
 """A request takes no further sequence beyond this many tokens; two or more fill one call of the engine."""
 Pair = tuple[Sequence, Future[TeacherTopK]]
-Outcome = list[TeacherTopK] | BaseException
 
 
 @dataclass(kw_only=True)
@@ -35,20 +30,17 @@ class TeacherMetrics:
     tokens: int = 0
     """Prompt and response tokens scored."""
     response_tokens: int = 0
-    """Response tokens alone."""
     retries: int = 0
-    """Requests sent again, for whatever reason."""
     bad_replies: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     queue_lengths: list[int] = field(default_factory=list)
     """Requests that waited for a worker, one entry per second and server."""
     engine_busy: list[float] = field(default_factory=list)
-    """Part of the time in which the engines had work, likewise."""
+    """Share of the time in which the engines had work, likewise."""
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each request."""
         return [end - start for start, end in self.requests]
 
 
@@ -80,13 +72,10 @@ class Waiting:
         wait = self._line[0][0] + GROUP_WAIT_SECONDS - now
         if size < self._group_size and num_tokens < TOKENS_PER_REQUEST and wait > 0:
             return [], wait
-        return self._take(size), 0.0
+        return self.take(size), 0.0
 
-    def take_all(self) -> list[Pair]:
-        return self._take(len(self._line))
-
-    def _take(self, count: int) -> list[Pair]:
-        taken = [self._line.popleft()[1] for _ in range(count)]
+    def take(self, count: int | None = None) -> list[Pair]:
+        taken = [self._line.popleft()[1] for _ in range(len(self._line) if count is None else count)]
         self.num_tokens -= sum(sequence.num_tokens for sequence, _ in taken)
         return taken
 
@@ -96,8 +85,8 @@ class Request:
     """Sequences that travel together, from their first sending to their scores or their error."""
 
     id: str
-    sequences: list[Sequence]
-    futures: list[Future[TeacherTopK]]
+    sequences: tuple[Sequence, ...]
+    futures: tuple[Future[TeacherTopK], ...]
     started: float
     deadline: float
     attempt: int = 0
@@ -119,10 +108,6 @@ class Request:
     def response_lengths(self) -> list[int]:
         return [len(sequence.response_ids) for sequence in self.sequences]
 
-    @property
-    def array(self) -> np.ndarray:
-        return protocol.request_array([(each.prompt_ids, each.response_ids) for each in self.sequences])
-
     def describe(self, connections: list[Connection]) -> str:
         """Where the request is, what it waits for, and how long: the start of every error about it."""
         where = ", ".join(each.address for each in ([self.last_connection] if self.last_connection else connections))
@@ -139,15 +124,3 @@ class Request:
             reasons = [f"the last attempt got no answer; last heard of {last.address} {seconds:.1f} s ago"]
         reasons += [f"{each.address}: {each.problem}" for each in connections if each.problem]
         return "; ".join(reasons + ([f"before that: {self.problem}"] if self.problem else []))
-
-    def resolve(self, outcome: Outcome) -> None:
-        for index, future in enumerate(self.futures):
-            resolve(future, outcome if isinstance(outcome, BaseException) else outcome[index])
-
-
-def resolve(future: Future[TeacherTopK], outcome: TeacherTopK | BaseException) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled by its owner
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)

@@ -46,7 +46,7 @@ def test_result_round_trip_is_float16_for_candidates_and_float32_for_samples():
     frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays(scores))
     header, raw = over_the_wire(frames)
     assert [len(frame) for frame in raw] == [9 * 4 * 4, 9 * 4 * 2, 9 * 4]
-    received = protocol.unpack_result(header, raw, server="s", topk=4, vocab_size=50, response_lengths=[3, 1, 5])
+    received = protocol.unpack_result(header, raw, topk=4, vocab_size=50, response_lengths=[3, 1, 5])
     for score, expected in zip(received, scores, strict=True):
         np.testing.assert_array_equal(score.ids, expected.ids)
         np.testing.assert_allclose(score.logprobs, expected.logprobs, rtol=1e-3)

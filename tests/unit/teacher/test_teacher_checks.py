@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.errors import BadTeacherReply
-from hybrid_gkd.teacher.checks import check_topk
+from hybrid_gkd.teacher.protocol import check_topk
 
 ROWS, TOPK, VOCAB = 7, 5, 11
 

@@ -18,7 +18,7 @@ from hybrid_gkd.errors import (
     TeacherUnreachable,
 )
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.client import connection, requests
+from hybrid_gkd.teacher.client import requests
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence, TeacherTopK
 
@@ -185,7 +185,7 @@ def expect_scores(futures, batch):
 def test_scores_come_back_in_order_and_are_counted():
     batch = sequences(50)
     with Server() as server, connect(server, n_server_workers=2) as client:
-        assert client.handshake(**STUDENT).model.model == "m"
+        assert client.handshake(**STUDENT).model == "m"
         expect_scores(client.submit(batch), batch)
         metrics = client.drain_metrics()
         assert metrics.tokens == sum(sequence.num_tokens for sequence in batch)
@@ -348,7 +348,6 @@ def test_another_protocol_version_is_a_mismatch(monkeypatch):
             client.handshake(**STUDENT)
         monkeypatch.setattr(protocol.seal, "__defaults__", (9,))
         monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
-        monkeypatch.setattr(connection, "PROTOCOL_VERSION", 9)
         server.foreign = True
         with connect(server) as client:
             with pytest.raises(TeacherMismatch, match="protocol version: the teacher speaks 2, the student 9"):
@@ -418,7 +417,7 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
             other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
             other.bind(f"tcp://127.0.0.1:{port}")
             deadline = time.monotonic() + TIMEOUT
-            while not client._thread.connections[0].problem:
+            while not client._connections[0].problem:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         stack.enter_context(Server(port=port))
