@@ -6,6 +6,7 @@ All engines return the same numbers for the same model, up to the rounding of it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,12 @@ from hybrid_gkd.teacher.protocol import ModelInfo, TokenIds
 from hybrid_gkd.types import TeacherTopK
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Item:
-    """One sequence on its way through an engine."""
+    """The sequence with this index in its job, on its way through an engine."""
 
     job: Any
     index: int
-    """Within the job."""
     prompt_ids: TokenIds
     response_ids: TokenIds
     k: int
@@ -52,6 +52,8 @@ class ScoringEngine(ABC):
         self.info = info
         self.num_tokens = 0
         """Prompt and response tokens of the jobs that have not come back."""
+        self._queue: deque[Item] = deque()
+        """Sequences that `_step` has not taken yet."""
         self._results: dict[Any, list[TeacherTopK | None]] = {}
 
     def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
@@ -61,11 +63,8 @@ class ScoringEngine(ABC):
         """
         self._results[job] = [None] * len(sequences)
         for index, (prompt_ids, response_ids) in enumerate(sequences):
-            item = Item(
-                job=job, index=index, prompt_ids=prompt_ids, response_ids=response_ids, k=k, temperature=temperature
-            )
-            self.num_tokens += item.num_tokens
-            self._enqueue(item)
+            self._queue.append(Item(job, index, prompt_ids, response_ids, k, temperature))
+            self.num_tokens += self._queue[-1].num_tokens
 
     def step(self) -> list[tuple[Any, list[TeacherTopK]]]:
         """Compute a little; returns the jobs that are done by now, often none.
@@ -86,10 +85,9 @@ class ScoringEngine(ABC):
 
     def clear(self) -> list[Any]:
         """Forget all jobs; returns those that had not come back."""
-        jobs = list(self._results)
+        jobs, self.num_tokens = list(self._results), 0
         self._results.clear()
-        self.num_tokens = 0
-        self._clear()
+        self._queue.clear()
         return jobs
 
     def score(self, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> list[TeacherTopK]:
@@ -101,13 +99,7 @@ class ScoringEngine(ABC):
                 return scores
 
     @abstractmethod
-    def _enqueue(self, item: Item) -> None: ...
-
-    @abstractmethod
     def _step(self) -> list[tuple[Item, TeacherTopK]]: ...
-
-    @abstractmethod
-    def _clear(self) -> None: ...
 
 
 def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo]:

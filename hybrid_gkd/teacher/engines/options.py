@@ -36,8 +36,7 @@ class EngineOptions:
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:
         for each in fields(EngineOptions):
-            keywords: dict[str, Any] = {"default": each.default, **each.metadata}
-            parser.add_argument(flag(each.name), **keywords)
+            parser.add_argument(flag(each.name), default=each.default, **each.metadata)
 
     @classmethod
     def parsed(cls, arguments: argparse.Namespace) -> EngineOptions:

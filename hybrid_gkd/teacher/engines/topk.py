@@ -1,9 +1,8 @@
 """From hidden states to the K most likely ids, their log-probabilities and that of the sampled token.
 
-Never more than HEAD_ROWS rows of logits exist at a time. A model's matrix often has more rows than its tokenizer has
-tokens. These padding rows take part in the softmax of teacher and student alike, so log-probabilities are normalised
-over all rows, as `log_softmax` of the model's logits is. But they stand for no token, and a student with the same
-tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
+A model's matrix often has more rows than its tokenizer has tokens. These padding rows take part in the softmax of
+teacher and student alike, so log-probabilities are normalised over all rows. But they stand for no token, and a
+student with the same tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
 
 Shapes: R rows, D hidden size, V columns of logits, K candidates.
 """
@@ -16,20 +15,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 HEAD_ROWS = 1024
 """Rows of logits held at a time: 0.6 GiB in float32 for a vocabulary of 152k."""
 
 
 class TopLogprobs(NamedTuple):
-    """The scores of R rows."""
+    """int32 [R, K], most likely first; float32 [R, K]; float32 [R], log-probabilities of the sampled tokens."""
 
     ids: Tensor
-    """int32 [R, K], most likely first."""
     logprobs: Tensor
-    """float32 [R, K]"""
     sampled: Tensor
-    """float32 [R], log-probabilities of the given tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +81,19 @@ def _of_logits(
     sampled = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None]).float()
     if shard is not None:
         sampled.masked_fill_(((targets < 0) | (targets >= shard.num_columns))[:, None], -torch.inf)
-        missing = k - ids.shape[1]
-        ids = torch.nn.functional.pad(ids + shard.first_id, (0, missing))
-        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+        missing = (0, k - ids.shape[1])
+        ids, values = pad(ids + shard.first_id, missing), pad(values, missing, value=-torch.inf)
     return ids, values, normalizers, sampled
 
 
 def _select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first three of `_of_logits`."""
     if logits.device.type == "cuda":
-        from hybrid_gkd.teacher.engines import topk_triton as topk_kernels
+        from hybrid_gkd.teacher.engines import topk_triton
 
-        if 1 <= k <= topk_kernels.MAX_TOPK and 64 * k <= num_ids:
+        if 1 <= k <= topk_triton.MAX_TOPK and 64 * k <= num_ids:
             with torch.cuda.device_of(logits):  # Triton launches on the current device
-                return topk_kernels.select(logits, inverse_temperatures, k, num_ids)
+                return topk_triton.select(logits, inverse_temperatures, k, num_ids)
     logits = logits.float()
     values, ids = logits[:, :num_ids].topk(k, dim=1, sorted=False)
     return ids.int(), values, torch.logsumexp(logits * inverse_temperatures[:, None], dim=1, keepdim=True)

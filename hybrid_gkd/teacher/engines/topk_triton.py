@@ -25,17 +25,16 @@ MAX_TOPK = 512
 
 
 def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of the first `num_ids` columns of every row, in any order, and what normalises all columns.
+    """The k largest of the first N columns of every row, in any order, and the normalisers of all columns.
 
     Args:
         logits: [R, V] on a GPU, columns contiguous
-        inverse_temperatures: float32 [R], the log-sum-exps are of logits times these
-        k: from 1 to MAX_TOPK; 64 k <= N
+        inverse_temperatures: float32 [R]; the log-sum-exps are of logits times these
+        k: from 1 to MAX_TOPK, at most N / 64
         num_ids: N <= V
 
     Returns:
-        ids int32 [R, k], their logits float32 [R, k] (not scaled), and float32 [R, tiles], the log-sum-exp of each
-        tile of columns: that of the row is the log-sum-exp of these.
+        ids int32 [R, k]; their logits float32 [R, k], not scaled; the log-sum-exp of every tile float32 [R, tiles]
     """
     num_rows, num_columns = logits.shape
     block = 64 if k <= 64 else 32  # many small blocks and few candidates, or the other way round
@@ -51,19 +50,14 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     blocks, ids = logits.new_empty(2, num_rows, k, dtype=torch.int32)
     values = logits.new_empty(num_rows, k, dtype=torch.float32)
     width = triton.next_power_of_2(num_blocks)
-    _choose_blocks[(num_rows,)](
-        maxima, maxima.stride(0), blocks, num_blocks, k, WIDTH=width, num_warps=_num_warps(width)
-    )
+    warps = 4 if width <= 8192 else 16
+    _choose_blocks[(num_rows,)](maxima, maxima.stride(0), blocks, num_blocks, k, WIDTH=width, num_warps=warps)
     width = triton.next_power_of_2(k * block)
+    warps = 4 if width <= 8192 else 16
     _choose_elements[(num_rows,)](
-        logits, logits.stride(0), blocks, ids, values, num_ids, k,
-        BLOCK=block, WIDTH=width, num_warps=_num_warps(width),
+        logits, logits.stride(0), blocks, ids, values, num_ids, k, BLOCK=block, WIDTH=width, num_warps=warps
     )
     return ids, values, normalizers
-
-
-def _num_warps(width: int) -> int:
-    return 4 if width <= 8192 else 16
 
 
 @triton.jit
@@ -117,9 +111,7 @@ def _choose_blocks(maxima, row_stride, blocks, num_blocks, k, WIDTH: tl.constexp
 
 
 @triton.jit
-def _choose_elements(
-    logits, row_stride, blocks, ids, values, num_ids, k, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):
+def _choose_elements(logits, row_stride, blocks, ids, values, num_ids, k, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     inside = index < k * BLOCK
