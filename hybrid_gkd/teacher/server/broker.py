@@ -43,11 +43,9 @@ FLUSH_MILLISECONDS = 2000
 
 
 class Broker:
-    """Binds both ports on construction; `run` serves until its callback says stop.
+    """Binds both ports on construction, and raises TeacherError with the option of a port that is taken.
 
     With `keys`, connections are encrypted and only clients and workers on the allow-list get in.
-
-    Raises TeacherError when a port is taken, with the option that sets it.
     """
 
     def __init__(
@@ -75,8 +73,6 @@ class Broker:
         """None until the first worker has been tested."""
         self._workers: dict[bytes, WorkerRecord] = {}
         self._ping_number = 0
-        self._next_ping = 0.0
-        self._last_turn = time.monotonic()
         self._draining = False
         self._statistics = Statistics()
         self.counters = self._statistics.counters
@@ -107,7 +103,7 @@ class Broker:
 
     def run(self, keep_running: Callable[[], bool]) -> None:
         """Serve; `keep_running` is asked several times a second."""
-        poller = zmq.Poller()
+        poller, next_ping, last_turn = zmq.Poller(), 0.0, time.monotonic()
         handlers = {self._client_socket: self._from_client, self._worker_socket: self._from_worker}
         for each in handlers:
             poller.register(each, zmq.POLLIN)
@@ -115,22 +111,17 @@ class Broker:
             for ready, _ in poller.poll(POLL_MILLISECONDS):
                 self._read(ready, handlers[ready])
             now = time.monotonic()
-            self._forgive_own_pause(now)
-            if now >= self._next_ping:
-                self._next_ping = now + protocol.PING_INTERVAL_SECONDS
+            if now - last_turn > protocol.LIVENESS_SECONDS / 2:  # while it did not listen, no peer was inactive
+                peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._ledger.clients.values()]
+                for peer in peers:
+                    peer.heard = now
+            last_turn = now
+            if now >= next_ping:
+                next_ping = now + protocol.PING_INTERVAL_SECONDS
                 self._ping_workers()
                 self._hedge(now)
-            self._drop_silent(now)
-            self._expire()
+            self._time_out()
             self._dispatch()
-
-    def _forgive_own_pause(self, now: float) -> None:
-        """While this process could not listen, no peer was inactive."""
-        pause, self._last_turn = now - self._last_turn, now
-        if pause > protocol.LIVENESS_SECONDS / 2:
-            peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._ledger.clients.values()]
-            for peer in peers:
-                peer.heard = now
 
     def _read(self, source: zmq.Socket, handle: Callable[[bytes, protocol.AnyMessage, list[zmq.Frame]], None]) -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -157,8 +148,9 @@ class Broker:
         if isinstance(message, protocol.StatusRequest):
             _send(self._client_socket, identity, self.status())
             return
-        client = self._ledger.clients.setdefault(identity, ClientRecord(identity))
-        client.heard = time.monotonic()
+        now = time.monotonic()
+        client = self._ledger.clients.setdefault(identity, ClientRecord(identity, now))
+        client.heard = now
         match message:
             case protocol.Hello():
                 self._to_client(client, self._welcome())
@@ -194,16 +186,16 @@ class Broker:
             if known.worker is not None and self._has_free_worker(known):
                 self._requeue(known)
             return
-        busy = "the service is shutting down" if self._draining else None
-        busy = busy or self._ledger.why_busy(client, sum(map(len, payload)))
-        if busy is None:
-            self._ledger.open(client, request, payload)
-        else:
+        busy = "the service is shutting down" if self._draining else self._ledger.open(client, request, payload)
+        if busy is not None:
             self.counters["refused"] += 1
             self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="busy", reason=busy))
 
     def _drop_client(self, client: ClientRecord) -> None:
-        self.counters["abandoned"] += self._ledger.drop_client(client)
+        self.counters["abandoned"] += len(client.tickets)
+        for ticket in list(client.tickets.values()):
+            self._ledger.close(ticket)
+        del self._ledger.clients[client.identity]
 
     def _finish(self, ticket: Ticket, answer: Reply, payload: list[zmq.Frame]) -> None:
         """The one answer to the client."""
@@ -217,19 +209,18 @@ class Broker:
     # Workers
 
     def _from_worker(self, identity: bytes, message: protocol.AnyMessage, payload: list[zmq.Frame]) -> None:
-        if isinstance(message, protocol.Register):
-            self._register(identity, message)
-            return
         worker = self._workers.get(identity)
         if worker is not None:
             worker.heard = time.monotonic()
         match message:
+            case protocol.Register():
+                self._register(identity, message)
             case protocol.Pong():
                 if worker is not None:
                     worker.engine_busy = message.engine_busy
                     self._recover_lost(worker, message)
             case ScoreResult() | ScoreError():
-                self._on_reply(identity, message, payload)
+                self._on_reply(identity, worker, message, payload)
             case _:
                 raise protocol.ProtocolError(f"a worker may not send {type(message).__name__}")
 
@@ -266,8 +257,8 @@ class Broker:
         worker.tested = True
         log.info("worker %s joined, %d alive", worker.name, self.num_workers)
 
-    def _on_reply(self, identity: bytes, reply: Reply, payload: list[zmq.Frame]) -> None:
-        worker, ticket = self._workers.get(identity), self._ledger.tickets.get(reply.id)
+    def _on_reply(self, identity: bytes, worker: WorkerRecord | None, reply: Reply, payload: list[zmq.Frame]) -> None:
+        ticket = self._ledger.tickets.get(reply.id)
         if worker is not None:
             if not worker.tested and reply.id == protocol.TEST_ID:
                 self._judge_test(worker, reply, payload)
@@ -287,9 +278,9 @@ class Broker:
 
     def _ping_workers(self) -> None:
         self._ping_number += 1
+        ping = protocol.Ping(number=self._ping_number)
         for worker in list(self._workers.values()):
-            errno = _send(self._worker_socket, worker.identity, protocol.Ping(number=self._ping_number))
-            if errno == zmq.EHOSTUNREACH:
+            if _send(self._worker_socket, worker.identity, ping) == zmq.EHOSTUNREACH:
                 log.warning("worker %s: the connection is gone", worker.name)
                 self._drop_worker(worker)
 
@@ -317,7 +308,9 @@ class Broker:
                 worker.held.discard(ticket_id)
                 self._requeue(ticket)
 
-    def _drop_silent(self, now: float) -> None:
+    def _time_out(self) -> None:
+        """Give up inactive clients, silent workers and requests whose deadline has passed."""
+        now = time.monotonic()
         for client in list(self._ledger.clients.values()):
             if client.heard < now - CLIENT_SECONDS:
                 self._drop_client(client)
@@ -325,6 +318,10 @@ class Broker:
             if worker.heard < now - protocol.LIVENESS_SECONDS:
                 log.warning("worker %s was silent for %g s and counts as dead", worker.name, protocol.LIVENESS_SECONDS)
                 self._drop_worker(worker)
+        for ticket in [each for each in self._ledger.tickets.values() if each.deadline <= now]:
+            self.counters["expired"] += 1
+            where = "waiting for a worker" if ticket.worker is None else "at a worker"
+            self._fail(ticket, "expired", f"the deadline passed while the request was {where}")
 
     def _drop_worker(self, worker: WorkerRecord, *, died: bool = True) -> None:
         del self._workers[worker.identity]
@@ -356,33 +353,22 @@ class Broker:
             request = msgspec.structs.replace(ticket.request, id=ticket.id, timeout_seconds=remaining)
             _send(self._worker_socket, worker.identity, request, ticket.payload)
 
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for ticket in [each for each in self._ledger.tickets.values() if each.deadline <= now]:
-            self.counters["expired"] += 1
-            where = "waiting for a worker" if ticket.worker is None else "at a worker"
-            self._fail(ticket, "expired", f"the deadline passed while the request was {where}")
-
     def _engine_busy(self) -> float:
         busy = [worker.engine_busy for worker in self._workers.values() if worker.tested]
         return sum(busy) / max(len(busy), 1)
 
     def status(self) -> protocol.Status:
         now, queue_length = time.monotonic(), len(self._ledger.queue)
+        workers = [
+            protocol.WorkerStatus(
+                name=each.name, ready=each.tested, num_held=len(each.held), num_delivered=each.num_delivered,
+                engine_busy=each.engine_busy, silent_seconds=now - each.heard,
+            )
+            for each in self._workers.values()
+        ]
         return protocol.Status(
-            model=self.model,
-            num_workers=self.num_workers,
-            queue_length=queue_length,
-            num_in_flight=self.num_held - queue_length,
-            engine_busy=self._engine_busy(),
-            workers=[
-                protocol.WorkerStatus(
-                    name=worker.name, ready=worker.tested, num_held=len(worker.held),
-                    num_delivered=worker.num_delivered, engine_busy=worker.engine_busy,
-                    silent_seconds=now - worker.heard,
-                )
-                for worker in self._workers.values()
-            ],
+            model=self.model, num_workers=self.num_workers, queue_length=queue_length,
+            num_in_flight=self.num_held - queue_length, engine_busy=self._engine_busy(), workers=workers,
             **self._statistics.figures(),
         )
 

@@ -41,7 +41,7 @@ class Ticket:
 class ClientRecord:
     identity: bytes
     """Routing id."""
-    heard: float = 0.0
+    heard: float
     """Monotonic time of the last message."""
     tickets: dict[str, Ticket] = field(default_factory=dict)
     """By the client's own ids."""
@@ -54,7 +54,6 @@ class WorkerRecord:
     identity: bytes
     registration: protocol.Register
     heard: float
-    """Monotonic time of the last message."""
     held: set[str] = field(default_factory=set)
     """Tickets that occupy a credit."""
     tested: bool = False
@@ -81,8 +80,9 @@ class Ledger:
         self.queue: OrderedDict[str, Ticket] = OrderedDict()
         self._held_bytes = 0
 
-    def why_busy(self, client: ClientRecord, num_bytes: int) -> str | None:
-        """The limit that a request of this size would exceed."""
+    def open(self, client: ClientRecord, request: ScoreRequest, payload: list[zmq.Frame]) -> str | None:
+        """Queue a request; None, or the limit that it would exceed."""
+        now, num_bytes = time.monotonic(), sum(map(len, payload))
         if client.blocked:
             return "the client does not read its replies"
         if len(client.tickets) >= MAX_HELD_PER_CLIENT:
@@ -91,17 +91,10 @@ class Ledger:
             return f"the request has {num_bytes} bytes, the limit is {protocol.MAX_REQUEST_BYTES}"
         if len(self.tickets) >= MAX_HELD_REQUESTS or self._held_bytes + num_bytes > MAX_HELD_BYTES:
             return f"the queue is full ({len(self.tickets)} requests, {self._held_bytes} bytes)"
-        return None
-
-    def open(self, client: ClientRecord, request: ScoreRequest, payload: list[zmq.Frame]) -> None:
-        """Queue a request."""
-        now = time.monotonic()
-        ticket = Ticket(
-            id=uuid.uuid4().hex, client=client, request=request, payload=payload,
-            num_bytes=sum(map(len, payload)), arrived=now, deadline=now + request.timeout_seconds,
-        )
-        self._held_bytes += ticket.num_bytes
+        ticket = Ticket(uuid.uuid4().hex, client, request, payload, num_bytes, now, now + request.timeout_seconds)
+        self._held_bytes += num_bytes
         client.tickets[request.id] = self.tickets[ticket.id] = self.queue[ticket.id] = ticket
+        return None
 
     def close(self, ticket: Ticket) -> None:
         """Forget the ticket; a later answer counts as late."""
@@ -115,11 +108,3 @@ class Ledger:
         ticket.worker = None
         self.queue[ticket.id] = ticket
         self.queue.move_to_end(ticket.id, last=False)
-
-    def drop_client(self, client: ClientRecord) -> int:
-        """Returns the number of its requests that had no answer."""
-        tickets = list(client.tickets.values())
-        for ticket in tickets:
-            self.close(ticket)
-        del self.clients[client.identity]
-        return len(tickets)

@@ -22,16 +22,13 @@ read, or was gone. late: answers to closed requests. malformed: invalid messages
 
 
 class Sample(NamedTuple):
-    """One delivered result."""
+    """One delivered result; latency: seconds since the request arrived, service: since a worker was sent it."""
 
     time: float
     tokens: int
-    """Prompt and response."""
     response_tokens: int
     latency: float
-    """Seconds from the arrival of the request."""
     service: float
-    """Seconds from its last sending to a worker."""
     num_bytes: int
 
 
@@ -43,12 +40,12 @@ class Statistics:
 
     def add(self, ticket: Ticket, num_bytes: int) -> None:
         """A result of `num_bytes` was sent."""
-        now, request = time.monotonic(), ticket.request
+        now, num_tokens = time.monotonic(), ticket.request.num_tokens
+        num_response = sum(ticket.request.response_lengths)
         self.counters["delivered"] += 1
-        self.counters["tokens"] += request.num_tokens
+        self.counters["tokens"] += num_tokens
         self._samples.append(
-            Sample(now, request.num_tokens, sum(request.response_lengths), now - ticket.arrived, now - ticket.sent,
-                   num_bytes)
+            Sample(now, num_tokens, num_response, now - ticket.arrived, now - ticket.sent, num_bytes)
         )
 
     def _recent(self) -> list[Sample]:
@@ -67,12 +64,12 @@ class Statistics:
         start = max(now - RATE_SECONDS, self._started)
         if len(samples) == MAX_SAMPLES:
             start = max(start, samples[0].time)
+        response_tokens = sum(each.response_tokens for each in samples)
         latencies = np.percentile([each.latency for each in samples], (50, 95, 99)).tolist() if samples else []
         return {
             "tokens_per_second": sum(each.tokens for each in samples if each.time >= start) / max(now - start, 1.0),
             "latency_seconds": dict(zip(("p50", "p95", "p99"), latencies, strict=False)),
-            "bytes_per_token": sum(each.num_bytes for each in samples)
-            / max(sum(each.response_tokens for each in samples), 1),
+            "bytes_per_token": sum(each.num_bytes for each in samples) / max(response_tokens, 1),
             "uptime_seconds": now - self._started,
             "counters": dict(self.counters),
         }

@@ -29,20 +29,14 @@ class Slot:
     process: subprocess.Popen[bytes] | None = None
     """None: to be started at `start_at`."""
     start_at: float = 0.0
-    num_useless: int = 0
-    """Starts in a row that led to no result."""
     has_delivered: bool = False
     """Whether the current process has sent a result."""
+    num_useless: int = 0
+    """Processes in a row before it that sent none."""
 
 
 class Supervisor:
-    """Keeps worker processes alive.
-
-    Args:
-        broker: says which workers are ready and how much they have delivered.
-        command: starts one worker.
-        environments: variables of each process, beyond this one's.
-    """
+    """Keeps a process with this command alive for each of the environments, which are added to this process's own."""
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
@@ -78,12 +72,11 @@ class Supervisor:
         slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
-        for slot in self.slots:
-            if slot.process is not None and slot.process.poll() is None:
-                os.killpg(slot.process.pid, signal.SIGTERM)  # all of them at once; then wait for each
-        for slot in self.slots:
-            if slot.process is not None:
-                stop_process(slot.process, grace_period=5.0)
+        alive = [slot.process for slot in self.slots if slot.process is not None and slot.process.poll() is None]
+        for process in alive:
+            os.killpg(process.pid, signal.SIGTERM)  # all of them at once; then wait for each
+        for process in alive:
+            stop_process(process, grace_period=5.0)
 
 
 class WorkerFailed(TeacherError):
