@@ -112,14 +112,10 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     except Exception as error:  # whatever a broken folder raises
         raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {first_line(error)}") from error
     text = config.get_text_config()
+    # Not the whole path: workers on other hosts may keep the same model elsewhere.
+    name, longest = Path(options.ckpt_path).resolve().name, text.max_position_embeddings
     return config, ModelInfo(
-        # Not the whole path: workers on other hosts may keep the same model elsewhere.
-        model=Path(options.ckpt_path).resolve().name,
-        backend=backend,
-        vocab_size=len(tokenizer),
-        num_embeddings=text.vocab_size,
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
-        max_sequence_length=min(options.max_model_len or text.max_position_embeddings, text.max_position_embeddings),
-        any_temperature=True,
+        model=name, backend=backend, vocab_size=len(tokenizer), num_embeddings=text.vocab_size, any_temperature=True,
+        tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
+        max_sequence_length=min(options.max_model_len or longest, longest),
     )

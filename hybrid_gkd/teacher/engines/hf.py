@@ -159,11 +159,9 @@ def _load(options: EngineOptions, attention: str | None) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(
-            options.ckpt_path,
+            options.ckpt_path, trust_remote_code=options.trust_remote_code, attn_implementation=attention,
             dtype=torch.float32 if options.device == "cpu" else options.dtype,
             device_map="auto" if options.device == "cuda" else None,
-            trust_remote_code=options.trust_remote_code,
-            attn_implementation=attention,
         ).eval()
     except Exception as error:  # whatever a broken folder, too small a GPU or another attention raises
         raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {first_line(error)}") from error

@@ -10,7 +10,6 @@ Shapes: R rows, D hidden size, V columns of logits, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,8 +28,7 @@ class TopLogprobs(NamedTuple):
     sampled: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """The part of the vocabulary whose logits a tensor-parallel rank computes."""
 
     first_id: int
@@ -58,8 +56,11 @@ def top_logprobs(
     parts = [_of_logits(head(hidden[rows]), targets[rows], inverse[rows], k, num_ids, shard) for rows in chunks]
     ids, values, normalizers, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     normalizer = normalizers.logsumexp(1)
-    if shard is not None:
-        ids, values, normalizer, sampled = _gather(ids, values, normalizer, sampled, k, shard)
+    if shard is not None:  # k candidates of every rank; as bits of floats, as not every backend gathers integers
+        numbers = torch.cat([ids.view(torch.float32), values, normalizer[:, None], sampled], dim=1)
+        parts = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
+        ids, values = parts[0].flatten(1).view(torch.int32), parts[1].flatten(1)
+        normalizer, sampled = parts[2][..., 0].logsumexp(1), parts[3][..., 0].amax(1, keepdim=True)
     values, order = values.sort(dim=1, descending=True)
     ids = ids.gather(1, order)[:, :k]
     scale, shift = inverse[:, None], normalizer[:, None]
@@ -97,14 +98,3 @@ def _select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) 
     logits = logits.float()
     values, ids = logits[:, :num_ids].topk(k, dim=1, sorted=False)
     return ids.int(), values, torch.logsumexp(logits * inverse_temperatures[:, None], dim=1, keepdim=True)
-
-
-def _gather(
-    ids: Tensor, values: Tensor, normalizer: Tensor, sampled: Tensor, k: int, shard: Shard
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments for the whole vocabulary, with k candidates of every rank."""
-    # The ids travel as the bits of floats: not every backend gathers integers.
-    numbers = torch.cat([ids.view(torch.float32), values, normalizer[:, None], sampled], dim=1)
-    ids, values, normalizer, sampled = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
-    return (ids.flatten(1).view(torch.int32), values.flatten(1), normalizer[..., 0].logsumexp(1),
-            sampled[..., 0].amax(1, keepdim=True))

@@ -80,15 +80,11 @@ def _block_statistics(
 
 
 @triton.jit
-def _ordered(values):
-    """uint32 that compares like the float32; above zero for every number."""
+def _places(values, valid, k):
+    """Place 0 to k - 1 of the k largest of the valid float32 in an array of their own, -1 for the others."""
     bits = values.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
-
-
-@triton.jit
-def _places(keys, k):
-    """Place 0 to k - 1 of the k largest keys in an array of their own, -1 for the others."""
+    # They compare like the numbers, all of which are above zero.
+    keys = tl.where(valid, tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000), 0)
     threshold = tl.zeros((1,), tl.uint32)
     bit = tl.full((1,), 0x80000000, tl.uint32)
     for _ in range(32):
@@ -106,7 +102,7 @@ def _choose_blocks(maxima, row_stride, blocks, num_blocks, k, WIDTH: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     values = tl.load(maxima + row * row_stride + index, mask=index < num_blocks, other=0.0)
-    places = _places(tl.where(index < num_blocks, _ordered(values), 0), k)
+    places = _places(values, index < num_blocks, k)
     tl.store(blocks + row * k + places, index, mask=places >= 0)
 
 
@@ -118,6 +114,6 @@ def _choose_elements(logits, row_stride, blocks, ids, values, num_ids, k, BLOCK:
     columns = tl.load(blocks + row * k + index // BLOCK, mask=inside, other=0) * BLOCK + index % BLOCK
     inside &= columns < num_ids
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    places = _places(tl.where(inside, _ordered(z), 0), k)
+    places = _places(z, inside, k)
     tl.store(ids + row * k + places, columns, mask=places >= 0)
     tl.store(values + row * k + places, z, mask=places >= 0)

@@ -2,10 +2,8 @@
 
 A sequence is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a ResponseScorer
 takes the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the response rows
-alone through the head and the top-k. Its arrays travel back as vLLM's would have.
-
-Prefix caching is off. A cached block comes back without hidden states, and two responses to one prompt often
-begin alike, so that a cache hit can reach into the rows that are to be scored.
+alone through the head and the top-k. Its arrays travel back as vLLM's would have. Prefix caching is off, because a
+cached block comes back without hidden states, and responses to one prompt often begin alike.
 """
 
 from __future__ import annotations
@@ -50,14 +48,10 @@ class VLLMScoringEngine(ScoringEngine):
 
             vllm_compat.keep_raw_prompt_logprobs()
             llm = LLM(
-                model=options.ckpt_path,
-                trust_remote_code=options.trust_remote_code,
-                tensor_parallel_size=options.tp_size,
+                model=options.ckpt_path, trust_remote_code=options.trust_remote_code, generation_config="vllm",
+                tensor_parallel_size=options.tp_size, gpu_memory_utilization=options.gpu_memory_utilization,
+                enable_prefix_caching=False, enable_chunked_prefill=True,
                 max_num_batched_tokens=TOKENS_PER_STEP[device],
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                enable_prefix_caching=False,
-                enable_chunked_prefill=True,
-                generation_config="vllm",
                 worker_extension_cls=f"{__name__}.WorkerExtension",
                 **limits,
                 **vllm_compat.scoring_engine_args(device, config),
@@ -136,7 +130,7 @@ class WorkerExtension:
         head, shard = model.compute_logits, None
         if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
             head, first_id, num_columns, gather = vllm_compat.local_head(model)
-            shard = Shard(first_id=first_id, num_columns=num_columns, gather=gather)
+            shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
         vllm_compat.install_scorer(runner, ResponseScorer(head, num_ids, shard))
 

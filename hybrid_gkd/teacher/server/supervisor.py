@@ -57,19 +57,17 @@ class Supervisor:
             name = f"{socket.gethostname()}:{slot.process.pid}"
             slot.has_delivered = slot.has_delivered or self._broker.num_delivered(name) > 0
             code = slot.process.poll()
-            if code is not None:
-                self._on_death(slot, code, now)
-
-    def _on_death(self, slot: Slot, code: int, now: float) -> None:
-        assert slot.process is not None
-        how = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with code {code}"
-        slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
-        hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
-        if self._broker.model is None or hopeless:
-            raise WorkerFailed(how, told=code == 1)
-        wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
-        log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
-        slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
+            if code is None:
+                continue
+            killed = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else ""
+            how = killed or f"ended with code {code}"
+            slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
+            hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
+            if self._broker.model is None or hopeless:
+                raise WorkerFailed(how, told=code == 1)
+            wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
+            log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
+            slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
         alive = [slot.process for slot in self.slots if slot.process is not None and slot.process.poll() is None]
