@@ -1,7 +1,4 @@
-"""The interface of scoring engines: the log-probabilities that a model gives to responses.
-
-All engines return the same numbers for the same model, up to the rounding of its dtype.
-"""
+"""The interface of scoring engines, whose results differ by no more than the rounding of the model's dtype."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ class ScoringEngine(ABC):
         self._results: dict[Any, list[TeacherTopK | None]] = {}
 
     def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
-        """Queue (prompt ids int32 [P], response ids int32 [R]) pairs with P, R >= 1, within the limits of `info`.
+        """Queue pairs (prompt ids int32 [P], response ids int32 [R]) within the limits of `info`; P, R >= 1.
 
         `job` is the caller's name for them, any hashable value.
         """

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.teacher.server.ledger import Ticket
+from hybrid_gkd.teacher.server.records import Ticket
 
 RATE_SECONDS = 10.0
 WINDOW_SECONDS = 60.0

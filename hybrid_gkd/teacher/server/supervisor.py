@@ -36,7 +36,7 @@ class Slot:
 
 
 class Supervisor:
-    """Keeps a process with this command alive for each of the environments, which are added to this process's own."""
+    """Keeps a process of `command` alive for each of the environments, which are added to this process's own."""
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
@@ -90,11 +90,10 @@ def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, st
 
     One worker, and workers without GPUs, see what this process sees.
     """
-    if num_workers == 1 or device == "cpu":
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if num_workers == 1 or device == "cpu" or (device == "auto" and visible is None and not visible_gpus()):
         return [{}] * num_workers
-    gpus, visible = visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not gpus and visible is None and device == "auto":
-        return [{}] * num_workers
+    gpus = visible_gpus()
     if len(gpus) < num_workers * tp_size:
         raise TeacherError(
             f"--workers {num_workers} with --tp-size {tp_size} needs {num_workers * tp_size} GPUs, {len(gpus)} are "

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -126,31 +127,23 @@ class Link:
                     while True:  # the broker has given all of it to others, or is a new one
                         self.inbox.get_nowait()
                 self._held.clear()
-            case ScoreRequest():
-                self._accept(broker, message, frames)
             case protocol.Rejected():
                 raise TeacherError(message.reason)
-
-    def _accept(self, broker: Dealer, request: ScoreRequest, frames: list[Buffer]) -> None:
-        try:
-            sequences = protocol.unpack_request(request, frames)
-        except protocol.ProtocolError as error:
-            broker.send(_error(request, "failed", str(error)))
-            return
-        reason = protocol.refusal(request, sequences, self._registration.model)
-        if reason:
-            broker.send(_error(request, "refused", reason))
-        else:
-            deadline = time.monotonic() + request.timeout_seconds
-            self._held[request.id] = deadline
-            self.inbox.put(Work(request, sequences, deadline))
+            case ScoreRequest():
+                try:
+                    sequences = protocol.unpack_request(message, frames)
+                except protocol.ProtocolError as error:
+                    broker.send(_error(message, "failed", str(error)))
+                    return
+                if reason := protocol.refusal(message, sequences, self._registration.model):
+                    broker.send(_error(message, "refused", reason))
+                    return
+                self._held[message.id] = deadline = time.monotonic() + message.timeout_seconds
+                self.inbox.put(Work(message, sequences, deadline))
 
 
 class ScoringWorker:
-    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks.
-
-    The engine computes ahead: the scores of a step are encoded and sent while the device works on the next one.
-    """
+    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks."""
 
     def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None):
         self._engine = engine
@@ -163,15 +156,17 @@ class ScoringWorker:
         """Raises TeacherError when the broker turns this worker away or the engine keeps failing."""
         while True:
             batch = self._next_batch()
+            done: Iterable[tuple[Work, list[TeacherTopK]]]
             try:
                 for work in batch:
                     self._engine.add(work, work.sequences, work.request.topk, work.request.temperature)
                 done = self._engine.step()
             except Exception as error:
-                self._recover(error, batch)
-                continue
+                done = self._one_by_one(error, batch)
             for work, scores in done:
-                self._answer(work, scores)
+                self._num_failures = 0
+                result = ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
+                self._link.reply(result, protocol.result_arrays(scores))
 
     def _next_batch(self) -> list[Work]:
         """As many waiting requests as the engine needs; waits for one if the engine is idle."""
@@ -192,7 +187,7 @@ class ScoringWorker:
                 self._link.reply(_error(work.request, "expired", "the deadline passed at the worker"), [])
         return batch
 
-    def _recover(self, error: Exception, batch: list[Work]) -> None:
+    def _one_by_one(self, error: Exception, batch: list[Work]) -> Iterator[tuple[Work, list[TeacherTopK]]]:
         """After an exception, score one request at a time to find the one that breaks the engine."""
         pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
         log.warning("the engine failed with %d requests: %s: %s", len(pending), type(error).__name__, error)
@@ -210,12 +205,7 @@ class ScoringWorker:
                     last = f"the engine failed {self._num_failures} times in a row, last with {own_error}"
                     raise TeacherError(last) from own_error
             else:
-                self._answer(work, scores)
-
-    def _answer(self, work: Work, scores: list[TeacherTopK]) -> None:
-        self._num_failures = 0
-        result = ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
-        self._link.reply(result, protocol.result_arrays(scores))
+                yield work, scores
 
 
 def _error(request: ScoreRequest, code: str, reason: str) -> ScoreError:
