@@ -83,9 +83,8 @@ class HFScoringEngine(ScoringEngine):
 
     def _step(self) -> list[tuple[Item, TeacherTopK]]:
         """Start the next forward before the last one's numbers are waited for."""
-        items = self._take()
-        started = self._start(items) if items else None
-        wait, self._running = self._running, started
+        items, wait = self._take(), self._running
+        self._running = self._start(items) if items else None
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
@@ -133,8 +132,7 @@ class HFScoringEngine(ScoringEngine):
 
 
 def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TeacherTopK]]]:
-    """Starts the copy of the items' scores, for which the returned function waits."""
-    # A copy that does not wait goes to pinned memory.
+    """Starts a copy of the items' scores to pinned memory; the returned function waits for it."""
     host = [part.to("cpu", non_blocking=True) for part in top]
     event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
     if event is not None:

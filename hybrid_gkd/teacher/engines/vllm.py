@@ -78,11 +78,9 @@ class VLLMScoringEngine(ScoringEngine):
             answer = next((output for output in self._engine.step() if output.finished), answer)
         response = np.array(answer.outputs[0].token_ids, np.int32)
         (scores,) = self.score([(prompt, response)], 1, 1.0)
-        # Rounding may swap neighbours.
-        vllm_compat.expect(
-            bool((scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()),
-            f"its greedy tokens {response.tolist()} to be the most likely, not {scores.ids[:, 0].tolist()}",
-        )
+        likely = (scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()  # rounding may swap neighbours
+        what = f"its greedy tokens {response.tolist()} to be the most likely, not {scores.ids[:, 0].tolist()}"
+        vllm_compat.expect(bool(likely), what)
 
     def _step(self) -> list[tuple[Item, TeacherTopK]]:
         from vllm import SamplingParams

@@ -10,9 +10,7 @@ import numpy as np
 
 from hybrid_gkd.teacher.server.records import Ticket
 
-RATE_SECONDS = 10.0
-WINDOW_SECONDS = 60.0
-MAX_SAMPLES = 4096
+RATE_SECONDS, WINDOW_SECONDS, MAX_SAMPLES = 10.0, 60.0, 4096
 COUNTERS = (
     "delivered", "tokens", "refused", "requeued", "hedged", "expired", "abandoned", "undelivered", "late", "malformed"
 )
