@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
-from hybrid_gkd.launch.run import start_local_teacher
+from hybrid_gkd.launch.teacher import make_teacher_process
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.teacher.client.connection import query_status
@@ -399,8 +399,7 @@ def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_o
             f"actor_rollout_ref.teacher.model.path={model_path}", f"trainer.default_local_dir={tmp_path}",
         ]
     )
-    with contextlib.ExitStack() as stack:
-        teacher = start_local_teacher(config, "cpu", stack)
+    with make_teacher_process(config, "cpu") as teacher:
         environment = Path(f"/proc/{teacher.pid}/environ")
         wait_until(environment.read_bytes, "the environment: while a program is being loaded it reads as empty")
         lines = environment.read_bytes().split(b"\0")
