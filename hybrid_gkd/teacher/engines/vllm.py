@@ -89,10 +89,8 @@ class VLLMScoringEngine(ScoringEngine):
         while self._queue:
             name = next(self._names)
             self._items[name] = item = self._queue.popleft()
-            how = {
-                "first_row": len(item.prompt_ids) - 1, "targets": item.response_ids.astype(np.int64).tobytes(),
-                "k": item.k, "temperature": item.temperature,
-            }
+            targets, first_row = item.response_ids.astype(np.int64).tobytes(), len(item.prompt_ids) - 1
+            how = {"first_row": first_row, "targets": targets, "k": item.k, "temperature": item.temperature}
             parameters = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},

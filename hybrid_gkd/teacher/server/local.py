@@ -57,12 +57,11 @@ class TeacherProcess:
 
     def wait_ready(self) -> None:
         """Until the service has answered a test request. Raises TeacherError if it ends or `start_timeout` passes."""
+        late = f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
         while not self._ready_file.exists():
             self.check()
             if time.monotonic() > self._deadline:
-                raise TeacherError(
-                    f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
-                )
+                raise TeacherError(late)
             time.sleep(0.1)
         ready = json.loads(self._ready_file.read_text())
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
