@@ -54,10 +54,7 @@ class ScoringEngine(ABC):
         self._results: dict[Any, list[TeacherTopK | None]] = {}
 
     def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
-        """Queue pairs (prompt ids int32 [P], response ids int32 [R]) within the limits of `info`; P, R >= 1.
-
-        `job` is the caller's name for them, any hashable value.
-        """
+        """Queue pairs (prompt ids int32 [P], response ids int32 [R]) within `info`'s limits as a hashable `job`."""
         self._results[job] = [None] * len(sequences)
         for index, (prompt_ids, response_ids) in enumerate(sequences):
             self._queue.append(Item(job, index, prompt_ids, response_ids, k, temperature))

@@ -21,8 +21,7 @@ class Statistics:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._samples: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)
-        """The rows of `_recent`."""
+        self._samples: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # of the figures that `_recent` names
 
     def add(self, ticket: Ticket, num_bytes: int) -> None:
         """A result of `num_bytes` was sent."""

@@ -86,13 +86,10 @@ class WorkerFailed(TeacherError):
 
 
 def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES of each worker: tp_size GPUs of its own. Raises TeacherError if there are too few.
-
-    One worker, and workers without GPUs, see what this process sees.
-    """
+    """CUDA_VISIBLE_DEVICES of each worker: tp_size GPUs of its own. Raises TeacherError if there are too few."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if num_workers == 1 or device == "cpu" or (device == "auto" and visible is None and not visible_gpus()):
-        return [{}] * num_workers
+        return [{}] * num_workers  # they see what this process sees
     gpus = visible_gpus()
     if len(gpus) < num_workers * tp_size:
         raise TeacherError(
