@@ -399,8 +399,7 @@ def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_o
             f"actor_rollout_ref.teacher.model.path={model_path}", f"trainer.default_local_dir={tmp_path}",
         ]
     )
-    with contextlib.ExitStack() as stack:
-        teacher = stack.enter_context(make_teacher_process(config, "cpu"))
+    with make_teacher_process(config, "cpu") as teacher:
         environment = Path(f"/proc/{teacher.pid}/environ")
         wait_until(environment.read_bytes, "the environment: while a program is being loaded it reads as empty")
         lines = environment.read_bytes().split(b"\0")

@@ -1,11 +1,9 @@
-"""The interface of scoring engines: the log-probabilities that a model gives to responses.
-
-All engines return the same numbers for the same model, up to the rounding of its dtype.
-"""
+"""The interface of scoring engines, whose results differ by no more than the rounding of the model's dtype."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ from hybrid_gkd.teacher.protocol import ModelInfo, TokenIds
 from hybrid_gkd.types import TeacherTopK
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Item:
-    """One sequence on its way through an engine."""
+    """The sequence with this index in its job, on its way through an engine."""
 
     job: Any
     index: int
-    """Within the job."""
     prompt_ids: TokenIds
     response_ids: TokenIds
     k: int
@@ -52,20 +49,16 @@ class ScoringEngine(ABC):
         self.info = info
         self.num_tokens = 0
         """Prompt and response tokens of the jobs that have not come back."""
+        self._queue: deque[Item] = deque()
+        """Sequences that `_step` has not taken yet."""
         self._results: dict[Any, list[TeacherTopK | None]] = {}
 
     def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
-        """Queue (prompt ids int32 [P], response ids int32 [R]) pairs with P, R >= 1, within the limits of `info`.
-
-        `job` is the caller's name for them, any hashable value.
-        """
+        """Queue pairs (prompt ids int32 [P], response ids int32 [R]) within `info`'s limits as a hashable `job`."""
         self._results[job] = [None] * len(sequences)
         for index, (prompt_ids, response_ids) in enumerate(sequences):
-            item = Item(
-                job=job, index=index, prompt_ids=prompt_ids, response_ids=response_ids, k=k, temperature=temperature
-            )
-            self.num_tokens += item.num_tokens
-            self._enqueue(item)
+            self._queue.append(Item(job, index, prompt_ids, response_ids, k, temperature))
+            self.num_tokens += self._queue[-1].num_tokens
 
     def step(self) -> list[tuple[Any, list[TeacherTopK]]]:
         """Compute a little; returns the jobs that are done by now, often none.
@@ -86,10 +79,9 @@ class ScoringEngine(ABC):
 
     def clear(self) -> list[Any]:
         """Forget all jobs; returns those that had not come back."""
-        jobs = list(self._results)
+        jobs, self.num_tokens = list(self._results), 0
         self._results.clear()
-        self.num_tokens = 0
-        self._clear()
+        self._queue.clear()
         return jobs
 
     def score(self, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> list[TeacherTopK]:
@@ -101,13 +93,7 @@ class ScoringEngine(ABC):
                 return scores
 
     @abstractmethod
-    def _enqueue(self, item: Item) -> None: ...
-
-    @abstractmethod
     def _step(self) -> list[tuple[Item, TeacherTopK]]: ...
-
-    @abstractmethod
-    def _clear(self) -> None: ...
 
 
 def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo]:
@@ -120,14 +106,10 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     except Exception as error:  # whatever a broken folder raises
         raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {first_line(error)}") from error
     text = config.get_text_config()
+    # Not the whole path: workers on other hosts may keep the same model elsewhere.
+    name, longest = Path(options.ckpt_path).resolve().name, text.max_position_embeddings
     return config, ModelInfo(
-        # Not the whole path: workers on other hosts may keep the same model elsewhere.
-        model=Path(options.ckpt_path).resolve().name,
-        backend=backend,
-        vocab_size=len(tokenizer),
-        num_embeddings=text.vocab_size,
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
-        max_sequence_length=min(options.max_model_len or text.max_position_embeddings, text.max_position_embeddings),
-        any_temperature=True,
+        model=name, backend=backend, vocab_size=len(tokenizer), num_embeddings=text.vocab_size, any_temperature=True,
+        tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
+        max_sequence_length=min(options.max_model_len or longest, longest),
     )

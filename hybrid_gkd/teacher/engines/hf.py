@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ class HFScoringEngine(ScoringEngine):
     def __init__(self, options: EngineOptions):
         config, info = describe_model(options, "hf")
         super().__init__(info)
-        self._queue: deque[Item] = deque()
-        self._running: _Forward | None = None
+        self._running: Callable[[], list[tuple[Item, TeacherTopK]]] | None = None
+        """Waits for the scores of the last forward."""
         self._packed = True
         try:
             self._model = _load(options, PACKED_ATTENTION)
@@ -49,10 +49,8 @@ class HFScoringEngine(ScoringEngine):
     def _check_packing(self) -> None:
         """Raises ModelError when neighbours in a pack see each other, or the model refuses packs."""
         first, second = np.arange(5) % self.info.num_embeddings, np.arange(9) % self.info.num_embeddings
-        together, alone = (
-            self._model.base_model(**self._batch(batch))[0][0, -len(second) :].float()
-            for batch in ([first, second], [second])
-        )
+        outputs = (self._model.base_model(**self._batch(batch))[0] for batch in ([first, second], [second]))
+        together, alone = (output[0, -len(second) :].float() for output in outputs)
         # Neighbours that see each other are as far apart as two different hidden states.
         if (together - alone).norm() > 0.1 * alone.norm():
             raise ModelError(f"{type(self._model).__name__} does not keep packed sequences apart")
@@ -64,13 +62,12 @@ class HFScoringEngine(ScoringEngine):
         if head is None or self._model.base_model is self._model:
             return False
         batch = self._batch([np.arange(4)])
-        hidden = self._model.base_model(**batch)[0]
-        expected = self._model(**batch).logits
-        logits = head(hidden.to(head.weight.device))
-        return torch.allclose(logits.float(), expected.to(logits.device).float(), atol=1e-3, rtol=1e-3)
+        logits = head(self._model.base_model(**batch)[0].to(head.weight.device))
+        expected = self._model(**batch).logits.to(logits.device)
+        return torch.allclose(logits.float(), expected.float(), atol=1e-3, rtol=1e-3)
 
     def _batch(self, inputs: list[np.ndarray]) -> dict[str, Any]:
-        """Keyword arguments of the forward: one packed row, or one padded row per sequence."""
+        """Arguments of the forward: one packed row, or one padded row per sequence."""
         device = self._model.get_input_embeddings().weight.device
         if self._packed:
             return pack(inputs, device).model_kwargs()
@@ -80,19 +77,15 @@ class HFScoringEngine(ScoringEngine):
             ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
         return {"input_ids": to_device(ids, device), "attention_mask": to_device(mask, device), "use_cache": False}
 
-    def _enqueue(self, item: Item) -> None:
-        self._queue.append(item)
-
-    def _clear(self) -> None:
-        self._queue.clear()
+    def clear(self) -> list[Any]:
         self._running = None
+        return super().clear()
 
     def _step(self) -> list[tuple[Item, TeacherTopK]]:
         """Start the next forward before the last one's numbers are waited for."""
-        items = self._take()
-        started = self._start(items) if items else None
-        done, self._running = self._running, started
-        return done.wait() if done is not None else []
+        items, wait = self._take(), self._running
+        self._running = self._start(items) if items else None
+        return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
         """The sequences of the next forward, at least one if any waits."""
@@ -109,28 +102,23 @@ class HFScoringEngine(ScoringEngine):
         return items
 
     @torch.inference_mode()
-    def _start(self, items: list[Item]) -> _Forward:
-        inputs = [item.input_ids for item in items]
+    def _start(self, items: list[Item]) -> Callable[[], list[tuple[Item, TeacherTopK]]]:
+        inputs, responses = [item.input_ids for item in items], [item.response_ids for item in items]
         # [1, T, D] or [B, L, D] hidden states; logits where the head cannot be taken apart.
         batch = self._batch(inputs)
         output = self._model(**batch).logits if self._head is None else self._model.base_model(**batch)[0]
-        width = output.shape[1]
-        starts = np.cumsum([0, *map(len, inputs)])[:-1] if self._packed else width * np.arange(len(inputs))
-        rows = np.concatenate(
-            [np.arange(len(item.prompt_ids) - 1, len(ids)) + start
-             for item, ids, start in zip(items, inputs, starts, strict=True)]
-        )
-        temperatures = [np.full(len(item.response_ids), item.temperature, np.float32) for item in items]
+        ends = np.array([len(ids) for ids in inputs])
+        ends = ends.cumsum() if self._packed else ends + output.shape[1] * np.arange(len(ends))
+        rows = np.concatenate([np.arange(end - len(ids), end) for end, ids in zip(ends, responses, strict=True)])
+        targets = np.concatenate(responses).astype(np.int64)
+        temperatures = np.repeat([item.temperature for item in items], [len(ids) for ids in responses])
         device = output.device if self._head is None else self._head.weight.device
         top = top_logprobs(
-            output.flatten(0, 1)[to_device(rows, output.device)].to(device),
-            self._logits,
-            to_device(np.concatenate([item.response_ids for item in items]).astype(np.int64), device),
-            to_device(np.concatenate(temperatures), device),
-            max(item.k for item in items),
-            self.info.vocab_size,
+            output.flatten(0, 1)[to_device(rows, output.device)].to(device), self._logits,
+            to_device(targets, device), to_device(temperatures.astype(np.float32), device),
+            max(item.k for item in items), self.info.vocab_size,
         )
-        return _Forward(items, top)
+        return _copy_to_host(items, top)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[r, V]; float32 sums of products of a half-precision head, as the GPU has them anyway."""
@@ -143,26 +131,24 @@ class HFScoringEngine(ScoringEngine):
         return head(hidden)
 
 
-class _Forward:
-    """Numbers that are being computed and copied to the host."""
+def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TeacherTopK]]]:
+    """Starts a copy of the items' scores to pinned memory; the returned function waits for it."""
+    host = [part.to("cpu", non_blocking=True) for part in top]
+    event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
+    if event is not None:
+        event.record(torch.cuda.current_stream(top.ids.device))
 
-    def __init__(self, items: list[Item], top: TopLogprobs):
-        self._items = items
-        # A copy that does not wait goes to pinned memory.
-        self._host = [part.to("cpu", non_blocking=True) for part in top]
-        self._event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(top.ids.device))
-
-    def wait(self) -> list[tuple[Item, TeacherTopK]]:
-        if self._event is not None:
-            self._event.synchronize()
-        ends = np.cumsum([len(item.response_ids) for item in self._items])[:-1]
-        parts = zip(self._items, *(np.split(part.numpy(), ends) for part in self._host), strict=True)
+    def wait() -> list[tuple[Item, TeacherTopK]]:
+        if event is not None:
+            event.synchronize()
+        ends = np.cumsum([len(item.response_ids) for item in items])[:-1]
+        parts = zip(items, *(np.split(part.numpy(), ends) for part in host), strict=True)
         return [
             (item, TeacherTopK(ids=ids[:, : item.k], logprobs=logprobs[:, : item.k], sampled_logprobs=sampled))
             for item, ids, logprobs, sampled in parts
         ]
+
+    return wait
 
 
 def _load(options: EngineOptions, attention: str | None) -> Any:
@@ -171,11 +157,9 @@ def _load(options: EngineOptions, attention: str | None) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(
-            options.ckpt_path,
+            options.ckpt_path, trust_remote_code=options.trust_remote_code, attn_implementation=attention,
             dtype=torch.float32 if options.device == "cpu" else options.dtype,
             device_map="auto" if options.device == "cuda" else None,
-            trust_remote_code=options.trust_remote_code,
-            attn_implementation=attention,
         ).eval()
     except Exception as error:  # whatever a broken folder, too small a GPU or another attention raises
         raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {first_line(error)}") from error

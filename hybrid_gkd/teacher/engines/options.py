@@ -36,8 +36,7 @@ class EngineOptions:
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:
         for each in fields(EngineOptions):
-            keywords: dict[str, Any] = {"default": each.default, **each.metadata}
-            parser.add_argument(flag(each.name), **keywords)
+            parser.add_argument("--" + each.name.replace("_", "-"), default=each.default, **each.metadata)
 
     @classmethod
     def parsed(cls, arguments: argparse.Namespace) -> EngineOptions:
@@ -45,9 +44,5 @@ class EngineOptions:
 
     def command_line(self) -> list[str]:
         """The arguments that `parsed` reads as the same options."""
-        values = {flag(each.name): getattr(self, each.name) for each in fields(self)}
+        values = {"--" + each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
         return [name if value is True else f"{name}={value}" for name, value in values.items() if value]
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

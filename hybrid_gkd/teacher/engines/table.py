@@ -1,4 +1,4 @@
-"""The scoring engines by name, each imported when it is loaded."""
+"""The choice of a scoring engine, whose module is imported when it is loaded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 
-ENGINES = {
-    "hf": "hybrid_gkd.teacher.engines.hf:HFScoringEngine",
-    "vllm": "hybrid_gkd.teacher.engines.vllm:VLLMScoringEngine",
-}
+ENGINES = {"hf": "HFScoringEngine", "vllm": "VLLMScoringEngine"}
+"""The classes by the names of their modules."""
 
 
 def load_engine(options: EngineOptions) -> ScoringEngine:
@@ -31,5 +29,5 @@ def load_engine(options: EngineOptions) -> ScoringEngine:
         raise ModelError(f"--dtype {options.dtype}: on the CPU the engines compute in float32")
     if backend == "hf" and options.tp_size > 1:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
-    module, _, name = ENGINES[backend].partition(":")
-    return getattr(importlib.import_module(module), name)(dataclasses.replace(options, device=device))
+    module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}")
+    return getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))

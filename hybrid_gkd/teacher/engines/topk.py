@@ -1,9 +1,8 @@
 """From hidden states to the K most likely ids, their log-probabilities and that of the sampled token.
 
-Never more than HEAD_ROWS rows of logits exist at a time. A model's matrix often has more rows than its tokenizer has
-tokens. These padding rows take part in the softmax of teacher and student alike, so log-probabilities are normalised
-over all rows, as `log_softmax` of the model's logits is. But they stand for no token, and a student with the same
-tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
+A model's matrix often has more rows than its tokenizer has tokens. These padding rows take part in the softmax of
+teacher and student alike, so log-probabilities are normalised over all rows. But they stand for no token, and a
+student with the same tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
 
 Shapes: R rows, D hidden size, V columns of logits, K candidates.
 """
@@ -11,29 +10,25 @@ Shapes: R rows, D hidden size, V columns of logits, K candidates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 HEAD_ROWS = 1024
 """Rows of logits held at a time: 0.6 GiB in float32 for a vocabulary of 152k."""
 
 
 class TopLogprobs(NamedTuple):
-    """The scores of R rows."""
+    """int32 [R, K], most likely first; float32 [R, K]; float32 [R], log-probabilities of the sampled tokens."""
 
     ids: Tensor
-    """int32 [R, K], most likely first."""
     logprobs: Tensor
-    """float32 [R, K]"""
     sampled: Tensor
-    """float32 [R], log-probabilities of the given tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     """The part of the vocabulary whose logits a tensor-parallel rank computes."""
 
     first_id: int
@@ -56,59 +51,45 @@ def top_logprobs(
         temperatures: float32 [R], logits are divided by them
         k: 1 <= k <= num_ids
     """
-    inverse = temperatures.reciprocal()
+    first_id, width = (0, None) if shard is None else (shard.first_id, shard.num_columns)
+    inverse, targets, num_ids = temperatures.reciprocal(), targets - first_id, num_ids - first_id
     chunks = [slice(start, start + HEAD_ROWS) for start in range(0, len(hidden), HEAD_ROWS)]
-    parts = [_of_logits(head(hidden[rows]), targets[rows], inverse[rows], k, num_ids, shard) for rows in chunks]
+    parts = [_of_logits(head(hidden[rows])[:, :width], targets[rows], inverse[rows], k, num_ids) for rows in chunks]
     ids, values, normalizers, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     normalizer = normalizers.logsumexp(1)
-    if shard is not None:
-        ids, values, normalizer, sampled = _gather(ids, values, normalizer, sampled, k, shard)
+    if shard is not None:  # k candidates of every rank; as bits of floats, as not every backend gathers integers
+        numbers = torch.cat([(ids + first_id).view(torch.float32), values, normalizer[:, None], sampled], dim=1)
+        gathered = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
+        ids, values = gathered[0].flatten(1).view(torch.int32), gathered[1].flatten(1)
+        normalizer, sampled = gathered[2][..., 0].logsumexp(1), gathered[3][..., 0].amax(1, keepdim=True)
     values, order = values.sort(dim=1, descending=True)
-    ids = ids.gather(1, order)[:, :k]
-    scale, shift = inverse[:, None], normalizer[:, None]
-    return TopLogprobs(ids, values[:, :k] * scale - shift, (sampled * scale - shift)[:, 0])
+    logprobs, sampled = (each * inverse[:, None] - normalizer[:, None] for each in (values[:, :k], sampled))
+    return TopLogprobs(ids.gather(1, order)[:, :k], logprobs, sampled[:, 0])
 
 
-def _of_logits(
-    logits: Tensor, targets: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int, shard: Shard | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _of_logits(logits: Tensor, targets: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tensor, ...]:
     """ids int32 [r, k] in any order, their logits float32 [r, k], normalisers float32 [r, n], targets' logits [r, 1].
 
     The log-sum-exp at the temperature is that of the n normalisers. Of a shard that has fewer than k candidates
     the rest are minus infinity, as is the logit of a target that it does not have.
     """
-    if shard is not None:
-        logits, targets, num_ids = logits[:, : shard.num_columns], targets - shard.first_id, num_ids - shard.first_id
-    num_ids = max(0, min(num_ids, logits.shape[1]))
-    ids, values, normalizers = _select(logits, inverse_temperatures, min(k, num_ids), num_ids)
-    sampled = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None]).float()
-    if shard is not None:
-        sampled.masked_fill_(((targets < 0) | (targets >= shard.num_columns))[:, None], -torch.inf)
-        missing = k - ids.shape[1]
-        ids = torch.nn.functional.pad(ids + shard.first_id, (0, missing))
-        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-    return ids, values, normalizers, sampled
+    num_columns = logits.shape[1]
+    num_ids = max(0, min(num_ids, num_columns))
+    ids, values, normalizers = _select(logits, inverse, min(k, num_ids), num_ids)
+    sampled = logits.gather(1, targets.clamp(0, num_columns - 1)[:, None]).float()
+    sampled.masked_fill_(((targets < 0) | (targets >= num_columns))[:, None], -torch.inf)
+    missing = (0, k - ids.shape[1])
+    return pad(ids, missing), pad(values, missing, value=-torch.inf), normalizers, sampled
 
 
-def _select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
+def _select(logits: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first three of `_of_logits`."""
     if logits.device.type == "cuda":
-        from hybrid_gkd.teacher.engines import topk_triton as topk_kernels
+        from hybrid_gkd.teacher.engines import topk_triton
 
-        if 1 <= k <= topk_kernels.MAX_TOPK and 64 * k <= num_ids:
+        if 1 <= k <= topk_triton.MAX_TOPK and 64 * k <= num_ids:
             with torch.cuda.device_of(logits):  # Triton launches on the current device
-                return topk_kernels.select(logits, inverse_temperatures, k, num_ids)
+                return topk_triton.select(logits, inverse, k, num_ids)
     logits = logits.float()
     values, ids = logits[:, :num_ids].topk(k, dim=1, sorted=False)
-    return ids.int(), values, torch.logsumexp(logits * inverse_temperatures[:, None], dim=1, keepdim=True)
-
-
-def _gather(
-    ids: Tensor, values: Tensor, normalizer: Tensor, sampled: Tensor, k: int, shard: Shard
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments for the whole vocabulary, with k candidates of every rank."""
-    # The ids travel as the bits of floats: not every backend gathers integers.
-    numbers = torch.cat([ids.view(torch.float32), values, normalizer[:, None], sampled], dim=1)
-    ids, values, normalizer, sampled = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
-    return (ids.flatten(1).view(torch.int32), values.flatten(1), normalizer[..., 0].logsumexp(1),
-            sampled[..., 0].amax(1, keepdim=True))
+    return ids.int(), values, torch.logsumexp(logits * inverse[:, None], dim=1, keepdim=True)

@@ -25,17 +25,16 @@ MAX_TOPK = 512
 
 
 def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of the first `num_ids` columns of every row, in any order, and what normalises all columns.
+    """The k largest of the first N columns of every row, in any order, and the normalisers of all columns.
 
     Args:
         logits: [R, V] on a GPU, columns contiguous
-        inverse_temperatures: float32 [R], the log-sum-exps are of logits times these
-        k: from 1 to MAX_TOPK; 64 k <= N
+        inverse_temperatures: float32 [R]; the log-sum-exps are of logits times these
+        k: from 1 to MAX_TOPK, at most N / 64
         num_ids: N <= V
 
     Returns:
-        ids int32 [R, k], their logits float32 [R, k] (not scaled), and float32 [R, tiles], the log-sum-exp of each
-        tile of columns: that of the row is the log-sum-exp of these.
+        ids int32 [R, k]; their logits float32 [R, k], not scaled; the log-sum-exp of every tile float32 [R, tiles]
     """
     num_rows, num_columns = logits.shape
     block = 64 if k <= 64 else 32  # many small blocks and few candidates, or the other way round
@@ -51,19 +50,14 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     blocks, ids = logits.new_empty(2, num_rows, k, dtype=torch.int32)
     values = logits.new_empty(num_rows, k, dtype=torch.float32)
     width = triton.next_power_of_2(num_blocks)
-    _choose_blocks[(num_rows,)](
-        maxima, maxima.stride(0), blocks, num_blocks, k, WIDTH=width, num_warps=_num_warps(width)
-    )
+    warps = 4 if width <= 8192 else 16
+    _choose_blocks[(num_rows,)](maxima, maxima.stride(0), blocks, num_blocks, k, WIDTH=width, num_warps=warps)
     width = triton.next_power_of_2(k * block)
+    warps = 4 if width <= 8192 else 16
     _choose_elements[(num_rows,)](
-        logits, logits.stride(0), blocks, ids, values, num_ids, k,
-        BLOCK=block, WIDTH=width, num_warps=_num_warps(width),
+        logits, logits.stride(0), blocks, ids, values, num_ids, k, BLOCK=block, WIDTH=width, num_warps=warps
     )
     return ids, values, normalizers
-
-
-def _num_warps(width: int) -> int:
-    return 4 if width <= 8192 else 16
 
 
 @triton.jit
@@ -86,15 +80,11 @@ def _block_statistics(
 
 
 @triton.jit
-def _ordered(values):
-    """uint32 that compares like the float32; above zero for every number."""
+def _places(values, valid, k):
+    """Place 0 to k - 1 of the k largest of the valid float32 in an array of their own, -1 for the others."""
     bits = values.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
-
-
-@triton.jit
-def _places(keys, k):
-    """Place 0 to k - 1 of the k largest keys in an array of their own, -1 for the others."""
+    # They compare like the numbers, all of which are above zero.
+    keys = tl.where(valid, tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000), 0)
     threshold = tl.zeros((1,), tl.uint32)
     bit = tl.full((1,), 0x80000000, tl.uint32)
     for _ in range(32):
@@ -112,20 +102,18 @@ def _choose_blocks(maxima, row_stride, blocks, num_blocks, k, WIDTH: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     values = tl.load(maxima + row * row_stride + index, mask=index < num_blocks, other=0.0)
-    places = _places(tl.where(index < num_blocks, _ordered(values), 0), k)
+    places = _places(values, index < num_blocks, k)
     tl.store(blocks + row * k + places, index, mask=places >= 0)
 
 
 @triton.jit
-def _choose_elements(
-    logits, row_stride, blocks, ids, values, num_ids, k, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):
+def _choose_elements(logits, row_stride, blocks, ids, values, num_ids, k, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     inside = index < k * BLOCK
     columns = tl.load(blocks + row * k + index // BLOCK, mask=inside, other=0) * BLOCK + index % BLOCK
     inside &= columns < num_ids
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    places = _places(tl.where(inside, _ordered(z), 0), k)
+    places = _places(z, inside, k)
     tl.store(ids + row * k + places, columns, mask=places >= 0)
     tl.store(values + row * k + places, z, mask=places >= 0)

@@ -2,10 +2,8 @@
 
 A sequence is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a ResponseScorer
 takes the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the response rows
-alone through the head and the top-k. Its arrays travel back as vLLM's would have.
-
-Prefix caching is off. A cached block comes back without hidden states, and two responses to one prompt often
-begin alike, so that a cache hit can reach into the rows that are to be scored.
+alone through the head and the top-k. Its arrays travel back as vLLM's would have. Prefix caching is off, because a
+cached block comes back without hidden states, and responses to one prompt often begin alike.
 """
 
 from __future__ import annotations
@@ -42,29 +40,22 @@ class VLLMScoringEngine(ScoringEngine):
         vllm_compat.check_version()
         vllm_compat.prepare_environment(device)
         self._items: dict[str, Item] = {}
-        self._ids = itertools.count()
+        self._names = map(str, itertools.count())
+        # The last response token is not read, but vLLM insists on generating one.
+        limits = {"max_model_len": info.max_sequence_length, "max_num_seqs": SEQUENCES_PER_STEP[device]}
         try:
             from vllm import LLM
 
             vllm_compat.keep_raw_prompt_logprobs()
             llm = LLM(
-                model=options.ckpt_path,
-                trust_remote_code=options.trust_remote_code,
-                tensor_parallel_size=options.tp_size,
-                # The last response token is not read, but vLLM insists on generating one.
-                max_model_len=info.max_sequence_length,
-                max_num_seqs=SEQUENCES_PER_STEP[device],
+                model=options.ckpt_path, trust_remote_code=options.trust_remote_code, generation_config="vllm",
+                tensor_parallel_size=options.tp_size, gpu_memory_utilization=options.gpu_memory_utilization,
+                enable_prefix_caching=False, enable_chunked_prefill=True,
                 max_num_batched_tokens=TOKENS_PER_STEP[device],
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                enable_prefix_caching=False,
-                enable_chunked_prefill=True,
-                generation_config="vllm",
                 worker_extension_cls=f"{__name__}.WorkerExtension",
+                **limits,
                 **vllm_compat.scoring_engine_args(device, config),
-                **vllm_compat.device_engine_args(
-                    device, dtype=options.dtype, max_model_len=info.max_sequence_length,
-                    max_num_seqs=SEQUENCES_PER_STEP[device], hf_config=config,
-                ),
+                **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
             )
             self._engine = llm.llm_engine
             self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
@@ -87,36 +78,29 @@ class VLLMScoringEngine(ScoringEngine):
             answer = next((output for output in self._engine.step() if output.finished), answer)
         response = np.array(answer.outputs[0].token_ids, np.int32)
         (scores,) = self.score([(prompt, response)], 1, 1.0)
-        # Rounding may swap neighbours.
-        vllm_compat.expect(
-            bool((scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()),
-            f"its greedy tokens {response.tolist()} to be the most likely, not {scores.ids[:, 0].tolist()}",
-        )
+        likely = (scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()  # rounding may swap neighbours
+        what = f"its greedy tokens {response.tolist()} to be the most likely, not {scores.ids[:, 0].tolist()}"
+        vllm_compat.expect(bool(likely), what)
 
-    def _enqueue(self, item: Item) -> None:
+    def _step(self) -> list[tuple[Item, TeacherTopK]]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        how = {
-            "first_row": len(item.prompt_ids) - 1,
-            "targets": item.response_ids.astype(np.int64).tobytes(),
-            "k": item.k,
-            "temperature": item.temperature,
-        }
-        parameters = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},
-        )
-        name = str(next(self._ids))
-        self._items[name] = item
-        self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
-
-    def _step(self) -> list[tuple[Item, TeacherTopK]]:
+        while self._queue:
+            name = next(self._names)
+            self._items[name] = item = self._queue.popleft()
+            targets, first_row = item.response_ids.astype(np.int64).tobytes(), len(item.prompt_ids) - 1
+            how = {"first_row": first_row, "targets": targets, "k": item.k, "temperature": item.temperature}
+            parameters = SamplingParams(
+                max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},
+            )
+            self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
         done = []
         for output in self._engine.step():
-            item = self._items.pop(output.request_id, None)
-            if item is None:  # from before a `clear`
+            if output.request_id not in self._items:  # from before a `clear`
                 continue
+            item = self._items.pop(output.request_id)
             if output.prompt_logprobs is None:
                 raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a sequence without its scores")
             ids, logprobs, sampled = output.prompt_logprobs
@@ -126,9 +110,10 @@ class VLLMScoringEngine(ScoringEngine):
             raise TeacherError(f"vLLM {vllm_compat.vllm_version()} lost {len(self._items)} sequences")
         return done
 
-    def _clear(self) -> None:
+    def clear(self) -> list[Any]:
         self._engine.abort_request(list(self._items))
         self._items.clear()
+        return super().clear()
 
 
 class WorkerExtension:
@@ -141,7 +126,7 @@ class WorkerExtension:
         head, shard = model.compute_logits, None
         if runner.vllm_config.parallel_config.tensor_parallel_size > 1:
             head, first_id, num_columns, gather = vllm_compat.local_head(model)
-            shard = Shard(first_id=first_id, num_columns=num_columns, gather=gather)
+            shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
         vllm_compat.install_scorer(runner, ResponseScorer(head, num_ids, shard))
 
@@ -175,7 +160,7 @@ class ResponseScorer:
 
     @torch.inference_mode()
     def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
-        """See vllm_compat.PromptScorer; the arrays are ids, log-probabilities and those of the sampled tokens."""
+        """As vllm_compat.PromptScorer says; the three arrays are those of TopLogprobs."""
         found = []  # (request id, request, rows of `hidden`, their places within the response)
         for name, first, count, row in spans:
             request = self._requests.get(name)
@@ -190,29 +175,19 @@ class ResponseScorer:
                 found.append((name, request, rows, slice(start - request.first_row, end - request.first_row)))
         if not found:
             return {}
-        top = self._top(hidden, found)
+        _, requests, all_rows, places = zip(*found, strict=True)
+        sizes, device = [len(rows) for rows in all_rows], hidden.device
+        targets = np.concatenate([request.targets[part] for request, part in zip(requests, places, strict=True)])
+        temperatures = np.repeat([request.temperature for request in requests], sizes).astype(np.float32)
+        top = top_logprobs(
+            hidden[to_device(np.concatenate(all_rows), device)], self._head, to_device(targets, device),
+            to_device(temperatures, device), max(request.k for request in requests), self._num_ids, self._shard,
+        )
         complete = {}
-        parts_of_all = zip(*(part.split([len(rows) for _, _, rows, _ in found]) for part in top), strict=True)
-        for (name, request, _, places), (ids, logprobs, sampled) in zip(found, parts_of_all, strict=True):
+        parts_of_all = zip(*(part.split(sizes) for part in top), strict=True)
+        for (name, request, _, part), (ids, logprobs, sampled) in zip(found, parts_of_all, strict=True):
             request.parts.append(TopLogprobs(ids[:, : request.k], logprobs[:, : request.k], sampled))
-            if places.stop == len(request.targets):
-                parts = request.parts
+            if part.stop == len(request.targets):
+                parts, request.parts = request.parts, []
                 complete[name] = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-                request.parts = []
         return complete
-
-    def _top(self, hidden: Tensor, found: list[tuple[str, _Request, np.ndarray, slice]]) -> TopLogprobs:
-        rows = np.concatenate([rows for _, _, rows, _ in found])
-        targets = np.concatenate([request.targets[places] for _, request, _, places in found])
-        temperatures = np.concatenate(
-            [np.full(len(rows), request.temperature, np.float32) for _, request, rows, _ in found]
-        )
-        return top_logprobs(
-            hidden[to_device(rows, hidden.device)],
-            self._head,
-            to_device(targets, hidden.device),
-            to_device(temperatures, hidden.device),
-            max(request.k for _, request, _, _ in found),
-            self._num_ids,
-            self._shard,
-        )

@@ -16,68 +16,65 @@ from hybrid_gkd.errors import TeacherError
 
 
 class TeacherProcess:
-    """Runs `python -m hybrid_gkd.teacher serve` as a child process.
+    """Runs `python -m hybrid_gkd.teacher serve` as a child process; on entry it starts loading in the background.
 
-    The service ends with this process, even if it is killed. `options` are further command-line arguments,
-    for example ["--backend", "hf"]; `environment` is added to the child's, for example
-    {"CUDA_VISIBLE_DEVICES": "1"}. Its output goes to `log_path`.
-
-    `wait_ready` raises TeacherError if the service ends early (with its last error line) or is not ready within
-    `start_timeout` seconds of its start.
+    It ends with this process, even if that is killed. `options` are further command-line arguments, `environment` is
+    added to the child's, its output goes to `log_path`; `start_timeout` is in seconds.
     """
 
     def __init__(
         self, ckpt_path: str, *, log_path: str | Path, n_logprobs: int = 64, port: int = 0,
         options: list[str] | None = None, environment: dict[str, str] | None = None, start_timeout: float = 900.0,
     ):
-        self._arguments = ["--ckpt-path", ckpt_path, "--n-logprobs", str(n_logprobs), "--port", str(port)]
-        self._arguments += ["--worker-port", "0", "--drain-timeout", "5", *(options or [])]
         self._environment = {**child_environment(), **(environment or {})}
-        self._log_path = Path(log_path)
-        self._start_timeout = start_timeout
+        self._log_path, self._start_timeout, self._deadline = Path(log_path), start_timeout, 0.0
         self._ready_folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")
         self._ready_file = Path(self._ready_folder.name) / "ready.json"
-        self._deadline = 0.0
+        self._command = [
+            sys.executable, "-m", "hybrid_gkd.teacher", "serve", f"--ckpt-path={ckpt_path}", f"--port={port}",
+            f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", *(options or []),
+            f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
+        ]
         self._process: subprocess.Popen[bytes] | None = None
-        self.address = ""
-        """host:port, once ready."""
-        self.worker_address = ""
-        """host:port that further workers join."""
+        self.address = self.worker_address = ""
+        """host:port for clients, and for further workers; once ready."""
 
     def __enter__(self) -> TeacherProcess:
-        """Start the service; it loads in the background."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", *self._arguments]
-        command += ["--ready-file", str(self._ready_file), "--die-with-parent", str(os.getpid())]
         self._deadline = time.monotonic() + self._start_timeout
         with open(self._log_path, "wb") as log:
             # Its own session: a Ctrl-C in the terminal reaches the trainer, which stops the teacher last.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
+                start_new_session=True,
             )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+        if self._process is not None:
+            stop_process(self._process)
+        self._ready_folder.cleanup()
 
     def wait_ready(self) -> None:
-        """Wait until the service has answered a test request. Raises TeacherError."""
+        """Until the service has answered a test request. Raises TeacherError if it ends or `start_timeout` passes."""
+        late = f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
         while not self._ready_file.exists():
             self.check()
             if time.monotonic() > self._deadline:
-                raise TeacherError(
-                    f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
-                )
+                raise TeacherError(late)
             time.sleep(0.1)
         ready = json.loads(self._ready_file.read_text())
-        self.address = f"127.0.0.1:{ready['port']}"
-        self.worker_address = f"127.0.0.1:{ready['worker_port']}"
+        self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 
     def check(self) -> None:
-        """Raise TeacherError if the service has ended."""
-        if self.poll() is not None:
-            what = "ended" if self.address else "did not start"
-            raise TeacherError(f"the teacher {what}: {self.last_error()}; its log: {self._log_path}")
+        """Raises TeacherError with the last error line of the log, or its last line, if the service has ended."""
+        if self.poll() is None:
+            return
+        lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
+        reason = lines[-1] if lines else f"it ended with exit code {self.poll()} without a word"
+        what = "ended" if self.address else "did not start"
+        raise TeacherError(f"the teacher {what}: {reason}; its log: {self._log_path}")
 
     @property
     def pid(self) -> int:
@@ -87,19 +84,6 @@ class TeacherProcess:
     def poll(self) -> int | None:
         """Exit code of the service, None while it runs."""
         return None if self._process is None else self._process.poll()
-
-    def last_error(self) -> str:
-        """The last error line of the log, or its last line."""
-        lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("error: ")]
-        code = f"it ended with exit code {self.poll()} without a word"
-        return errors[-1].removeprefix("error: ") if errors else (lines[-1] if lines else code)
-
-    def stop(self) -> None:
-        """End the service: SIGTERM, a short wait, SIGKILL. May be called twice."""
-        if self._process is not None:
-            stop_process(self._process)
-        self._ready_folder.cleanup()
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_period: float = 10.0) -> None:

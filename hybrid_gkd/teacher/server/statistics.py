@@ -4,75 +4,52 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.teacher.server.ledger import Ticket
+from hybrid_gkd.teacher.server.records import Ticket
 
-RATE_SECONDS = 10.0
-WINDOW_SECONDS = 60.0
-MAX_SAMPLES = 4096
+RATE_SECONDS, WINDOW_SECONDS, MAX_SAMPLES = 10.0, 60.0, 4096
 COUNTERS = (
     "delivered", "tokens", "refused", "requeued", "hedged", "expired", "abandoned", "undelivered", "late", "malformed"
 )
-"""delivered: results sent. refused: errors sent. requeued: given to another worker. hedged: those of them that a
-silent engine still holds. expired: deadline passed. abandoned: the client went away. undelivered: the client did not
-read, or was gone. late: answers to closed requests. malformed: invalid messages."""
-
-
-class Sample(NamedTuple):
-    """One delivered result."""
-
-    time: float
-    tokens: int
-    """Prompt and response."""
-    response_tokens: int
-    latency: float
-    """Seconds from the arrival of the request."""
-    service: float
-    """Seconds from its last sending to a worker."""
-    num_bytes: int
+"""Explained in docs/teacher.md."""
 
 
 class Statistics:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # of the figures that `_recent` names
 
     def add(self, ticket: Ticket, num_bytes: int) -> None:
         """A result of `num_bytes` was sent."""
-        now, request = time.monotonic(), ticket.request
+        now, tokens, response_tokens = time.monotonic(), ticket.request.num_tokens, sum(ticket.request.response_lengths)
         self.counters["delivered"] += 1
-        self.counters["tokens"] += request.num_tokens
-        self._samples.append(
-            Sample(now, request.num_tokens, sum(request.response_lengths), now - ticket.arrived, now - ticket.sent,
-                   num_bytes)
-        )
+        self.counters["tokens"] += tokens
+        self._samples.append((now, tokens, response_tokens, num_bytes, now - ticket.arrived, now - ticket.sent))
 
-    def _recent(self) -> list[Sample]:
-        start = time.monotonic() - WINDOW_SECONDS
-        return [each for each in self._samples if each.time >= start]
+    def _recent(self) -> np.ndarray:
+        """[6, n] of the last results: times, tokens, response tokens, bytes; seconds since arrival, at the worker."""
+        samples = np.array(self._samples, np.float64).reshape(-1, 6)
+        return samples[samples[:, 0] >= time.monotonic() - WINDOW_SECONDS].T
 
     def longest_usual_service(self) -> float:
         """99th percentile of the seconds that a worker takes; 0 while nothing is known."""
-        samples = self._recent()
-        return float(np.percentile([each.service for each in samples], 99)) if samples else 0.0
+        seconds = self._recent()[5]
+        return float(np.percentile(seconds, 99)) if seconds.size else 0.0
 
     def figures(self) -> dict[str, Any]:
         """The fields of `protocol.Status` that are computed from samples and counters."""
-        samples, now = self._recent(), time.monotonic()
+        (times, tokens, response_tokens, num_bytes, latencies, _), now = self._recent(), time.monotonic()
         # Over the last ten seconds, or since the start if that is less; over less where requests are very many.
-        start = max(now - RATE_SECONDS, self._started)
-        if len(samples) == MAX_SAMPLES:
-            start = max(start, samples[0].time)
-        latencies = np.percentile([each.latency for each in samples], (50, 95, 99)).tolist() if samples else []
+        start = max(now - RATE_SECONDS, self._started, times[0] if len(times) == MAX_SAMPLES else 0.0)
+        percentiles = np.percentile(latencies, (50, 95, 99)).tolist() if latencies.size else []
         return {
-            "tokens_per_second": sum(each.tokens for each in samples if each.time >= start) / max(now - start, 1.0),
-            "latency_seconds": dict(zip(("p50", "p95", "p99"), latencies, strict=False)),
-            "bytes_per_token": sum(each.num_bytes for each in samples)
-            / max(sum(each.response_tokens for each in samples), 1),
+            "tokens_per_second": float(tokens[times >= start].sum() / max(now - start, 1.0)),
+            "latency_seconds": dict(zip(("p50", "p95", "p99"), percentiles, strict=False)),
+            "bytes_per_token": float(num_bytes.sum() / max(response_tokens.sum(), 1)),
             "uptime_seconds": now - self._started,
             "counters": dict(self.counters),
         }

@@ -29,20 +29,14 @@ class Slot:
     process: subprocess.Popen[bytes] | None = None
     """None: to be started at `start_at`."""
     start_at: float = 0.0
-    num_useless: int = 0
-    """Starts in a row that led to no result."""
     has_delivered: bool = False
     """Whether the current process has sent a result."""
+    num_useless: int = 0
+    """Processes in a row before it that sent none."""
 
 
 class Supervisor:
-    """Keeps worker processes alive.
-
-    Args:
-        broker: says which workers are ready and how much they have delivered.
-        command: starts one worker.
-        environments: variables of each process, beyond this one's.
-    """
+    """Keeps a process of `command` alive for each of the environments, which are added to this process's own."""
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
@@ -63,27 +57,24 @@ class Supervisor:
             name = f"{socket.gethostname()}:{slot.process.pid}"
             slot.has_delivered = slot.has_delivered or self._broker.num_delivered(name) > 0
             code = slot.process.poll()
-            if code is not None:
-                self._on_death(slot, code, now)
-
-    def _on_death(self, slot: Slot, code: int, now: float) -> None:
-        assert slot.process is not None
-        how = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with code {code}"
-        slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
-        hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
-        if self._broker.model is None or hopeless:
-            raise WorkerFailed(how, told=code == 1)
-        wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
-        log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
-        slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
+            if code is None:
+                continue
+            killed = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else ""
+            how = killed or f"ended with code {code}"
+            slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
+            hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
+            if self._broker.model is None or hopeless:
+                raise WorkerFailed(how, told=code == 1)
+            wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
+            log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
+            slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
-        for slot in self.slots:
-            if slot.process is not None and slot.process.poll() is None:
-                os.killpg(slot.process.pid, signal.SIGTERM)  # all of them at once; then wait for each
-        for slot in self.slots:
-            if slot.process is not None:
-                stop_process(slot.process, grace_period=5.0)
+        alive = [slot.process for slot in self.slots if slot.process is not None and slot.process.poll() is None]
+        for process in alive:
+            os.killpg(process.pid, signal.SIGTERM)  # all of them at once; then wait for each
+        for process in alive:
+            stop_process(process, grace_period=5.0)
 
 
 class WorkerFailed(TeacherError):
@@ -95,15 +86,11 @@ class WorkerFailed(TeacherError):
 
 
 def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES of each worker: tp_size GPUs of its own. Raises TeacherError if there are too few.
-
-    One worker, and workers without GPUs, see what this process sees.
-    """
-    if num_workers == 1 or device == "cpu":
-        return [{}] * num_workers
-    gpus, visible = visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not gpus and visible is None and device == "auto":
-        return [{}] * num_workers
+    """CUDA_VISIBLE_DEVICES of each worker: tp_size GPUs of its own. Raises TeacherError if there are too few."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if num_workers == 1 or device == "cpu" or (device == "auto" and visible is None and not visible_gpus()):
+        return [{}] * num_workers  # they see what this process sees
+    gpus = visible_gpus()
     if len(gpus) < num_workers * tp_size:
         raise TeacherError(
             f"--workers {num_workers} with --tp-size {tp_size} needs {num_workers * tp_size} GPUs, {len(gpus)} are "

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,6 @@ MAX_CONSECUTIVE_FAILURES = 3
 
 @dataclass(eq=False)
 class Work:
-    """One request with its deadline."""
-
     request: ScoreRequest
     sequences: list[tuple[TokenIds, TokenIds]]
     deadline: float
@@ -54,8 +53,8 @@ class Work:
 class Link:
     """The worker's connection to the broker, in a background thread.
 
-    It registers, registers again when the broker has been silent (restarted, or it took this worker for dead),
-    answers pings with the ids that the worker holds, and refuses requests that cannot be scored.
+    It registers, also when the broker has been silent (restarted, or it took this worker for dead), answers pings
+    with the ids that the worker holds, and refuses requests that cannot be scored.
     """
 
     def __init__(self, address: str, registration: protocol.Register, keys: Keys | None):
@@ -75,7 +74,7 @@ class Link:
 
     def reply(self, message: Reply, arrays: list[np.ndarray]) -> None:
         """Called by the engine's thread."""
-        self._replies.send_multipart(protocol.encode(message, arrays), copy=False)
+        self._replies.send_multipart([message.id.encode(), *protocol.encode(message, arrays)], copy=False)
 
     def _serve(self) -> None:
         try:
@@ -92,37 +91,29 @@ class Link:
                 if broker.refused:
                     raise TeacherError(f"{self._address}: the broker cannot be joined: {broker.refused}")
                 if replies in ready:
-                    self._forward(broker, replies.recv_multipart(copy=False))
+                    name, *reply = replies.recv_multipart(copy=False)
+                    self._held.pop(name.bytes.decode(), None)
+                    broker.send_frames(reply)  # a broker that is away asks again for what it misses
                 for message, frames in broker.receive():
                     self._handle(broker, message, frames)
                 if (version := broker.foreign_version) is not None:
                     raise TeacherError(f"{self._address}: the broker speaks {protocol.ForeignVersion(version)}")
-                self._keep_connected(broker)
-                self._end_if_hung()
+                now = time.monotonic()
+                silent = now > broker.heard + protocol.LIVENESS_SECONDS
+                if silent and now > self._registered + protocol.PING_INTERVAL_SECONDS:
+                    self._register(broker)
+                broker.reopen_if_stuck(now)
+                # An engine that keeps a request long after its deadline will never give it back.
+                if min(self._held.values(), default=now) < now - HUNG_SECONDS:
+                    seconds = HUNG_SECONDS
+                    log.critical("the engine has not answered %.0f s after a request's deadline: it hangs", seconds)
+                    os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be asked
         except BaseException as error:
             self.inbox.put(error)
 
     def _register(self, broker: Dealer) -> None:
         self._registered = time.monotonic()
         broker.send(self._registration)
-
-    def _keep_connected(self, broker: Dealer) -> None:
-        now = time.monotonic()
-        if now > max(broker.heard + protocol.LIVENESS_SECONDS, self._registered + protocol.PING_INTERVAL_SECONDS):
-            self._register(broker)
-        broker.reopen_if_stuck(now)
-
-    def _end_if_hung(self) -> None:
-        """An engine that keeps a request long after its deadline will never give it back."""
-        if self._held and min(self._held.values()) < time.monotonic() - HUNG_SECONDS:
-            log.critical("the engine has not answered %.0f s after a request's deadline: it hangs", HUNG_SECONDS)
-            os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be asked
-
-    def _forward(self, broker: Dealer, frames: list[zmq.Frame]) -> None:
-        message = protocol.decode_header(frames[0].buffer)
-        assert isinstance(message, ScoreResult | ScoreError)
-        self._held.pop(message.id, None)
-        broker.send_frames(frames)  # a broker that is away asks again for what it misses
 
     def _handle(self, broker: Dealer, message: AnyMessage, frames: list[Buffer]) -> None:
         match message:
@@ -136,31 +127,23 @@ class Link:
                     while True:  # the broker has given all of it to others, or is a new one
                         self.inbox.get_nowait()
                 self._held.clear()
-            case ScoreRequest():
-                self._accept(broker, message, frames)
             case protocol.Rejected():
                 raise TeacherError(message.reason)
-
-    def _accept(self, broker: Dealer, request: ScoreRequest, frames: list[Buffer]) -> None:
-        try:
-            sequences = protocol.unpack_request(request, frames)
-        except protocol.ProtocolError as error:
-            broker.send(_error(request, "failed", str(error)))
-            return
-        reason = protocol.refusal(request, sequences, self._registration.model)
-        if reason:
-            broker.send(_error(request, "refused", reason))
-        else:
-            deadline = time.monotonic() + request.timeout_seconds
-            self._held[request.id] = deadline
-            self.inbox.put(Work(request, sequences, deadline))
+            case ScoreRequest():
+                try:
+                    sequences = protocol.unpack_request(message, frames)
+                except protocol.ProtocolError as error:
+                    broker.send(_error(message, "failed", str(error)))
+                    return
+                if reason := protocol.refusal(message, sequences, self._registration.model):
+                    broker.send(_error(message, "refused", reason))
+                    return
+                self._held[message.id] = deadline = time.monotonic() + message.timeout_seconds
+                self.inbox.put(Work(message, sequences, deadline))
 
 
 class ScoringWorker:
-    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks.
-
-    The engine computes ahead: the scores of a step are encoded and sent while the device works on the next one.
-    """
+    """Scores the requests of the broker at `address` (host:port) until the link ends or the engine breaks."""
 
     def __init__(self, engine: ScoringEngine, address: str, keys: Keys | None = None):
         self._engine = engine
@@ -173,15 +156,17 @@ class ScoringWorker:
         """Raises TeacherError when the broker turns this worker away or the engine keeps failing."""
         while True:
             batch = self._next_batch()
+            done: Iterable[tuple[Work, list[TeacherTopK]]]
             try:
                 for work in batch:
                     self._engine.add(work, work.sequences, work.request.topk, work.request.temperature)
                 done = self._engine.step()
             except Exception as error:
-                self._recover(error, batch)
-                continue
+                done = self._one_by_one(error, batch)
             for work, scores in done:
-                self._answer(work, scores)
+                self._num_failures = 0
+                result = ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
+                self._link.reply(result, protocol.result_arrays(scores))
 
     def _next_batch(self) -> list[Work]:
         """As many waiting requests as the engine needs; waits for one if the engine is idle."""
@@ -202,7 +187,7 @@ class ScoringWorker:
                 self._link.reply(_error(work.request, "expired", "the deadline passed at the worker"), [])
         return batch
 
-    def _recover(self, error: Exception, batch: list[Work]) -> None:
+    def _one_by_one(self, error: Exception, batch: list[Work]) -> Iterator[tuple[Work, list[TeacherTopK]]]:
         """After an exception, score one request at a time to find the one that breaks the engine."""
         pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
         log.warning("the engine failed with %d requests: %s: %s", len(pending), type(error).__name__, error)
@@ -211,23 +196,16 @@ class ScoringWorker:
                 scores = self._engine.score(work.sequences, work.request.topk, work.request.temperature)
             except Exception as own_error:
                 self._engine.clear()
-                self._on_failure(work, own_error)
+                log.error("the engine failed on request %s", work.request.id, exc_info=own_error)
+                reason = f"{self._name}: the engine failed: {type(own_error).__name__}: {own_error}"
+                self._link.reply(_error(work.request, "failed", reason), [])
+                self._num_failures += 1
+                if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+                    time.sleep(0.5)  # let the link send the reply
+                    last = f"the engine failed {self._num_failures} times in a row, last with {own_error}"
+                    raise TeacherError(last) from own_error
             else:
-                self._answer(work, scores)
-
-    def _answer(self, work: Work, scores: list[TeacherTopK]) -> None:
-        self._num_failures = 0
-        result = ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
-        self._link.reply(result, protocol.result_arrays(scores))
-
-    def _on_failure(self, work: Work, error: Exception) -> None:
-        log.error("the engine failed on request %s", work.request.id, exc_info=error)
-        self._num_failures += 1
-        reason = f"{self._name}: the engine failed: {type(error).__name__}: {error}"
-        self._link.reply(_error(work.request, "failed", reason), [])
-        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
-            time.sleep(0.5)  # let the link send the reply
-            raise TeacherError(f"the engine failed {self._num_failures} times in a row, last with {error}") from error
+                yield work, scores
 
 
 def _error(request: ScoreRequest, code: str, reason: str) -> ScoreError:

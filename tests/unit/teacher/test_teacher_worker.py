@@ -25,18 +25,11 @@ class Engine(ScoringEngine):
 
     def __init__(self):
         super().__init__(INFO)
-        self.queue = []
         self.most_tokens = 0
-
-    def _enqueue(self, item):
-        self.queue.append(item)
-
-    def _clear(self):
-        self.queue.clear()
 
     def _step(self):
         self.most_tokens = max(self.most_tokens, self.num_tokens)
-        item = self.queue.pop(0)
+        item = self._queue.popleft()
         if item.prompt_ids[0] == POISON:
             raise ValueError("poison")
         shape = (len(item.response_ids), item.k)
