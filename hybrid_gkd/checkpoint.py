@@ -38,12 +38,12 @@ class TrainerState:
     """Metrics of the first step and of the validation before training, for the final report."""
 
 
+@dataclass(frozen=True)
 class CheckpointStore:
     """The checkpoints of one run folder, of which the newest `keep` stay; None keeps all."""
 
-    def __init__(self, run_dir: Path, *, keep: int | None):
-        self.run_dir = run_dir
-        self.keep = keep
+    run_dir: Path
+    keep: int | None
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None. Raises CheckpointError if the pointer leads nowhere."""
@@ -61,8 +61,7 @@ class CheckpointStore:
     def writing(self, state: TrainerState) -> Iterator[Path]:
         """Yield a folder to write into; make it `global_step_<step>` when the block ends without an exception.
 
-        Raises:
-            CheckpointError: the disk is full or not writable; earlier checkpoints are as they were.
+        Raises CheckpointError if the disk is full or not writable; earlier checkpoints are as they were.
         """
         final, replaced = self._folders(state.step)
         folder, pointer = (self.run_dir / f".{name}.writing" for name in (final.name, LATEST))

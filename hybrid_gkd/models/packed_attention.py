@@ -81,7 +81,7 @@ def packed_attention(
     scaling: float | None = None, sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer.
+    """The attention that transformers calls in every layer: its output [1, T, H, Dv], and None for the weights.
 
     Args:
         query: [1, H, T, Dh].
@@ -91,9 +91,6 @@ def packed_attention(
         scaling: multiplies the scores; None is Dh ** -0.5.
         sliding_window: tokens that a token may see, itself included; None is all.
         cu_seq_lens_q, max_length_q: see PackedBatch.
-
-    Returns:
-        attention output [1, T, H, Dv], None in the place of the attention weights.
 
     Raises:
         ModelError: the boundaries did not arrive, or the layer asks for a feature that is not supported.

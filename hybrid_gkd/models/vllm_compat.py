@@ -119,8 +119,7 @@ def unlink_shared_memory() -> None:
 
 def full_sequences(engine: Any) -> float:
     """How many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
-    capacity = getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None)
-    return float("nan") if capacity is None else float(capacity)
+    return float(getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None) or "nan")
 
 
 def forget_expert_kernels(model: Any) -> None:
@@ -178,11 +177,9 @@ class PromptScorer(Protocol):
     def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
         """After every forward, three arrays of each request that is complete with it.
 
-        Args:
-            hidden: [T, D] of all requests of the step, end to end
-            spans: (request id, first position within the request, tokens, first row of `hidden`) of each
+        `hidden` is [T, D], all requests of the step end to end; `spans` are the (request id, first position within the
+        request, tokens, first row of `hidden`) of each.
         """
-        ...
 
 
 def install_scorer(runner: Any, scorer: PromptScorer) -> None:
@@ -192,10 +189,8 @@ def install_scorer(runner: Any, scorer: PromptScorer) -> None:
     engine's output as they are; the newer copies them to the host on a stream of its own. Raises ModelError when
     neither is found as expected.
     """
-    if hasattr(runner, "prompt_logprobs_worker"):
-        _install_in_runner_v2(runner, scorer)
-    else:
-        _install_in_runner_v1(runner, scorer)
+    install = _install_in_runner_v2 if hasattr(runner, "prompt_logprobs_worker") else _install_in_runner_v1
+    install(runner, scorer)
 
 
 def _install_in_runner_v2(runner: Any, scorer: PromptScorer) -> None:

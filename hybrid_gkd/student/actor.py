@@ -47,16 +47,13 @@ class Actor(ShardedModel):
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
 
-        The loss is the sum over response tokens divided by the number of response tokens of the mini-batch
-        over all ranks, so it does not depend on how the batch is cut into micro-batches or ranks.
+        The loss is the sum over response tokens divided by their number in the mini-batch over all ranks, so that the
+        cut into micro-batches and ranks does not matter. Returns metrics of the whole mini-batch, equal on all ranks.
 
         Args:
             batch: this rank's share; `num_tokens` is of the whole mini-batch.
             before_last: called before the last micro-batch.
             before_step: called between the last backward pass and the optimizer step.
-
-        Returns:
-            Metrics of the whole mini-batch, equal on all ranks.
 
         Raises:
             TrainingError: the gradient is not finite; no weight has changed.
@@ -77,19 +74,20 @@ class Actor(ShardedModel):
     def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None) -> None:
         """Add the gradients of a part of a mini-batch; its last part goes to `update`.
 
-        Raises:
-            torch.OutOfMemoryError: the device memory did not suffice; the gradients of earlier parts are gone too.
+        Raises torch.OutOfMemoryError; the gradients of earlier parts are gone too.
         """
         sums = self._sums
         if not sums:
-            self.zero_grad()
+            assert self.optimizer is not None
+            self.optimizer.zero_grad()
             self._seed()
         try:
             for number, micro_batch in enumerate(batch.micro_batches, start=1):
                 last = number == len(batch.micro_batches)
                 if last:
                     before_last()
-                self.keep_gathered(not last)
+                if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
+                    self.model.set_reshard_after_backward(last)
                 loss_sum, parts = self._loss(micro_batch)
                 # FSDP2 averages gradients over ranks; the loss is a sum over them.
                 (loss_sum * (self.world_size / batch.num_tokens)).backward()
@@ -130,11 +128,7 @@ class Actor(ShardedModel):
 
     @torch.no_grad()
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Log-probabilities of the sampled tokens under the current weights, at the sampling temperature.
-
-        Returns:
-            sequence index -> float32 [R], for the sequences of this rank.
-        """
+        """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
         self._seed()
         result: dict[int, np.ndarray] = {}
         for micro_batch in micro_batches:

@@ -138,8 +138,8 @@ def load_shards(model: Any, path: str) -> None:
         checkpoint = _open_checkpoint(path)
         reason = _mismatch(model, weights, checkpoint)
         if reason is None:
-            for weight in weights:
-                _fill(weight, [checkpoint[name] for name in weight[0] if name in checkpoint])
+            for names, tensor in weights:
+                _fill(names, tensor, [checkpoint[name] for name in names if name in checkpoint])
             return
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{PATH_KEY}: cannot read the weights of {path!r}: {error}") from error
@@ -147,9 +147,8 @@ def load_shards(model: Any, path: str) -> None:
 
 
 @torch.no_grad()
-def _fill(weight: Weight, sources: list[Any]) -> None:
+def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any]) -> None:
     """Copy this rank's rows from the first of `sources` (sliced like a tensor); the others must be equal."""
-    names, tensor = weight
     local, rows = _local_rows(tensor)
     if not local.numel():
         return
@@ -239,7 +238,7 @@ def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str
         else:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(whole, src=0)
-        _fill((names, tensor), [whole])
+        _fill(names, tensor, [whole])
 
 
 def _load_whole(model: Any, path: str, weights: list[Weight]) -> dict[str, Tensor]:
