@@ -92,8 +92,7 @@ def packed_attention(
         sliding_window: tokens that a token may see, itself included; None is all.
         cu_seq_lens_q, max_length_q: see PackedBatch.
 
-    Raises:
-        ModelError: the boundaries did not arrive, or the layer asks for a feature that is not supported.
+    Raises ModelError if the boundaries did not arrive, or the layer asks for a feature that is not supported.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None or max_length_q is None:

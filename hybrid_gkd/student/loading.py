@@ -43,9 +43,7 @@ def build_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool, overr
 
     Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps.
 
-    Raises:
-        ModelError: there is no such model, or its weights are quantised.
-        ConfigError: of `override_config`, see `read_config`.
+    Raises ModelError if there is no such model or its weights are quantised, ConfigError as `read_config`.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
