@@ -7,8 +7,7 @@
         huggingface/      config, safetensors, tokenizer
         trainer_state.json  see TrainerState
 
-A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete, so that
-an interrupted write leaves the previous one untouched.
+A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Progress of the run."""
+    """Progress of a run."""
 
     step: int
     """Training steps done; the position in the data is a function of it."""
@@ -39,20 +38,19 @@ class TrainerState:
     """Metrics of the first step and of the validation before training, for the final report."""
 
 
+@dataclass(frozen=True)
 class CheckpointStore:
     """The checkpoints of one run folder, of which the newest `keep` stay; None keeps all."""
 
-    def __init__(self, run_dir: Path, *, keep: int | None):
-        self.run_dir = run_dir
-        self.keep = keep
+    run_dir: Path
+    keep: int | None
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None. Raises CheckpointError if the pointer leads nowhere."""
         pointer = self.run_dir / LATEST
         if not pointer.is_file():
             return None
-        folder = self.run_dir / f"global_step_{pointer.read_text().strip()}"
-        replaced = _replaced(folder)
+        folder, replaced = self._folders(pointer.read_text().strip())
         if not folder.exists() and replaced.exists():  # a run was killed while it wrote this step anew
             os.rename(replaced, folder)
         if not (folder / "trainer_state.json").is_file():
@@ -63,39 +61,38 @@ class CheckpointStore:
     def writing(self, state: TrainerState) -> Iterator[Path]:
         """Yield a folder to write into; make it `global_step_<step>` when the block ends without an exception.
 
-        Raises:
-            CheckpointError: the disk is full or not writable; earlier checkpoints are as they were.
+        Raises CheckpointError if the disk is full or not writable; earlier checkpoints are as they were.
         """
-        final = self.run_dir / f"global_step_{state.step}"
-        folder = self.run_dir / f".{final.name}.writing"
+        final, replaced = self._folders(state.step)
+        folder, pointer = (self.run_dir / f".{name}.writing" for name in (final.name, LATEST))
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             yield folder
             (folder / "trainer_state.json").write_text(json.dumps(asdict(state), indent=2))
             _sync(folder)
-            shutil.rmtree(_replaced(final), ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
             if final.exists():  # of a run that was resumed from an earlier step
-                os.rename(final, _replaced(final))
+                os.rename(final, replaced)
             os.rename(folder, final)
-            _write_atomically(self.run_dir / LATEST, f"{state.step}\n")
-            shutil.rmtree(_replaced(final), ignore_errors=True)
+            pointer.write_text(f"{state.step}\n")
+            _sync(pointer)
+            os.replace(pointer, self.run_dir / LATEST)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
-        self._prune(state.step)
+        if self.keep is not None:
+            self._prune(state.step, self.keep)
 
-    def _prune(self, newest: int) -> None:
-        if self.keep is None:
-            return
-        suffixes = [path.name.removeprefix("global_step_") for path in self.run_dir.glob("global_step_*")]
-        steps = sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())
-        for step in [step for step in steps if step <= newest][: -self.keep]:
+    def _folders(self, step: int | str) -> tuple[Path, Path]:
+        """Of a checkpoint, and where it waits while a new one of the same step takes its place."""
+        return self.run_dir / f"global_step_{step}", self.run_dir / f".global_step_{step}.replaced"
+
+    def _prune(self, newest: int, keep: int) -> None:
+        names = (path.name.removeprefix("global_step_") for path in self.run_dir.glob("global_step_*"))
+        steps = sorted(int(name) for name in names if name.isdecimal() and int(name) <= newest)
+        for step in steps[:-keep]:
             shutil.rmtree(self.run_dir / f"global_step_{step}")
-
-
-def _replaced(folder: Path) -> Path:
-    """Where a checkpoint waits while a new one of the same step takes its place."""
-    return folder.with_name(f".{folder.name}.replaced")
 
 
 def load_state(folder: Path) -> TrainerState:
@@ -116,10 +113,3 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.writing")
-    temporary.write_text(text)
-    _sync(temporary)
-    os.replace(temporary, file)

@@ -1,4 +1,4 @@
-"""Facts about a model from its config.json, without weights: its configuration, sizes, types and operations."""
+"""Facts about a model from its config.json, without its weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.models.tokenizer import first_line
 
 HUB_SECONDS = 5.0
-"""In which the hub has to answer to be asked for a model's configuration."""
+"""Timeout of the check whether the hub answers at all."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Parameters of a model."""
-
     parameters: int
     kv_bytes_per_token: int
     """Keys and values of one token in 16 bits."""
@@ -28,9 +26,9 @@ class ModelSpec:
     embedding_parameters: int = 0
     """Of the input embedding and the output head; counted once where they are tied."""
     tied_parameters: int = 0
-    """Of the output head where it is the input embedding: a checkpoint holds them under both names."""
+    """Of the output head where it is the input embedding; a checkpoint has both names."""
     stored_itemsize: int = 4
-    """Bytes of one parameter in the model's own type, which an export keeps."""
+    """Bytes of one parameter in the model's stored type."""
     head_parameters: int = 0
     """Of the output head: vocabulary times hidden size."""
     attention_width: int = 0
@@ -42,7 +40,7 @@ class ModelSpec:
 def model_spec(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
 ) -> ModelSpec:
-    """The spec of a model, computed from its config.json without weights. Raises ModelError, and as `read_config`."""
+    """Raises ModelError for a configuration that cannot be used, ConfigError as `read_config`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -59,9 +57,8 @@ def model_spec(
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kept = text.hidden_size
-    if not checkpointing:
-        kept = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    width = text.hidden_size
+    kept = width if checkpointing else 6 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width)
     parameters = sum(p.numel() for p in model.parameters())
     return ModelSpec(
         parameters=parameters,
@@ -108,7 +105,7 @@ def read_config(path: str, trust_remote_code: bool, override_config: dict[str, A
 
 
 def student_spec(config: Config) -> ModelSpec:
-    """Parameters of the configured student."""
+    """The spec of the configured student."""
     model = config.actor_rollout_ref.model
     return model_spec(
         model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
@@ -117,13 +114,11 @@ def student_spec(config: Config) -> ModelSpec:
 
 
 def training_flops(spec: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:
-    """Operations of forward and backward, nothing counted twice that is recomputed.
+    """Operations of forward and backward, without recomputation; not for mixtures of experts.
 
     Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
-    weights beside embeddings and head, sequences of n tokens, R response tokens: 6 N sum(n) + 6 V D R + 6 H Dh layers
-    sum(n^2). Attention counts as if no layer had a window.
-
-    Not for mixtures of experts. `lengths`: tokens of each sequence.
+    weights beside embeddings and head, sequences of n tokens (`lengths`), R response tokens: 6 N sum(n) + 6 V D R +
+    6 H Dh layers sum(n^2). Attention counts as if no layer had a window.
     """
     lengths = list(lengths)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and the hash by which student and teacher find out that they share one."""
+"""Loading a tokenizer, and the hash that is equal where student and teacher share one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     """Raises ModelError with the folder when there is no tokenizer or it cannot be loaded."""
     from transformers import AutoTokenizer
 
+    folder = Path(path).expanduser()
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1  # a name on the hub has one slash at most
-    if looks_local and not Path(path).expanduser().is_dir():
+    if looks_local and not folder.is_dir():
         raise ModelError(f"{path}: no such model folder")
     try:
-        return AutoTokenizer.from_pretrained(str(Path(path).expanduser()), trust_remote_code=trust_remote_code)
-    # Whatever a tokenizer file or a folder's own code raises is the folder's fault.
-    except Exception as error:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a tokenizer file or a folder's own code raises
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 

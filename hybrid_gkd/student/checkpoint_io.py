@@ -16,7 +16,7 @@ from hybrid_gkd.student.sharded_model import ShardedModel
 
 
 def save_model(model: ShardedModel, folder: Path) -> None:
-    """Write this rank's weights, optimizer state and position in the learning-rate schedule."""
+    """Write this rank's weights, optimizer state and number of updates."""
     dcp.save(_state_of(model), checkpoint_id=folder)
 
 
@@ -44,14 +44,11 @@ def _state_of(model: ShardedModel) -> dict[str, Any]:
 def export_huggingface(model: ShardedModel, folder: Path, *, tokenizer_path: str, trust_remote_code: bool) -> None:
     """On rank 0, write a folder that transformers and vLLM load: weights in their stored type, config, tokenizer."""
     hf_model = model.hf_model
-    tied = set(getattr(hf_model, "_tied_weights_keys", None) or ())
-    if not getattr(hf_model.config, "tie_word_embeddings", False):
-        tied = set()
-    weights = {}
-    for name, tensor in model.full_tensors(hf_model.stored_dtype):
-        if dist.get_rank() == 0 and name not in tied:
-            weights[name] = tensor.cpu()
-    if dist.get_rank() == 0:
+    ties = getattr(hf_model.config, "tie_word_embeddings", False)
+    tied = (getattr(hf_model, "_tied_weights_keys", None) or ()) if ties else ()
+    is_first, named = dist.get_rank() == 0, model.full_tensors(hf_model.stored_dtype)
+    weights = {name: tensor.cpu() for name, tensor in named if is_first and name not in tied}
+    if is_first:
         hf_model.save_pretrained(folder, state_dict=weights)
         exported = copy.deepcopy(hf_model.config)
         exported.dtype = hf_model.stored_dtype  # save_pretrained names the type of the master weights

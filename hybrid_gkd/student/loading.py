@@ -5,9 +5,8 @@
     materialize(root, device)               # empty shards on the device
     load_shards(model, path)                # each rank reads its own rows from the safetensors files
 
-A rank holds its shards and, while it reads, the rows of one of them. Only a checkpoint that transformers has to
-rename or convert (and one that is not in safetensors) is loaded whole, on rank 0's host, and handed out tensor
-by tensor.
+A rank holds its shards and, while it reads, the rows of one of them. Only a checkpoint that transformers has to rename
+or convert (or not in safetensors) is loaded whole, on rank 0's host, and handed out tensor by tensor.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,19 +34,16 @@ from hybrid_gkd.rollout.weights import unique_tensors
 
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)
+Weight = tuple[tuple[str, ...], Tensor]
+"""A parameter or persistent buffer after all of its names (more than one where weights are tied)."""
 
 
-def build_model(
-    path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any]
-) -> Any:
+def build_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
     """The causal LM that `path` describes, with packed attention; parameters on the meta device, buffers real.
 
     Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps.
 
-    Raises:
-        ModelError: there is no such model, or its weights are quantised.
-        ConfigError: `override_config` names a field that the model's configuration does not have, or gives one a value
-            that it does not take.
+    Raises ModelError if there is no such model or its weights are quantised, ConfigError as `read_config`.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -74,10 +68,9 @@ def build_model(
 
 
 def _saveable(found: Any, derived: Any, path: str) -> Any:
-    """A folder's generation_config.json, which transformers loads also where it would refuse to save it.
+    """A folder's generation_config.json, which transformers loads also where it would refuse to save it; or `derived`.
 
-    Most such files have a temperature and no `do_sample`, and mean that one should sample. Where that does not help,
-    an export has the one derived from config.json.
+    Most such files have a temperature and no `do_sample`, and mean that one should sample.
     """
     for sampling in (found.do_sample, True):
         found.do_sample = sampling
@@ -123,8 +116,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
     The parameters stay the objects that FSDP2 and tied modules know, which `to_empty` does for DTensors only.
     """
     buffers = [
-        (module, name, buffer)
-        for module in root.modules()
+        (module, name, buffer) for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
@@ -134,87 +126,56 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 
 def load_shards(model: Any, path: str) -> None:
-    """Fill the parameters and persistent buffers of a materialised model. Collective.
+    """Fill the parameters and persistent buffers of a materialised model, each rank its own rows. Collective.
 
-    Args:
-        model: of `build_model`, with the parameters that `fully_shard` and `materialize` left: each rank fills
-            its own rows. It must not be the root FSDP module itself.
-        path: the same as for `build_model`.
-
-    Raises:
-        ModelError: a file cannot be read, or a weight is missing, unexpected or of another shape.
+    The model is one of `build_model` and must not be the root FSDP module itself; `path` is the same as there. Raises
+    ModelError if a file cannot be read, or a weight is missing, unexpected or of another shape.
     """
-    weights = _weights(model)
-    with contextlib.ExitStack() as stack:
-        try:
-            checkpoint = _open_checkpoint(path, stack)
-            reason = "it has no safetensors files" if checkpoint is None else _mismatch(model, weights, checkpoint)
-            if reason is None and checkpoint is not None:
-                for weight in weights:
-                    weight.fill([checkpoint[name] for name in weight.names if name in checkpoint])
-                return
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"{PATH_KEY}: cannot read the weights of {path!r}: {error}") from error
-    _load_through_host(model, weights, path, str(reason))
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A parameter or persistent buffer, under all of its names (more than one where weights are tied)."""
-
-    names: tuple[str, ...]
-    tensor: Tensor
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's rows; memory that FSDP2 reads too."""
-        tensor = self.tensor.detach()
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-    @torch.no_grad()
-    def fill(self, sources: list[Any]) -> None:
-        """Copy this rank's rows from the first of `sources` (sliced like a tensor); the others must be equal."""
-        local = self.local
-        if not local.numel():
+    weights = unique_tensors(model.state_dict(keep_vars=True).items())
+    try:
+        checkpoint = _open_checkpoint(path)
+        reason = _mismatch(model, weights, checkpoint)
+        if reason is None:
+            for names, tensor in weights:
+                _fill(names, tensor, [checkpoint[name] for name in names if name in checkpoint])
             return
-        start, stop = local_rows(self.tensor)
-        local.copy_(_rows(sources[0], local.ndim, start, stop))
-        for source in sources[1:]:
-            if not torch.equal(_rows(sources[0], local.ndim, start, stop), _rows(source, local.ndim, start, stop)):
-                raise ModelError(
-                    f"{PATH_KEY}: the configuration ties {' and '.join(self.names)}, but their weights differ; "
-                    "actor_rollout_ref.model.override_config.tie_word_embeddings=false would keep both"
-                )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{PATH_KEY}: cannot read the weights of {path!r}: {error}") from error
+    _load_through_host(model, weights, path, reason)
 
 
-def _rows(source: Any, ndim: int, start: int, stop: int) -> Tensor:
-    return source[start:stop] if ndim else source[...]
+@torch.no_grad()
+def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any]) -> None:
+    """Copy this rank's rows from the first of `sources` (sliced like a tensor); the others must be equal."""
+    local, rows = _local_rows(tensor)
+    if not local.numel():
+        return
+    first, *others = (source[rows] for source in sources)
+    if not all(torch.equal(first, other) for other in others):
+        raise ModelError(
+            f"{PATH_KEY}: the configuration ties {' and '.join(names)}, but their weights differ; "
+            "actor_rollout_ref.model.override_config.tie_word_embeddings=false would keep both"
+        )
+    local.copy_(first)
 
 
-def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """The rows of the whole tensor that this rank holds: FSDP2 cuts the first dimension as torch.chunk does."""
+def _local_rows(tensor: Tensor) -> tuple[Tensor, Any]:
+    """This rank's memory, which FSDP2 reads too, and the rows of the whole tensor that are its: as torch.chunk cuts."""
+    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return 0, tensor.shape[0] if tensor.ndim else 1
+        return tensor, slice(None) if tensor.ndim else ...
     *_, placement = tensor.placements  # only the last mesh dimension shards; a first one replicates
     assert placement == Shard(0), tensor.placements
-    rows, mesh_dim = tensor.shape[0], tensor.device_mesh.ndim - 1
+    local, rows, mesh_dim = tensor.to_local(), tensor.shape[0], tensor.device_mesh.ndim - 1
     chunk = math.ceil(rows / tensor.device_mesh.size(mesh_dim))
     start = min(tensor.device_mesh.get_local_rank(mesh_dim) * chunk, rows)
     stop = min(start + chunk, rows)
-    assert stop - start == tensor.to_local().shape[0], (start, stop, tensor.placements)
-    return start, stop
+    assert stop - start == local.shape[0], (start, stop, tensor.placements)
+    return local, slice(start, stop)
 
 
-def _weights(model: nn.Module) -> list[_Weight]:
-    """The tensors of a checkpoint of the model, each once."""
-    return [_Weight(names, tensor) for names, tensor in unique_tensors(model.state_dict(keep_vars=True).items())]
-
-
-def _open_checkpoint(path: str, stack: contextlib.ExitStack) -> dict[str, Any] | None:
-    """Name -> lazily read tensor, over all safetensors files; None if there are none.
-
-    `path` is a folder or a hub id; files that are not in the hub's cache are downloaded.
-    """
+def _open_checkpoint(path: str) -> dict[str, Any]:
+    """Name -> lazily read tensor, over all safetensors files of a folder or hub id, where they may be downloaded."""
     from transformers.utils import cached_file
 
     try:
@@ -223,26 +184,28 @@ def _open_checkpoint(path: str, stack: contextlib.ExitStack) -> dict[str, Any] |
         try:
             index = cached_file(path, "model.safetensors.index.json")
         except OSError:
-            return None
+            return {}
         with open(index, encoding="utf-8") as file:
             files = [cached_file(path, name) for name in sorted(set(json.load(file)["weight_map"].values()))]
     checkpoint: dict[str, Any] = {}
     for file in files:
-        opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        opened = safe_open(file, framework="pt", device="cpu")
         checkpoint |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
     return checkpoint
 
 
-def _mismatch(model: Any, weights: Iterable[_Weight], checkpoint: dict[str, Any]) -> str | None:
+def _mismatch(model: Any, weights: list[Weight], checkpoint: dict[str, Any]) -> str | None:
     """Why the checkpoint cannot be read by name, or None."""
+    if not checkpoint:
+        return "it has no safetensors files"
     unused = set(checkpoint)
-    for weight in weights:
-        present = [name for name in weight.names if name in checkpoint]
+    for names, tensor in weights:
+        present = [name for name in names if name in checkpoint]
         if not present:
-            return f"{weight.names[0]} is not in it"
+            return f"{names[0]} is not in it"
         for name in present:
-            if tuple(checkpoint[name].get_shape()) != tuple(weight.tensor.shape):
-                return f"{name} has shape {checkpoint[name].get_shape()} instead of {list(weight.tensor.shape)}"
+            if tuple(checkpoint[name].get_shape()) != tuple(tensor.shape):
+                return f"{name} has shape {checkpoint[name].get_shape()} instead of {list(tensor.shape)}"
         unused.difference_update(present)
     # As transformers does: weights that the architecture declares unneeded, and buffers that old versions saved.
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
@@ -250,16 +213,15 @@ def _mismatch(model: Any, weights: Iterable[_Weight], checkpoint: dict[str, Any]
     return f"the model has no {min(unused)}" if unused else None
 
 
-def _load_through_host(model: Any, weights: list[_Weight], path: str, reason: str) -> None:
+def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str) -> None:
     """Let transformers load, rename and convert the whole model on rank 0's host; broadcast each tensor."""
     state: dict[str, Tensor] = {}
-    device = weights[0].local.device
+    device = _local_rows(weights[0][1])[0].device
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         logger.warning(
-            "%s cannot be read shard by shard (%s): transformers loads it, which holds the whole model in this "
-            "host's memory",
-            path, reason,
+            "%s cannot be read shard by shard (%s): transformers loads it, which holds the whole model in this host's "
+            "memory", path, reason,
         )
         try:
             state = _load_whole(model, path, weights)
@@ -268,17 +230,16 @@ def _load_through_host(model: Any, weights: list[_Weight], path: str, reason: st
     dist.broadcast_object_list(outcome, src=0, device=device)
     if outcome[0] is not None:
         raise ModelError(f"{PATH_KEY}: cannot load the weights of {path!r}: {outcome[0]}")
-    for weight in weights:
-        local = weight.local
+    for names, tensor in weights:
         if dist.get_rank() == 0:
-            whole = state.pop(weight.names[0]).to(device, local.dtype).contiguous()
+            whole = state.pop(names[0]).to(device, tensor.dtype).contiguous()
         else:
-            whole = torch.empty(weight.tensor.shape, dtype=local.dtype, device=device)
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(whole, src=0)
-        weight.fill([whole])
+        _fill(names, tensor, [whole])
 
 
-def _load_whole(model: Any, path: str, weights: Iterable[_Weight]) -> dict[str, Tensor]:
+def _load_whole(model: Any, path: str, weights: list[Weight]) -> dict[str, Tensor]:
     """Name -> tensor, one name per weight. Raises ModelError."""
     loaded, info = type(model).from_pretrained(
         path, config=model.config, dtype=model.dtype, attn_implementation=PACKED_ATTENTION,
@@ -290,8 +251,8 @@ def _load_whole(model: Any, path: str, weights: Iterable[_Weight]) -> dict[str, 
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ModelError(f"{kind} weights: {', '.join(names[:8])}{more}")
     state = loaded.state_dict()
-    for weight in weights:
-        for name in weight.names[1:]:
-            if not torch.equal(state[weight.names[0]], state.pop(name)):
-                raise ModelError(f"the configuration ties {weight.names[0]} and {name}, but their weights differ")
+    for (first, *others), _ in weights:
+        for name in others:
+            if not torch.equal(state[first], state.pop(name)):
+                raise ModelError(f"the configuration ties {first} and {name}, but their weights differ")
     return state

@@ -23,32 +23,21 @@ class LogprobModel(nn.Module):
     The head runs inside this module's forward, so FSDP2, which shards the embedding, the last norm and the
     head as this module's own parameters, has gathered the output embedding when it is used.
 
-    Raises:
-        ModelError: the architecture mixes packed sequences, changes the logits behind the head, or has dropout.
+    Raises ModelError if the architecture mixes packed sequences, changes the logits behind the head, or has dropout.
     """
 
     def __init__(self, model: Any):
         super().__init__()
         self.model: Any = model
-        self._refuse_leaks()
-        self._refuse_inexact_heads()
-        self._refuse_dropout()
+        _refuse_unsupported(model)
 
     def forward(
-        self,
-        batch: PackedBatch,
-        rows: Tensor,
-        ids: Tensor,
-        loss_fn: LossFunction | None = None,
-        *,
-        temperature: float,
-        topk: int = 0,
+        self, batch: PackedBatch, rows: Tensor, ids: Tensor, loss_fn: LossFunction | None = None, *,
+        temperature: float, topk: int = 0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K]; or a loss of them.
+        """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
-        Returns:
-            with `loss_fn`, the result of `head_loss`, the first `topk` ids being the teacher's; else the
-            log-probabilities and an empty dictionary.
+        With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's.
         """
         decoder = getattr(self.model, self.model.base_model_prefix)
         hidden = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
@@ -59,41 +48,36 @@ class LogprobModel(nn.Module):
             hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=topk, tail_topk=topk
         )
 
-    def _refuse_leaks(self) -> None:
-        """A layer that mixes tokens outside the attention function is never told where a sequence ends."""
-        if not self.model._supports_attention_backend or self.model._is_stateful:
+
+def _refuse_unsupported(model: Any) -> None:
+    config, head = model.config, model.get_output_embeddings()
+    kind = config.model_type
+    # A layer that mixes tokens outside the attention function is never told where a sequence ends.
+    if not model._supports_attention_backend or model._is_stateful:
+        raise ModelError(
+            f"{kind}: packed sequences would leak into each other; the architecture must mix tokens in transformers' "
+            "attention interface only (_supports_attention_backend, not _is_stateful)"
+        )
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        raise ModelError(f"{kind}: the output embedding must be a linear layer without bias")
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    for name in (*caps, "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ModelError(f"{kind}: config.{name} changes the logits, which is not supported")
+    # With dropout the student is not the policy that sampled, and a step depends on the cut into micro-batches.
+    for module in model.modules():
+        rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch's function
+        if isinstance(module, nn.Dropout):
+            rates = [module.p]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            fields = [name for name, value in config.to_dict().items() if "drop" in name and value]
             raise ModelError(
-                f"{self.model.config.model_type}: packed sequences would leak into each other; the architecture must "
-                "mix tokens in transformers' attention interface only (_supports_attention_backend, not _is_stateful)"
+                f"{kind}: {type(module).__name__} has dropout, which is not supported; fields to set to 0.0 through "
+                f"actor_rollout_ref.model.override_config: {', '.join(fields) or 'none known'}"
             )
 
-    def _refuse_inexact_heads(self) -> None:
-        head, config = self.model.get_output_embeddings(), self.model.config
-        if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-            raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
-        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        for name in (*caps, "logits_scaling", "logit_scale"):
-            if getattr(config, name, None) not in (None, 1.0):
-                raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
 
-    def _refuse_dropout(self) -> None:
-        """With it the student is not the policy that sampled, and a step depends on the cut into micro-batches."""
-        config = self.model.config
-        for module in self.model.modules():
-            rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch's function
-            if isinstance(module, nn.Dropout):
-                rates = [module.p]
-            if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                fields = [name for name, value in config.to_dict().items() if "drop" in name and value]
-                raise ModelError(
-                    f"{config.model_type}: {type(module).__name__} has dropout, which is not supported; fields to set "
-                    f"to 0.0 through actor_rollout_ref.model.override_config: {', '.join(fields) or 'none known'}"
-                )
-
-
-def pack_responses(
-    micro_batch: tuple[TrainSequence, ...], device: torch.device
-) -> tuple[PackedBatch, Tensor, Tensor]:
+def pack_responses(micro_batch: tuple[TrainSequence, ...], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:
     """Packed inputs, the rows [R] whose hidden state predicts a response token, and the response tokens [R].
 
     An empty micro-batch has R = 0: its rank takes part in the collectives and adds nothing.
@@ -103,11 +87,8 @@ def pack_responses(
         return pack([np.zeros(2, np.int32)], device), nothing, nothing  # one token would compile anew
     sequences = [item.sequence for item in micro_batch]
     batch = pack([np.concatenate([s.prompt_ids, s.response_ids]) for s in sequences], device)
-    rows, start = [], 0
-    for s in sequences:
-        first = start + len(s.prompt_ids) - 1
-        rows.append(np.arange(first, first + len(s.response_ids)))
-        start += s.num_tokens
+    ends = np.cumsum([s.num_tokens for s in sequences])  # the last token of a sequence predicts none
+    rows = [np.arange(end - len(s.response_ids), end) - 1 for s, end in zip(sequences, ends, strict=True)]
     tokens = [s.response_ids for s in sequences]
     return batch, concat(rows, device, torch.int64), concat(tokens, device, torch.int64)
 

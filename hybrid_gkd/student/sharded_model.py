@@ -26,20 +26,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ShardedModel:
-    """One rank of a model.
+    """One rank of a model. Raises ModelError if it cannot be loaded.
 
     Args:
-        model: the model folder and its overrides.
         wrap: Hugging Face model -> the root module, whose forward pass is run.
-        fsdp: type and sharding of the weights.
         shard_size: the weights are sharded within groups of so many consecutive ranks and replicated across them.
         bucket_bytes: see `gather_in_buckets`.
-        compile: fuse the decoder blocks with torch.compile.
+        compile: see `compile_blocks`.
         optim: None for a frozen model, which has no optimizer.
         num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
-
-    Raises:
-        ModelError: the model cannot be loaded.
     """
 
     def __init__(
@@ -64,30 +59,23 @@ class ShardedModel:
         self.model: Any = wrap(self.hf_model)
         self.hidden_size = self.hf_model.get_output_embeddings().in_features
         # Adapters belong here, before the shards are cut; `full_tensors` would merge them.
-        self._shard(shard_size)
-        materialize(self.model, device)
-        load_shards(self.hf_model, model.path)
-        self.optimizer = None
-        if optim is not None:
-            self.optimizer = make_optimizer(self.hf_model, optim, fused=device.type == "cuda")
-
-    def _shard(self, shard_size: int) -> None:
-        """`fully_shard` per decoder block, then the rest (embedding, last norm, head) as one group."""
         if shard_size == self.world_size:
-            mesh = init_device_mesh(self.device.type, (shard_size,))
+            mesh = init_device_mesh(device.type, (shard_size,))
         else:
             shape = (self.world_size // shard_size, shard_size)
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        compute = torch.bfloat16 if self.device.type == "cuda" else None
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        compute = torch.bfloat16 if device.type == "cuda" else None
         reduce_dtype = torch.promote_types(self.hf_model.dtype, torch.float32)
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype),
-        }
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         for block in decoder_blocks(self.hf_model):
             fully_shard(block, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
         # The head's weight is needed again at once, in the backward pass: do not free it in between.
         fully_shard(self.model, reshard_after_forward=False, **options)
+        materialize(self.model, device)
+        load_shards(self.hf_model, model.path)
+        fused = device.type == "cuda"
+        self.optimizer = None if optim is None else make_optimizer(self.hf_model, optim, fused=fused)
 
     def parameters(self) -> list[Tensor]:
         """The parameter shards of this rank."""
@@ -98,11 +86,6 @@ class ShardedModel:
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         return [value for state in states for value in state.values() if torch.is_tensor(value)]
 
-    def keep_gathered(self, keep: bool) -> None:
-        """Before a forward and backward pass: whether gathered weights also serve the next one, if configured so."""
-        if not self.fsdp.reshard_after_forward:
-            self.model.set_reshard_after_backward(not keep)
-
     def reshard(self) -> None:
         """Free the weights that a forward pass keeps gathered; without a backward pass nothing else does."""
         for module in self.model.modules():
@@ -110,19 +93,12 @@ class ShardedModel:
                 module.reshard()
 
     def abandon_backward(self) -> None:
-        """Drop all gradients and bring FSDP2 back to where a forward pass can begin.
-
-        It has no public way for that; its final callback of a backward pass does exactly this.
-        """
+        """Drop all gradients and bring FSDP2 back to where a forward pass can begin, for which it has no public way."""
         self.model.set_reshard_after_backward(True)
-        self.model.zero_grad(set_to_none=True)  # of parameters that are gathered right now
+        self.model.zero_grad()  # of parameters that are gathered right now
+        # The final callback of a backward pass does exactly this.
         self.model._get_fsdp_state()._root_post_backward_final_callback()
-        self.model.zero_grad(set_to_none=True)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        assert self.optimizer is not None, "a frozen model has no gradients"
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()
 
     def clip_grad_norm(self, largest: float) -> Tensor:
         """Scale the gradients down to a norm of at most `largest`; their norm before, over all ranks, on the device."""
@@ -132,8 +108,7 @@ class ShardedModel:
     def step(self) -> float:
         """One optimizer step, which consumes the gradients; its learning rate.
 
-        Raises:
-            DeviceMemoryError: the device memory did not suffice; some weights may have changed.
+        Raises DeviceMemoryError if the device memory did not suffice; some weights may have changed.
         """
         assert self.optimizer is not None, "a frozen model takes no steps"
         assert self.optim is not None
@@ -148,7 +123,7 @@ class ShardedModel:
                 "on actor_rollout_ref.actor.fsdp_config.optimizer_offload or take more GPUs. "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        self.zero_grad()
+        self.optimizer.zero_grad()
         self.updates_done += 1
         return rate
 
@@ -157,18 +132,14 @@ class ShardedModel:
         return self.hf_model.named_parameters(remove_duplicate=False)
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All weights in `dtype` under their Hugging Face names, gathered in buckets.
-
-        A tied output embedding is handed out too, since an engine may hold a copy of its own.
-        """
+        """All weights in `dtype` under all Hugging Face names (an engine may have copies), gathered in buckets."""
         return gather_in_buckets(self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes)
 
 
 def take_workspaces(device: torch.device) -> None:
     """Let cuBLAS take the memory that it needs in this thread and in autograd's, and that it never gives back.
 
-    At the first product torch would cut them from any large free block and so keep all of that block from going back
-    to the device. Now, with nothing cached, they are a block of their own.
+    At the first product torch would cut it from any large free block, which then could not go back to the device.
     """
     torch.cuda.empty_cache()
     square = torch.zeros(8, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -187,8 +158,7 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
 def compile_blocks(model: Any) -> None:
     """Let torch.compile fuse the operations between attention and matrix products in every decoder block.
 
-    FSDP2's hooks and gradient checkpointing stay outside. The graphs take any number of tokens and serve all blocks,
-    so that only the first forward and backward pass compile.
+    The graphs take any number of tokens and serve all blocks, so that only the first forward and backward pass compile.
     """
     register_packed_attention(torch.compiler.disable(packed_attention))
     for block in decoder_blocks(model):
@@ -200,9 +170,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> tor
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=fused
-    )
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
@@ -211,7 +180,6 @@ def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
         return config.lr * (update + 1) / config.lr_warmup_steps
     if config.lr_scheduler_type == "constant":
         return config.lr
-    progress = (update - config.lr_warmup_steps) / max(1, num_updates - config.lr_warmup_steps)
-    progress = min(1.0, progress)
+    progress = min(1.0, (update - config.lr_warmup_steps) / max(1, num_updates - config.lr_warmup_steps))
     shape = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
