@@ -28,7 +28,7 @@ from hybrid_gkd.workers.process_group import ProcessGroup
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybrid_gkd.rollout.weights import WeightSpec
+    from hybrid_gkd.rollout.weights import Layout
 
 
 class Worker:
@@ -104,14 +104,14 @@ class Worker:
             )
         return description
 
-    def weight_layout(self) -> list[WeightSpec]:
+    def weight_layout(self) -> Layout:
         """The student's weights in the order in which they travel."""
         from hybrid_gkd.rollout.weights import layout_of
 
         return layout_of(self.actor.named_parameters())
 
     def join_weight_sync(
-        self, address: tuple[str, int], *, rank: int, size: int, layout: list[WeightSpec], dtype: str
+        self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str
     ) -> None:
         """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""
         import torch
