@@ -20,25 +20,6 @@ SMALL = 64
 """Bytes up to which a tensor stays where it is: Adam's step counters."""
 
 
-class PinnedArena:
-    """Page-locked host memory. Raises MemoryError if the host does not have it or must not lock it.
-
-    Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of
-    optimizer state that is the difference between fitting into a host and not.
-    """
-
-    def __init__(self, num_bytes: int):
-        # Written once by all threads: locking pages that exist already is an order of magnitude faster.
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        error = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), num_bytes, 0)
-        if int(error) != 0:
-            raise MemoryError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: {error}")
-
-    def close(self) -> None:
-        """Unlock the memory."""
-        torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-
-
 @functools.cache
 def copy_stream(device: int) -> torch.cuda.Stream:
     """The stream for copies between host and this device."""
@@ -55,7 +36,7 @@ class OffloadedTensors(MemoryOwner):
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
-        self.arena: PinnedArena | None = None
+        self.arena: torch.Tensor | None = None
         self._copy: tuple[str, torch.cuda.Event, torch.cuda.Event] | None = None
         """Direction, start and end of the copy in flight."""
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
@@ -139,12 +120,22 @@ class OffloadedTensors(MemoryOwner):
         return list(found.values())
 
     def _make_arena(self, num_bytes: int) -> torch.Tensor:
-        """The arena, made anew if it is too small: with the first optimizer step, or another model state."""
-        if self.arena is None or self.arena.buffer.numel() < num_bytes:
+        """At least so many bytes of page-locked host memory; made anew where the last arena is too small.
+
+        Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of
+        optimizer state that is the difference between fitting into a host and not. Raises MemoryError if the host does
+        not have the memory or must not lock it.
+        """
+        if self.arena is None or self.arena.numel() < num_bytes:
             if self.arena is not None:
-                self.arena.close()
-            self.arena = PinnedArena(max(num_bytes, ALIGNMENT))
-        return self.arena.buffer
+                torch.cuda.cudart().cudaHostUnregister(self.arena.data_ptr())
+            # Written once by all threads: locking pages that exist already is an order of magnitude faster.
+            arena = torch.zeros(max(num_bytes, ALIGNMENT), dtype=torch.uint8)
+            error = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
+            if int(error) != 0:
+                raise MemoryError(f"cannot lock {arena.numel() / 2**30:.1f} GiB of host memory: {error}")
+            self.arena = arena
+        return self.arena
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

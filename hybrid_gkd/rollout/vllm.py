@@ -101,8 +101,7 @@ class VLLMRolloutEngine(RolloutEngine):
         while self.engine.has_unfinished_requests():
             finished = [
                 _to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
-                for output in self.engine.step()
-                if output.finished
+                for output in self.engine.step() if output.finished
             ]
             if finished or time.monotonic() > last_progress + PROGRESS_SECONDS:
                 yield finished

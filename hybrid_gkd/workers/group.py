@@ -24,7 +24,7 @@ from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role
-from hybrid_gkd.workers.pool import CAUSE_SECONDS, Calls, Pool, WorkerDiedError, find_dead, gather, needed_by_each
+from hybrid_gkd.workers.pool import CAUSE_SECONDS, Calls, Pool, WorkerDiedError, find_dead, gather
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,11 @@ class WorkerGroup:
         self.size = self.actors.size
         """Workers that train."""
         self.log_files = [file for pool in self.pools for file in pool.log_files]
+        needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         try:
-            self._check_resources(device)
+            self._check_resources(needed)
             for pool in self.pools:
-                pool.place(device)
+                pool.place(device, needed)
             for pool in self.pools:
                 pool.placements = pool.call("placement")
             self.placements = [place for pool in self.pools for place in pool.placements]
@@ -74,13 +75,12 @@ class WorkerGroup:
             self.close()
             raise
 
-    def _check_resources(self, device: str) -> None:
-        needed, number, there = needed_by_each(device), len(self.log_files), ray.cluster_resources()
+    def _check_resources(self, needed: dict[str, float]) -> None:
+        number, there = len(self.log_files), ray.cluster_resources()
         lacking = [name for name, amount in needed.items() if there.get(name, 0.0) < amount * number]
         if lacking:
-            keys = "trainer.n_gpus_per_node, trainer.nnodes"
-            if len(self.pools) > 1:
-                keys += ", rollout.n_gpus_per_node, rollout.nnodes"
+            sections = ["trainer", "rollout"][: len(self.pools)]
+            keys = ", ".join(f"{section}.n_gpus_per_node, {section}.nnodes" for section in sections)
             raise WorkerError(
                 f"{keys}: {number} workers need {needed} each; "
                 f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
@@ -114,8 +114,7 @@ class WorkerGroup:
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
         """Yield sequences of all workers as they finish; an empty list shows progress while none does.
 
-        Raises:
-            WorkerError: a worker failed, or made no progress within the timeout.
+        Raises WorkerError if a worker failed, or made no progress within the timeout.
         """
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -156,10 +155,9 @@ class WorkerGroup:
         self.actors.call("accumulate", shares=parts)
 
     def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
-        """One optimizer step per mini-batch; the metrics of each. Of the first one, parts may have been accumulated.
+        """One optimizer step per mini-batch, of which each worker has its share; the metrics of each.
 
-        Args:
-            batches: for each worker its share of each mini-batch.
+        Of the first mini-batch, parts may have been accumulated.
         """
         metrics: list[dict[str, float]] = self.actors.call("update", shares=batches)[0]
         return metrics

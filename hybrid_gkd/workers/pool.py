@@ -53,9 +53,8 @@ class Pool:
         self._last_progress = time.monotonic()
         """Time of the last call to a worker, or of the last result."""
 
-    def place(self, device: str) -> None:
-        """Start the workers' processes. Raises WorkerError if no such machines have room in time."""
-        bundle = needed_by_each(device)
+    def place(self, device: str, bundle: dict[str, float]) -> None:
+        """Start the workers' processes, each with the resources of a bundle. Raises WorkerError if there is no room."""
         section = "rollout" if self.role == "rollout worker" else "trainer"
         keys = f"{section}.n_gpus_per_node, {section}.nnodes"
         there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -172,11 +171,6 @@ class Pool:
         return f"{place}log: {self.log_files[rank]}"
 
 
-def needed_by_each(device: str) -> dict[str, float]:
-    """Resources of one worker on "cuda" or "cpu", as Ray counts them."""
-    return {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
-
-
 def gather(
     method: str, calls: Calls, timeout: float | None = None, on_answer: Callable[[Any], None] = lambda ref: None
 ) -> list[Any]:
@@ -184,7 +178,6 @@ def gather(
 
     Args:
         method: its name, for messages.
-        calls: to wait for.
         timeout: seconds for all of them together; None is the pools' own.
         on_answer: called with each call that has ended well.
 

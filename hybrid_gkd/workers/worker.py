@@ -49,10 +49,7 @@ class Worker(GroupMember):
 
     @spanned("initialize")
     def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
-        """Join the process group, reach the others through it, build the engine and the actor.
-
-        Returns:
-            Device name, host, versions, and the engine that runs here.
+        """Join the process group, reach the others through it, build the engine and the actor; describe them.
 
         Raises:
             WorkerError: the others were not reached.
@@ -91,14 +88,11 @@ class Worker(GroupMember):
         return description
 
     def weight_layout(self) -> Layout:
-        """The student's weights in the order in which they travel."""
         from hybrid_gkd.rollout.weights import layout_of
 
         return layout_of(self.actor.named_parameters())
 
-    def join_weight_sync(
-        self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str
-    ) -> None:
+    def join_weight_sync(self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str) -> None:
         """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""
         import torch
 
@@ -140,8 +134,7 @@ class Worker(GroupMember):
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into the engine and make it ready to generate.
 
-        Returns:
-            Seconds: `publish`, `offload` (all moves of the residency since the last publish), and each move.
+        Returns seconds: `publish`, `offload` (all moves of the residency since the last publish), and each move.
 
         Raises:
             WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
@@ -202,9 +195,9 @@ class Worker(GroupMember):
         save_model(self.actor, Path(folder, "actor"))
         arr = self.config.actor_rollout_ref
         if arr.actor.checkpoint.save_hf_model:
-            trust = arr.model.trust_remote_code
             export_huggingface(
-                self.actor, Path(folder, "huggingface"), tokenizer_path=tokenizer_path, trust_remote_code=trust
+                self.actor, Path(folder, "huggingface"), tokenizer_path=tokenizer_path,
+                trust_remote_code=arr.model.trust_remote_code,
             )
 
     def load_checkpoint(self, folder: str) -> None:
