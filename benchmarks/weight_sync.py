@@ -28,7 +28,7 @@ from models import SHAPES, empty_model
 from torch import Tensor
 
 from hybrid_gkd.rollout.weight_sync import WeightSync
-from hybrid_gkd.rollout.weights import WeightSpec, layout_of
+from hybrid_gkd.rollout.weights import Layout, layout_of
 
 WAYS = ("packed", "single")
 TIMEOUT = 600.0
@@ -83,12 +83,12 @@ def share(rank: int, args: argparse.Namespace, ports: dict[str, int], start: Any
     (folder / f"{rank}.json").write_text(json.dumps(rows))
 
 
-def own_weights(layout: list[WeightSpec], device: torch.device) -> dict[str, Tensor]:
+def own_weights(layout: Layout, device: torch.device) -> dict[str, Tensor]:
     """Memory for every weight by name, in order; a tied one once."""
     weights = {}
-    for spec in layout:
-        memory = torch.empty(spec.shape, dtype=torch.bfloat16, device=device)
-        weights |= dict.fromkeys(spec.names, memory)
+    for names, shape in layout:
+        memory = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        weights |= dict.fromkeys(names, memory)
     return weights
 
 

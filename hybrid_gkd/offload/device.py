@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_gkd.config import FSDPConfig
-from hybrid_gkd.offload.engine import EngineOwner
 from hybrid_gkd.offload.pinned import OffloadedTensors
-from hybrid_gkd.offload.residency import MemoryOwner, Residency
+from hybrid_gkd.offload.residency import MARGIN_BYTES, MemoryOwner, Residency
 
 if TYPE_CHECKING:
     from hybrid_gkd.rollout.engine import RolloutEngine
@@ -21,21 +20,15 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """Measures one device; all zeros on the CPU.
-
-    `start` and `take_peak` share torch's counter of the peak, and each keeps the other's.
-    """
+    """Measures one device; all zeros on the CPU. `start` and `take_peak` share torch's counter of the peak."""
 
     def __init__(self, device_type: str):
         self._on_gpu = device_type == "cuda"
-        self._peak = 0
-        self._started_with = 0
+        self._peak = self._started_with = 0
 
     def used(self) -> int:
         """Bytes in use on the device, over all processes."""
-        if not self._on_gpu:
-            return 0
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info() if self._on_gpu else (0, 0)
         return total - free
 
     def start(self) -> None:
@@ -65,6 +58,33 @@ class MemoryMeter:
         torch.cuda.reset_peak_memory_stats()
 
 
+class EngineOwner(MemoryOwner):
+    """The rollout engine's weights, or its KV cache. vLLM frees both in one call and wakes them one after the other.
+
+    Args:
+        wake: takes the memory.
+        release: frees it. Releasing the KV cache frees the weights too, so that they need no release of their own.
+        num_bytes: size of one that never wakes because it never sleeps; else it is measured at every wake.
+    """
+
+    def __init__(self, wake: Callable[[], None], release: Callable[[], None] = lambda: None, num_bytes: int = 0):
+        self._wake, self._release, self._num_bytes = wake, release, num_bytes
+
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def acquire(self) -> None:
+        """Wake. Memory in torch's cache is given back first if it is needed: vLLM does not allocate from it."""
+        if not self._num_bytes or self._num_bytes + MARGIN_BYTES > torch.cuda.mem_get_info()[0]:
+            torch.cuda.empty_cache()  # waits for all copies in flight
+        before = torch.cuda.mem_get_info()[0]
+        self._wake()
+        self._num_bytes = max(0, before - torch.cuda.mem_get_info()[0])
+
+    def release(self) -> None:
+        self._release()
+
+
 def free_device_bytes() -> int:
     """Bytes that torch or vLLM can still allocate: free on the device, or cached by torch's allocator."""
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -84,10 +104,9 @@ class SharedDevice:
         self._generated = self._hybrid = self._engine_sleeps = False
         self._engine_bytes = 0
         """Of the engine as it was built; asleep, if it can sleep."""
-        self._engine_pool_bytes = 0
-        self._used_with_engine = 0
         self._actor_rest_bytes = 0
         """In use after a publish, beyond the engine's own memory."""
+        self._engine_pool_bytes = self._used_with_engine = 0
 
     def build_engine(self, make: Callable[[], RolloutEngine]) -> RolloutEngine:
         """Make the engine, put it to sleep if it can, and note the memory that it takes."""
@@ -154,10 +173,8 @@ class SharedDevice:
 
     def metrics(self, residency: Residency) -> dict[str, float]:
         """Peak memory since the last call and bytes by phase and owner, GiB, under their metric names."""
-        metrics = {
-            f"memory/{phase}/{owner}_gb": num_bytes / 2**30
-            for (phase, owner), num_bytes in residency.bytes_by_phase().items()
-        }
+        sizes = residency.bytes_by_phase()
+        metrics = {f"memory/{phase}/{owner}_gb": size / 2**30 for (phase, owner), size in sizes.items()}
         if self.on_gpu:
             metrics["perf/max_memory_allocated_gb"] = (self.meter.take_peak() - self._engine_pool_bytes) / 2**30
             if self._hybrid and self._engine_sleeps:

@@ -20,28 +20,6 @@ SMALL = 64
 """Bytes up to which a tensor stays where it is: Adam's step counters."""
 
 
-class PinnedArena:
-    """One piece of page-locked host memory.
-
-    Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of
-    optimizer state that is the difference between fitting into a host and not.
-
-    Raises:
-        MemoryError: the host does not have the memory or must not lock it.
-    """
-
-    def __init__(self, num_bytes: int):
-        # Written once by all threads: locking pages that exist already is an order of magnitude faster.
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        error = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), num_bytes, 0)
-        if int(error) != 0:
-            raise MemoryError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: {error}")
-
-    def close(self) -> None:
-        """Unlock the memory."""
-        torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-
-
 @functools.cache
 def copy_stream(device: int) -> torch.cuda.Stream:
     """The stream for copies between host and this device."""
@@ -52,16 +30,13 @@ class OffloadedTensors(MemoryOwner):
     """A memory owner: tensors that are either on the device or in pinned host memory.
 
     Copies run on a stream of their own, after the work that was queued before them, and overlap the work that follows;
-    all such owners share the stream, since they share the bus.
-
-    Args:
-        tensors: gives the tensors now; asked at every release, since optimizer state appears with the
-            first step and is replaced when a checkpoint is loaded.
+    all such owners share the stream, since they share the bus. `tensors` is asked at every release, since optimizer
+    state appears with the first step and is replaced when a checkpoint is loaded.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
-        self.arena: PinnedArena | None = None
+        self.arena: torch.Tensor | None = None
         self._copy: tuple[str, torch.cuda.Event, torch.cuda.Event] | None = None
         """Direction, start and end of the copy in flight."""
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
@@ -71,7 +46,6 @@ class OffloadedTensors(MemoryOwner):
         """"in" and "out": of the last copy, as the device has timed it."""
 
     def num_bytes(self) -> int:
-        """Bytes of the tensors, wherever they are."""
         if self._away:
             return sum(host.numel() for _, host in self._on_host)
         return sum(storage.nbytes() for storage in self._storages())
@@ -82,25 +56,18 @@ class OffloadedTensors(MemoryOwner):
         self._on_host = []
 
     def start_release(self) -> None:
-        """Begin to copy to the host, unless a valid copy is there."""
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
         # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
         if {s._cdata for s in storages} == {s._cdata for s, _ in self._on_host}:
             return
         self._finish()
-        offsets, end = [], 0
-        for storage in storages:
-            offsets.append(end)
-            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        arena = self._make_arena(end)
-        self._on_host = [
-            (storage, arena[offset : offset + storage.nbytes()])
-            for storage, offset in zip(storages, offsets, strict=True)
-        ]
+        lengths = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
+        arena = self._make_arena(sum(lengths))
+        places = zip(storages, arena[: sum(lengths)].split(lengths), strict=True)
+        self._on_host = [(storage, place[: storage.nbytes()]) for storage, place in places]
         self._start_copy("out", [(host, _as_bytes(storage)) for storage, host in self._on_host])
 
     def release(self) -> None:
-        """Wait for the copy to the host and give the device memory back."""
         self.start_release()
         self._finish()
         for storage, _ in self._on_host:
@@ -108,7 +75,6 @@ class OffloadedTensors(MemoryOwner):
         self._away = True
 
     def start_acquire(self) -> bool:
-        """Take device memory and begin to copy everything back."""
         if self._away:
             for storage, host in self._on_host:
                 storage.resize_(host.numel())
@@ -117,7 +83,6 @@ class OffloadedTensors(MemoryOwner):
         return True
 
     def acquire(self) -> None:
-        """Bring everything back and wait for it."""
         self.start_acquire()
         self._finish()
 
@@ -155,12 +120,22 @@ class OffloadedTensors(MemoryOwner):
         return list(found.values())
 
     def _make_arena(self, num_bytes: int) -> torch.Tensor:
-        """The arena, made anew if it is too small: with the first optimizer step, or another model state."""
-        if self.arena is None or self.arena.buffer.numel() < num_bytes:
+        """At least so many bytes of page-locked host memory; made anew where the last arena is too small.
+
+        Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of
+        optimizer state that is the difference between fitting into a host and not. Raises MemoryError if the host does
+        not have the memory or must not lock it.
+        """
+        if self.arena is None or self.arena.numel() < num_bytes:
             if self.arena is not None:
-                self.arena.close()
-            self.arena = PinnedArena(max(num_bytes, ALIGNMENT))
-        return self.arena.buffer
+                torch.cuda.cudart().cudaHostUnregister(self.arena.data_ptr())
+            # Written once by all threads: locking pages that exist already is an order of magnitude faster.
+            arena = torch.zeros(max(num_bytes, ALIGNMENT), dtype=torch.uint8)
+            error = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
+            if int(error) != 0:
+                raise MemoryError(f"cannot lock {arena.numel() / 2**30:.1f} GiB of host memory: {error}")
+            self.arena = arena
+        return self.arena
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

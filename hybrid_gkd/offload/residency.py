@@ -1,10 +1,8 @@
 """The residency table of the hybrid engine, and the object that enforces it.
 
-Actor and rollout engine share each GPU and take turns. `RESIDENCY` says which owner is on the device in
-which phase; `Residency.enter` moves from one phase to the next, releasing before it acquires unless the device
-is known to have room for both; `Residency.prepare` starts the copies of a later phase behind the work of
-this one, where there is room. Nothing here knows about torch, FSDP or vLLM: a memory owner is any object with the
-methods of `MemoryOwner`, so the mechanism is tested with stand-ins.
+Actor and rollout engine share each GPU and take turns. `Residency.enter` moves from one phase to the next, releasing
+before it acquires unless the device is known to have room for both; `Residency.prepare` starts the copies of a later
+phase behind the work of this one, where there is room. Nothing here knows about torch, FSDP or vLLM.
 """
 
 from __future__ import annotations
@@ -22,14 +20,10 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
     "publish": frozenset({"actor_params", "engine_weights"}),
 }
 """Phase -> owners on the device."""
-
 CHANGING_PHASE = "optimizer_step"
 """The only phase in which the content of a memory owner changes: a copy made before it is stale after it."""
-
 MEMORY_OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
 """In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
-
-
 MARGIN_BYTES = 4 * 2**30
 """Kept free when a memory owner comes before others have left: buckets of weights, activations in flight."""
 
@@ -70,13 +64,9 @@ class Residency:
     """
 
     def __init__(
-        self,
-        owners: Mapping[str, MemoryOwner],
-        *,
-        movable: set[str],
-        resident: set[str],
+        self, owners: Mapping[str, MemoryOwner], *, movable: set[str], resident: set[str],
         free_bytes: Callable[[], int] | None = None,
-    ):
+    ):  # fmt: skip
         assert set(MEMORY_OWNERS).issuperset(owners), f"unknown owners: {set(owners) - set(MEMORY_OWNERS)}"
         self._owners = {name: owners[name] for name in MEMORY_OWNERS if name in owners}
         self._movable = movable & set(owners)
@@ -89,45 +79,36 @@ class Residency:
     def enter(self, phase: str, *, finish: bool = True) -> None:
         """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other that may leave.
 
-        Args:
-            phase: see above.
-            finish: release the others before returning; else at the next `enter`, or when their room is needed.
+        Without `finish` the others are released at the next `enter`, or when their room is needed.
 
         Raises:
             DeviceMemoryError: a memory owner does not fit, after the others have been released.
         """
-        wanted = RESIDENCY[phase]
+        wanted, owners = RESIDENCY[phase], self._owners
         leaving = self._unwanted(wanted)
         for name in leaving:
-            self._timed(f"release {name}", self._owners[name].start_release)
-        for name in [n for n in reversed(self._owners) if n in wanted and n not in self._resident]:
+            self._timed(f"release {name}", owners[name].start_release)
+        for name in [n for n in reversed(owners) if n in wanted - self._resident]:
             if name not in self._arriving and not self._fits_beside(name, MARGIN_BYTES):
                 self._release(leaving)
                 self._check_budget(phase, name)
-            self._timed(f"acquire {name}", self._owners[name].acquire)
+            self._timed(f"acquire {name}", owners[name].acquire)
             self._arriving.discard(name)
             self._resident.add(name)
         if finish:
             self._release(leaving)
         if phase == CHANGING_PHASE:
-            for name in wanted & set(self._owners):
-                self._owners[name].changed()
+            for name in wanted & set(owners):
+                owners[name].changed()
         self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
-        for name in self._resident.difference(leaving):
-            self._bytes[phase, name] = self._owners[name].num_bytes()
+        self._bytes |= {(phase, name): owners[name].num_bytes() for name in self._resident.difference(leaving)}
 
     def prepare(self, phase: str, *, reserve: int = 0) -> int:
-        """Start the copies that entering `phase` will need, and return at once.
+        """Start the copies that entering `phase` will need, and return at once; bytes of the owners brought in.
 
-        Owners of `phase` are brought in where they fit beside all present ones; the others are copied out, and must not
-        change any more until it is entered (or `CHANGING_PHASE` is).
-
-        Args:
-            phase: a key of `RESIDENCY`.
-            reserve: bytes that have to stay free for the allocations of the present phase.
-
-        Returns:
-            Bytes of the owners that are brought in.
+        Owners of `phase` are brought in where they fit beside all present ones and `reserve` bytes for the allocations
+        of the present phase; the others are copied out, and must not change any more until `phase` is entered (or
+        `CHANGING_PHASE` is).
         """
         wanted, arriving = RESIDENCY[phase], 0
         for name in [n for n in reversed(self._owners) if n in wanted - self._resident - self._arriving]:
@@ -165,10 +146,8 @@ class Residency:
         return self._free_bytes is not None and 0 < size <= self._free_bytes() - reserve
 
     def _check_budget(self, phase: str, name: str) -> None:
-        if self._free_bytes is None:
-            return
-        needed, free = self._owners[name].num_bytes(), self._free_bytes()
-        if needed > free:
+        needed = self._owners[name].num_bytes()
+        if self._free_bytes is not None and needed > (free := self._free_bytes()):
             others = ", ".join(f"{n} {self._owners[n].num_bytes() / 2**30:.2f} GiB" for n in sorted(self._resident))
             raise DeviceMemoryError(
                 f"phase {phase}: {name} needs {needed / 2**30:.2f} GiB on the device, {free / 2**30:.2f} GiB are free; "

@@ -2,7 +2,6 @@
 
 An engine runs in the worker's own process and draws responses with the actor's weights, which `load_weights` copies
 in. `actor_rollout_ref.rollout.name` names one of ROLLOUT_ENGINES, or a class of the user's own as `my_module:MyEngine`.
-Knows no Ray.
 """
 
 from __future__ import annotations

@@ -29,11 +29,10 @@ class HFRolloutEngine(RolloutEngine):
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
         from transformers import AutoModelForCausalLM
 
-        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        model = config.actor_rollout_ref.model
         self.dtype = getattr(torch, engine_dtype(config, device.type))
-        self.device = device
-        self.stop_token_ids = stop_token_ids
-        self.max_num_seqs = rollout.max_num_seqs
+        self.device, self.stop_token_ids = device, stop_token_ids
+        self.max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         self.model = AutoModelForCausalLM.from_config(
             hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
@@ -46,8 +45,7 @@ class HFRolloutEngine(RolloutEngine):
     ) -> Iterator[list[Sequence]]:
         by_length = sorted(requests, key=lambda request: (len(request.prompt_ids), request.index))
         for start in range(0, len(by_length), self.max_num_seqs):
-            batch = by_length[start : start + self.max_num_seqs]
-            yield self._generate_batch(batch, sampling, weight_version)
+            yield self._generate_batch(by_length[start : start + self.max_num_seqs], sampling, weight_version)
 
     def _generate_batch(
         self, batch: list[GenerationRequest], sampling: SamplingParams, weight_version: int
@@ -69,8 +67,7 @@ class HFRolloutEngine(RolloutEngine):
             pad_token_id=self.stop_token_ids[0], return_dict_in_generate=True, output_logits=sampling.logprobs,
             **options,
         )
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(batch[0].seed)
             output = self.model.generate(
                 ids.to(self.device), attention_mask=mask.to(self.device), generation_config=generation
@@ -79,19 +76,15 @@ class HFRolloutEngine(RolloutEngine):
         logprobs = None
         if sampling.logprobs:
             logits = torch.stack(output.logits, dim=1).float() / (sampling.temperature or 1.0)
-            chosen = output.sequences[:, width:, None]
-            logprobs = logits.log_softmax(-1).gather(-1, chosen)[..., 0].cpu().numpy()
+            logprobs = logits.log_softmax(-1).gather(-1, output.sequences[:, width:, None])[..., 0].cpu().numpy()
         sequences = []
         for row, request in enumerate(batch):
             ends = np.flatnonzero(np.isin(tokens[row], self.stop_token_ids))
             length = int(ends[0]) + 1 if len(ends) else tokens.shape[1]
             sequences.append(
                 Sequence(
-                    index=request.index,
-                    prompt_ids=request.prompt_ids,
-                    response_ids=tokens[row, :length],
-                    weight_version=weight_version,
-                    finish_reason="stop" if len(ends) else "length",
+                    index=request.index, prompt_ids=request.prompt_ids, response_ids=tokens[row, :length],
+                    weight_version=weight_version, finish_reason="stop" if len(ends) else "length",
                     logprobs=None if logprobs is None else logprobs[row, :length],
                 )
             )

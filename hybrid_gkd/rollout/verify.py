@@ -1,10 +1,8 @@
-"""Comparison of an engine's weights with the actor's, value by value, and where a vLLM model keeps them.
-
-`holds_plain_weights` and `VLLMLayout` know vLLM's modules by their attributes.
-"""
+"""Comparison of an engine's weights with the actor's, value by value, and where a vLLM model keeps them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,14 +19,9 @@ Pairs = Callable[[str, Tensor], list[tuple[Tensor, Tensor]]]
 
 @torch.no_grad()
 def verify(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], pairs: Pairs) -> None:
-    """Compare every weight with the engine's, value by value.
+    """Compare the actor's full tensors with the engine's weights, which have these `names`.
 
-    All weights are taken before an error is raised, since handing them out is collective.
-
-    Args:
-        weights: full tensors of the actor by name.
-        names: of all the engine's weights.
-        pairs: finds the engine's tensors of a weight.
+    All tensors are taken before an error is raised, since handing them out is collective.
 
     Raises:
         WorkerError: names the first weight that differs, that the engine does not have, or that was never set.
@@ -36,16 +29,13 @@ def verify(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], pairs: P
     problem, unset = None, set(names)
     for name, full in weights:
         unset.discard(name)
-        if problem is not None:
-            continue
-        try:
-            differences = (first_difference(expected, held) for expected, held in pairs(name, full))
-            found = next((difference for difference in differences if difference), None)
-        except KeyError:
-            found = "the engine has no weight of this name"
-        if found:
-            problem = f"actor_rollout_ref.rollout.verify_weights: {name} in the rollout engine: {found}"
-    if problem is not None:
+        if problem is None:
+            try:
+                found = next(filter(None, itertools.starmap(first_difference, pairs(name, full))), None)
+            except KeyError:
+                found = "the engine has no weight of this name"
+            problem = found and f"actor_rollout_ref.rollout.verify_weights: {name} in the rollout engine: {found}"
+    if problem:
         raise WorkerError(problem)
     refuse_unset(unset)
 
@@ -78,13 +68,12 @@ def tensor_parallel_share(full: Tensor, shape: torch.Size, *, rank: int, ranks: 
     heads) neighbouring ranks hold the same one. Where `shape` is no such part, all of it is returned.
     """
     cut = [dim for dim in range(full.ndim) if full.ndim == len(shape) and full.shape[dim] != shape[dim]]
-    if len(cut) != 1 or full.shape[cut[0]] % shape[cut[0]]:
+    if len(cut) != 1:
         return full
-    length = shape[cut[0]]
-    parts = full.shape[cut[0]] // length
-    if ranks % parts:
+    parts, rest = divmod(full.shape[cut[0]], shape[cut[0]])
+    if rest or ranks % parts:
         return full
-    return full.narrow(cut[0], rank // (ranks // parts) * length, length)
+    return full.chunk(parts, cut[0])[rank // (ranks // parts)]
 
 
 class VLLMLayout:
@@ -128,9 +117,6 @@ class VLLMLayout:
     def pairs(self, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """This rank's share of a full weight with each tensor that holds it. KeyError: unknown name."""
         module, attribute, index = self.places[name]
-        return [(self._share(module, full, held), held) for held in self._held(module, attribute, index)]
-
-    def _held(self, module: Any, attribute: str, index: int | None) -> list[Tensor]:
         tensor: Tensor = getattr(module, attribute).detach()
         copies = [tensor] if tensor.numel() else []
         if attribute == "weight" and hasattr(module, "cpu_linear"):
@@ -141,16 +127,12 @@ class VLLMLayout:
         if not copies:
             raise KeyError(attribute)
         if hasattr(module, "shard_indices"):  # vocabulary: the rest is padding
-            return [copy[: module.shard_indices.num_org_elements] for copy in copies]
-        if index is not None:
-            return [copy.split(module.output_partition_sizes)[index] for copy in copies]
-        return copies
-
-    def _share(self, module: Any, full: Tensor, held: Tensor) -> Tensor:
-        if hasattr(module, "shard_indices"):
             indices = module.shard_indices
-            return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
-        return tensor_parallel_share(full, held.shape, rank=self.rank, ranks=self.ranks)
+            share = full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+            return [(share, copy[: indices.num_org_elements]) for copy in copies]
+        if index is not None:
+            copies = [copy.split(module.output_partition_sizes)[index] for copy in copies]
+        return [(tensor_parallel_share(full, copy.shape, rank=self.rank, ranks=self.ranks), copy) for copy in copies]
 
 
 def holds_plain_weights(model: Any) -> bool:

@@ -36,8 +36,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         takes_turns = config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
-        self.can_sleep = device.type == "cuda" and takes_turns
-        self.stop_token_ids = stop_token_ids
+        self.can_sleep, self.stop_token_ids = device.type == "cuda" and takes_turns, stop_token_ids
         max_model_len = engine_length(config)
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         arguments: dict[str, Any] = {
@@ -72,7 +71,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self.engine = self.llm.llm_engine
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
-        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
+        self.dtype: torch.dtype = self.engine.model_config.dtype
         self.description = f"vllm {vllm_compat.vllm_version()}"
         self.weight_bytes: int = self.llm.apply_model(num_bytes)[0]
         # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
@@ -102,8 +101,7 @@ class VLLMRolloutEngine(RolloutEngine):
         while self.engine.has_unfinished_requests():
             finished = [
                 _to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
-                for output in self.engine.step()
-                if output.finished
+                for output in self.engine.step() if output.finished
             ]
             if finished or time.monotonic() > last_progress + PROGRESS_SECONDS:
                 yield finished
@@ -150,12 +148,8 @@ def _measured_share(config: Config) -> float:
 
 
 def _to_sequence(request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
-    logprobs = None if output.logprobs is None else np.asarray(output.logprobs.logprobs, np.float32)
     return Sequence(
-        index=request.index,
-        prompt_ids=request.prompt_ids,
-        response_ids=np.asarray(output.token_ids, np.int32),
-        weight_version=weight_version,
-        finish_reason=str(output.finish_reason),
-        logprobs=logprobs,
+        index=request.index, prompt_ids=request.prompt_ids, response_ids=np.asarray(output.token_ids, np.int32),
+        weight_version=weight_version, finish_reason=str(output.finish_reason),
+        logprobs=None if output.logprobs is None else np.asarray(output.logprobs.logprobs, np.float32),
     )

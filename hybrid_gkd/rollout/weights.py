@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -15,35 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 # The older name is deprecated since torch 2.13, where the newer one is first found.
 all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSpec:
-    """One weight, under all its names."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
+Names = tuple[str, ...]
+"""Of one tensor: several where weights are tied."""
+Layout = list[tuple[Names, torch.Size]]
+"""Weights in the order in which they travel, a tied one once."""
+Sized = TypeVar("Sized", Tensor, torch.Size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shard(WeightSpec):
-    """This rank's part of one parameter; without a group it is the whole."""
-
-    local: Tensor
-    group: dist.ProcessGroup | None
-
-    def padded_length(self) -> int:
-        """Elements of one rank's part where the first ranks have as many rows as `torch.chunk` gives them."""
-        assert self.group is not None
-        return -(-self.shape[0] // dist.get_world_size(self.group)) * math.prod(self.shape[1:])
-
-
-def unique_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Every tensor once, with all its names (several where weights are tied), in order."""
+def unique_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Names, Tensor]]:
+    """Every tensor once, with all its names, in order."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in named:
@@ -52,29 +31,24 @@ def unique_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[tuple[str,
     return [(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
-def layout_of(named_parameters: Iterable[tuple[str, Tensor]]) -> list[WeightSpec]:
-    """The weights in order, a tied one once under all its names."""
-    return [WeightSpec(names=names, shape=tuple(tensor.shape)) for names, tensor in unique_tensors(named_parameters)]
+def layout_of(named_parameters: Iterable[tuple[str, Tensor]]) -> Layout:
+    return [(names, tensor.shape) for names, tensor in unique_tensors(named_parameters)]
 
 
 def num_bytes(model: torch.nn.Module) -> int:
-    """Of all parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-Spec = TypeVar("Spec", bound=WeightSpec)
-
-
-def cut(layout: list[Spec], length: int) -> list[list[Spec]]:
+def cut(weights: list[tuple[Names, Sized]], length: int) -> list[list[tuple[Names, Sized]]]:
     """Runs of neighbours with at most `length` elements; a larger weight is alone."""
-    buckets: list[list[Spec]] = []
+    buckets: list[list[tuple[Names, Sized]]] = []
     filled = 0
-    for spec in layout:
-        if not buckets or filled + spec.length > length:
+    for names, weight in weights:
+        if not buckets or filled + weight.numel() > length:
             buckets.append([])
             filled = 0
-        buckets[-1].append(spec)
-        filled += spec.length
+        buckets[-1].append((names, weight))
+        filled += weight.numel()
     return buckets
 
 
@@ -94,44 +68,40 @@ def gather_in_buckets(
         dtype: the shards are cast to it before they are gathered.
         bucket_bytes: full size of a bucket; a larger parameter gets a bucket of its own.
     """
-    shards = [_shard_of(names, parameter) for names, parameter in unique_tensors(named_parameters)]
-    for bucket in cut(shards, bucket_bytes // dtype.itemsize):
-        yield from _gather(bucket, dtype)
+    for bucket in cut(unique_tensors(named_parameters), bucket_bytes // dtype.itemsize):
+        full = _gather([parameter.detach() for _, parameter in bucket], dtype)
+        for (names, _), tensor in zip(bucket, full, strict=True):
+            yield from ((name, tensor) for name in names)
 
 
-def _shard_of(names: tuple[str, ...], parameter: Tensor) -> _Shard:
-    parameter, shape = parameter.detach(), tuple(parameter.shape)
+def _shard_of(parameter: Tensor) -> tuple[Tensor, dist.ProcessGroup | None]:
+    """This rank's part, and the group that has the others; None where the part is the whole."""
     if not isinstance(parameter, DTensor):
-        return _Shard(names=names, local=parameter, shape=shape, group=None)
+        return parameter, None
     *outer, last = parameter.placements
     # A subclass of Shard lays its rows out in another order.
-    assert type(last) is Shard, (names, parameter.placements)
-    assert last.dim == 0, (names, parameter.placements)
-    assert all(isinstance(placement, Replicate) for placement in outer), (names, parameter.placements)
+    assert type(last) is Shard, parameter.placements
+    assert last.dim == 0, parameter.placements
+    assert all(isinstance(placement, Replicate) for placement in outer), parameter.placements
     group = parameter.device_mesh.get_group(len(outer))
-    return _Shard(
-        names=names, local=parameter.to_local(), shape=shape, group=group if dist.get_world_size(group) > 1 else None
-    )
+    return parameter.to_local(), group if dist.get_world_size(group) > 1 else None
 
 
-def _gather(bucket: list[_Shard], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    group = bucket[0].group
-    assert all(shard.group == group for shard in bucket)
+def _gather(parameters: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    shards, (group, *others) = zip(*map(_shard_of, parameters), strict=True)
+    assert all(other == group for other in others)
     if group is None:
-        for shard in bucket:
-            full = shard.local.to(dtype)
-            yield from ((name, full) for name in shard.names)
+        yield from (shard.to(dtype) for shard in shards)
         return
-    lengths = [shard.padded_length() for shard in bucket]
-    piece = torch.empty(sum(lengths), dtype=dtype, device=bucket[0].local.device)
-    for shard, part in zip(bucket, piece.split(lengths), strict=True):
-        length = shard.local.numel()
-        part[:length].copy_(shard.local.reshape(-1))
-        part[length:].zero_()
     ranks = dist.get_world_size(group)
+    # Elements of a rank's part, padded to the rows that `torch.chunk` gives to the first ranks.
+    lengths = [-(-parameter.shape[0] // ranks) * math.prod(parameter.shape[1:]) for parameter in parameters]
+    piece = torch.empty(sum(lengths), dtype=dtype, device=shards[0].device)
+    for shard, part in zip(shards, piece.split(lengths), strict=True):
+        part[: shard.numel()].copy_(shard.reshape(-1))
+        part[shard.numel() :].zero_()
     gathered = piece.new_empty(ranks * piece.numel())
     all_gather(gathered, piece, group=group)
     # Only the last ranks' parts are padded, so without its tail the sequence of parts is the tensor.
-    for shard, parts in zip(bucket, gathered.view(ranks, -1).split(lengths, dim=1), strict=True):
-        full = parts.reshape(-1)[: shard.length].view(shard.shape)
-        yield from ((name, full) for name in shard.names)
+    for parameter, parts in zip(parameters, gathered.view(ranks, -1).split(lengths, dim=1), strict=True):
+        yield parts.reshape(-1)[: parameter.numel()].view(parameter.shape)

@@ -1,7 +1,6 @@
 """The workers as one typed object, whether student and rollout engine share a pool or have one each.
 
-Each method calls the method of the same name on every worker that it concerns. Every wait has the deadline
-`actor_rollout_ref.nccl_timeout`; see `Pool`.
+Each method calls the method of the same name on every worker that it concerns; deadlines as in `Pool`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role
-from hybrid_gkd.workers.pool import CAUSE_SECONDS, Pool, WorkerDiedError, find_dead, gather
+from hybrid_gkd.workers.pool import CAUSE_SECONDS, Calls, Pool, WorkerDiedError, find_dead, gather
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +51,22 @@ class WorkerGroup:
         load: bool = True, on_placed: Callable[[list[Placement]], None] = lambda placements: None,
         log_folder: Path | None = None,
     ):  # fmt: skip
-        self.config = config
-        self.size = config.world_size
+        self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
+        roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
+        self.pools = [Pool(config, role=role, log_folder=log_folder or config.run_dir / "logs") for role in roles]
+        self.actors, self.rollouts = self.pools[0], self.pools[-1]
+        self.size = self.actors.size
         """Workers that train."""
-        self.timeout = config.actor_rollout_ref.nccl_timeout
-        folder = log_folder or config.run_dir / "logs"
-        if config.actor_rollout_ref.hybrid_engine:
-            self.actors = self.rollouts = self._make_pool("worker", folder)
-            self.pools = [self.actors]
-        else:
-            self.actors, self.rollouts = (self._make_pool(r, folder) for r in ("actor worker", "rollout worker"))
-            self.pools = [self.actors, self.rollouts]
+        self.log_files = [file for pool in self.pools for file in pool.log_files]
+        needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         try:
-            self._check_resources(device)
+            self._check_resources(needed)
             for pool in self.pools:
-                pool.place(device)
+                pool.place(device, needed)
             for pool in self.pools:
-                pool.locate()
+                pool.placements = pool.call("placement")
+            self.placements = [place for pool in self.pools for place in pool.placements]
+            """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
             if load:
@@ -77,61 +75,36 @@ class WorkerGroup:
             self.close()
             raise
 
-    def _make_pool(self, role: Role, log_folder: Path) -> Pool:
-        nodes, per_node = self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node
-        if role == "rollout worker":
-            nodes, per_node = self.config.rollout.nnodes, self.config.rollout_world_size // self.config.rollout.nnodes
-        return Pool(self.config, role=role, nodes=nodes, per_node=per_node, log_folder=log_folder)
-
-    @property
-    def placements(self) -> list[Placement]:
-        """Of all workers, the ones that train first."""
-        return [place for pool in self.pools for place in pool.placements]
-
-    @property
-    def log_files(self) -> list[Path]:
-        """Of all workers, the ones that train first."""
-        return [file for pool in self.pools for file in pool.log_files]
-
-    def _check_resources(self, device: str) -> None:
-        needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
-        number, there = sum(pool.size for pool in self.pools), ray.cluster_resources()
+    def _check_resources(self, needed: dict[str, float]) -> None:
+        number, there = len(self.log_files), ray.cluster_resources()
         lacking = [name for name, amount in needed.items() if there.get(name, 0.0) < amount * number]
         if lacking:
-            keys = "trainer.n_gpus_per_node, trainer.nnodes"
-            if len(self.pools) > 1:
-                keys += ", rollout.n_gpus_per_node, rollout.nnodes"
+            sections = ["trainer", "rollout"][: len(self.pools)]
+            keys = ", ".join(f"{section}.n_gpus_per_node, {section}.nnodes" for section in sections)
             raise WorkerError(
                 f"{keys}: {number} workers need {needed} each; "
                 f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
             )
 
     def _initialize(self, num_updates: int, stop_token_ids: list[int]) -> None:
-        """Load all pools at the same time."""
-        arguments = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
-        started = [pool.start("initialize", pool.rendezvous(), **arguments) for pool in self.pools]
-        results = gather("initialize", _calls(self.pools, started), self.timeout + CAUSE_SECONDS)
-        of_actors, of_rollouts = ([results[ref] for ref in refs] for refs in (started[0], started[-1]))
-        self.description: list[dict[str, str]] = [of_rollouts[0] | part for part in of_actors]
+        """Load all pools at the same time, and build the group through which weights travel from pool to pool."""
+        calls: Calls = {}
+        for pool in self.pools:
+            calls |= pool.start("initialize", pool.rendezvous(), num_updates=num_updates, stop_token_ids=stop_token_ids)
+        results = gather("initialize", calls, self.timeout + CAUSE_SECONDS)
+        self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
         """Of each worker that trains: its device and versions, and the engine that generates for it."""
-        self.attention_cost = attention_cost(int(of_actors[0]["hidden_size"]))
+        self.attention_cost = attention_cost(int(results[0]["hidden_size"]))
+        self._dtype = self.description[0]["engine_dtype"]
         if len(self.pools) > 1:
-            self._connect()
-
-    @property
-    def _dtype(self) -> str:
-        """Name of the type in which the engine holds its weights."""
-        return self.description[0]["engine_dtype"]
-
-    def _connect(self) -> None:
-        """Build the group through which weights travel from pool to pool."""
-        address, size = self.actors.rendezvous(), 1 + self.rollouts.size
-        layout = self.actors.call("weight_layout")[0]
-        joins = [
-            worker.join_weight_sync.remote(address, rank=rank, size=size, layout=layout, dtype=self._dtype)
-            for rank, worker in enumerate([self.actors.workers[0], *self.rollouts.workers])
-        ]
-        gather("join_weight_sync", _calls(self.pools, [joins[:1], joins[1:]]), self.timeout + CAUSE_SECONDS)
+            address, layout = self.actors.rendezvous(), self.actors.call("weight_layout")[0]
+            members = [(self.actors, 0), *((self.rollouts, rank) for rank in range(self.rollouts.size))]
+            options = {"size": len(members), "layout": layout, "dtype": self._dtype}
+            joins: Calls = {
+                pool.workers[own_rank].join_weight_sync.remote(address, rank=rank, **options): (pool, own_rank)
+                for rank, (pool, own_rank) in enumerate(members)
+            }
+            gather("join_weight_sync", joins, self.timeout + CAUSE_SECONDS)
 
     def all_reduce(self, timeout: float) -> None:
         """Check that the workers of each pool reach each other. Raises WorkerError that names the silent ones."""
@@ -141,41 +114,36 @@ class WorkerGroup:
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
         """Yield sequences of all workers as they finish; an empty list shows progress while none does.
 
-        Raises:
-            WorkerError: a worker failed, or made no progress within the timeout.
+        Raises WorkerError if a worker failed, or made no progress within the timeout.
         """
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        replicas = pool.size // replica_size
-        streams: dict[Any, int] = {}
-        for rank, worker in enumerate(pool.workers):
-            share = requests[rank // replica_size :: replicas]
-            stream = worker.generate.options(num_returns="streaming").remote(share, sampling)
-            streams[stream] = rank
+        shares = [requests[rank // replica_size :: pool.size // replica_size] for rank in range(pool.size)]
+        streams = pool.start("generate", sampling, shares=shares)
         missing = len(requests)
         last_progress = dict.fromkeys(streams, time.monotonic())
-        while streams:
+        while last_progress:
             ready: list[Any]
-            remaining = min(last_progress.values()) + self.timeout - time.monotonic()
-            overdue = [stream for stream in streams if time.monotonic() >= last_progress[stream] + self.timeout]
-            waiting = overdue or list(streams)  # an overdue one may have made progress that was not looked at yet
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=max(POLL_SECONDS, remaining), fetch_local=False)
+            now = time.monotonic()
+            overdue = [stream for stream, progress in last_progress.items() if now >= progress + self.timeout]
+            waiting = overdue or list(last_progress)  # an overdue one may have made progress not looked at yet
+            remaining = max(POLL_SECONDS, min(last_progress.values()) + self.timeout - now)
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=remaining, fetch_local=False)
             if not ready:
                 if overdue:
-                    raise pool.timeout_error("generate", [streams[stream] for stream in overdue])
+                    raise pool.timeout_error("generate", [streams[stream][1] for stream in overdue])
                 continue
-            stream = ready[0]
+            stream, (_, rank) = ready[0], streams[ready[0]]
             last_progress[stream] = time.monotonic()
-            rank = streams[stream]
             try:
                 finished = pool.get("generate", next(stream), rank)
             except StopIteration:
-                del streams[stream], last_progress[stream]
+                del last_progress[stream]
                 continue
             except WorkerDiedError:
                 raise
             except WorkerError as error:  # perhaps only because a worker that shares the engine with it has died
-                peers = {ref: (pool, peer) for peer, ref in enumerate(pool.start("placement")) if peer != rank}
+                peers = {ref: at for ref, at in pool.start("placement").items() if at != (pool, rank)}
                 raise (find_dead("generate", peers)[0] or error) from error
             missing -= len(finished)
             yield finished
@@ -184,59 +152,50 @@ class WorkerGroup:
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
         """Forward and backward of a part of a mini-batch, each worker its share; the last part goes to `update`."""
-        self.actors.scatter("accumulate", parts)
+        self.actors.call("accumulate", shares=parts)
 
     def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
-        """One optimizer step per mini-batch. Of the first one, parts may have been accumulated.
+        """One optimizer step per mini-batch, of which each worker has its share; the metrics of each.
 
-        Args:
-            batches: for each worker its share of each mini-batch.
-
-        Returns:
-            Metrics of each optimizer step.
+        Of the first mini-batch, parts may have been accumulated.
         """
-        metrics: list[dict[str, float]] = self.actors.scatter("update", batches)[0]
+        metrics: list[dict[str, float]] = self.actors.call("update", shares=batches)[0]
         return metrics
 
-    def compute_logprobs(
-        self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]
-    ) -> dict[int, np.ndarray]:
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], over all workers."""
-        parts = self.actors.scatter("compute_logprobs", micro_batches)
+        parts = self.actors.call("compute_logprobs", shares=micro_batches)
         return {index: values for part in parts for index, values in part.items()}
 
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into every engine; the slowest worker's seconds by name."""
-        if len(self.pools) == 1:
-            seconds = self.actors.call("publish", weight_version)
-        else:
-            seconds = self._sync_weights(weight_version)
+        one_pool = len(self.pools) == 1
+        seconds = self.actors.call("publish", weight_version) if one_pool else self._sync_weights(weight_version)
         return {name: max(part.get(name, 0.0) for part in seconds) for part in seconds for name in part}
 
     def _sync_weights(self, weight_version: int) -> list[dict[str, float]]:
         """The same from pool to pool. The log lines are documented: users search for them when a run hangs."""
         logger.info("Starting rollout weight synchronization...")
         started = time.monotonic()
-        sending = self.actors.start("send_weights", weight_version, self._dtype)
+        sending = self.actors.start("send_weights", self._dtype)
         receiving = self.rollouts.start("receive_weights", weight_version)
         still_sending = set(sending)
 
         def on_answer(ref: Any) -> None:
-            if ref in still_sending:
-                still_sending.remove(ref)
+            if still_sending:
+                still_sending.discard(ref)
                 if not still_sending:
                     logger.info("Actor weight sync completed")
                     logger.info("Waiting for rollout weight sync with timeout=%.0fs...", self.timeout)
 
-        calls = _calls(self.pools, [sending, receiving])
         try:
             # At the timeout a waiting worker raises; one that stays silent is what the others waited for.
-            results = gather("weight sync", calls, self.timeout + CAUSE_SECONDS, on_answer)
+            seconds = gather("weight sync", sending | receiving, self.timeout + CAUSE_SECONDS, on_answer)
         except HybridGKDError as error:
             logger.error("Rollout weight sync failed after %.2fs: %s", time.monotonic() - started, error)
             raise
         logger.info("Rollout weight sync completed in %.2fs", time.monotonic() - started)
-        return list(results.values())
+        return seconds
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
         """Write all parts of a checkpoint into `folder`, which all workers see."""
@@ -260,22 +219,15 @@ class WorkerGroup:
     def close(self) -> None:
         """Stop the workers. Returns within seconds also when Ray itself has been killed before."""
         # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
-        closing = threading.Thread(target=self._close, name="close workers", daemon=True)
+        def stop() -> None:
+            for pool in self.pools:
+                pool.close()
+
+        closing = threading.Thread(target=stop, name="close workers", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
             logger.warning("Ray did not answer within %.0f s while the workers were stopped", CLOSE_SECONDS)
-
-    def _close(self) -> None:
-        for pool in self.pools:
-            pool.close()
-
-
-def _calls(pools: list[Pool], started: list[list[Any]]) -> dict[Any, tuple[Pool, int]]:
-    """Call -> the pool and rank that it went to; the calls to each pool by rank."""
-    return {
-        ref: (pool, rank) for pool, refs in zip(pools, started, strict=True) for rank, ref in enumerate(refs)
-    }
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:
@@ -317,10 +269,10 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
     options["address"] = init.address or "local"  # without one Ray joins whatever cluster it finds on this machine
     if init.address is None:
         # Worker processes may share a core; Ray would refuse to place more of them than it counts cores.
-        options["num_cpus"] = max(init.num_cpus or os.cpu_count() or 1, config.workers_per_node)
+        cpus = max(init.num_cpus or os.cpu_count() or 1, config.workers_per_node)
         # Workers get the first GPUs, so that a local teacher can have the ones after them.
-        options["num_gpus"] = config.workers_per_node if device == "cuda" else 0
-        options["include_dashboard"] = False
+        gpus = config.workers_per_node if device == "cuda" else 0
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)

@@ -1,4 +1,4 @@
-"""Workers of one kind on Ray: placement, remote calls, deadlines.
+"""Workers of one role on Ray: placement, remote calls, deadlines.
 
 A call goes to every worker and is waited for, never longer than `actor_rollout_ref.nccl_timeout`. The first worker
 that fails ends the wait at once: its peers may sit in a collective that can no longer complete.
@@ -7,7 +7,7 @@ that fails ends the wait at once: its peers may sit in a collective that can no 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,23 @@ CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
 
 
+Calls = dict[Any, tuple["Pool", int]]
+"""Call -> the pool and rank that it went to."""
+
+
 class WorkerDiedError(WorkerError):
     """The process of a worker has ended."""
 
 
 class Pool:
-    """`per_node` workers of one role on each of `nodes` machines, one GPU each. Call `place` first and `close` last."""
+    """The workers of one role, one GPU each. Call `place` first and `close` last."""
 
-    def __init__(self, config: Config, *, role: Role, nodes: int, per_node: int, log_folder: Path):
-        self.config = config
-        self.role = role
-        self.nodes, self.per_node = nodes, per_node
-        self.size = nodes * per_node
+    def __init__(self, config: Config, *, role: Role, log_folder: Path):
+        self.config, self.role = config, role
+        self.nodes, self.per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+        if role == "rollout worker":
+            self.nodes, self.per_node = config.rollout.nnodes, config.rollout_world_size // config.rollout.nnodes
+        self.size = self.nodes * self.per_node
         self.timeout = config.actor_rollout_ref.nccl_timeout
         self.log_files = [log_folder / f"{role.split()[0]}_{rank}.log" for rank in range(self.size)]
         self.workers: list[Any] = []
@@ -48,50 +53,36 @@ class Pool:
         self._last_progress = time.monotonic()
         """Time of the last call to a worker, or of the last result."""
 
-    def place(self, device: str) -> None:
-        """Start the workers' processes. Raises WorkerError if no such machines have room in time."""
-        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
-        self._check_nodes(bundle)
+    def place(self, device: str, bundle: dict[str, float]) -> None:
+        """Start the workers' processes, each with the resources of a bundle. Raises WorkerError if there is no room."""
+        section = "rollout" if self.role == "rollout worker" else "trainer"
+        keys = f"{section}.n_gpus_per_node, {section}.nnodes"
+        there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        sizes = [min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items()) for node in there]
+        if sum(size >= self.per_node for size in sizes) < self.nodes:  # even if nothing else ran there
+            raise WorkerError(
+                f"{keys}: {self.per_node} {self.role}s on each of {self.nodes} node(s) need {bundle} each; the "
+                f"Ray cluster has nodes for {', '.join(map(str, sorted(sizes, reverse=True))) or 'none'} of them"
+            )
         on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
         self._group = placement_group([on_a_node] * self.nodes, strategy="STRICT_SPREAD")
         if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
             raise WorkerError(
-                f"{self._keys}: {self.size} {self.role}s need {bundle} each; the Ray "
+                f"{keys}: {self.size} {self.role}s need {bundle} each; the Ray "
                 f"cluster had no room for them within {PLACEMENT_SECONDS} s, free are {ray.available_resources()}"
             )
         for rank in range(self.size):
-            options = {
-                "num_cpus": bundle["CPU"],
-                "num_gpus": bundle.get("GPU", 0),
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank // self.per_node),
-            }
-            remote = ray.remote(Worker).options(**options)
+            remote = ray.remote(Worker).options(
+                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank // self.per_node),
+            )
             log_file = str(self.log_files[rank])
             arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "log_file": log_file}
             self.workers.append(remote.remote(self.config, **arguments))
 
-    @property
-    def _keys(self) -> str:
-        section = "rollout" if self.role == "rollout worker" else "trainer"
-        return f"{section}.n_gpus_per_node, {section}.nnodes"
-
-    def _check_nodes(self, bundle: dict[str, float]) -> None:
-        """Whether so many machines could hold so many workers if nothing else ran there. Raises WorkerError."""
-        there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        sizes = [min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items()) for node in there]
-        if sum(size >= self.per_node for size in sizes) < self.nodes:
-            raise WorkerError(
-                f"{self._keys}: {self.per_node} {self.role}s on each of {self.nodes} node(s) need {bundle} each; the "
-                f"Ray cluster has nodes for {', '.join(map(str, sorted(sizes, reverse=True))) or 'none'} of them"
-            )
-
-    def locate(self) -> None:
-        """Fill `placements`. Raises WorkerError if a worker could not start."""
-        self.placements = self.call("placement")
-
     def rendezvous(self, timeout: float | None = None) -> tuple[str, int]:
         """Host and a free port of the first worker."""
-        address: tuple[str, int] = self.wait("address", [self.workers[0].address.remote()], timeout)[0]
+        address: tuple[str, int] = gather("address", {self.workers[0].address.remote(): (self, 0)}, timeout)[0]
         return address
 
     def all_reduce(self, timeout: float) -> None:
@@ -100,33 +91,26 @@ class Pool:
         Args:
             timeout: seconds for the collective; a worker that stays silent for twice as long is taken for hung.
         """
-        address = self.rendezvous(timeout)
-        refs = [worker.all_reduce.remote(address, timeout=timeout) for worker in self.workers]
+        calls = self.start("all_reduce", self.rendezvous(timeout), timeout)
         # A waiting worker raises at its timeout; one that stays silent is what the others waited for.
-        ready, silent = ray.wait(refs, num_returns=len(refs), timeout=2 * timeout)
+        _, silent = ray.wait(list(calls), num_returns=len(calls), timeout=2 * timeout)
         if silent:
-            raise self.timeout_error("all_reduce", [refs.index(ref) for ref in silent], 2 * timeout)
-        self.wait("all_reduce", ready)
+            raise self.timeout_error("all_reduce", [calls[ref][1] for ref in silent], 2 * timeout)
+        gather("all_reduce", calls)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on every worker; the results by rank. Raises WorkerError."""
-        return self.wait(method, self.start(method, *args, **kwargs))
+        """`start` a method and wait for the results, by rank. Raises as `gather`."""
+        return gather(method, self.start(method, *args, **kwargs))
 
-    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on every worker without waiting."""
+    def start(self, method: str, *args: Any, shares: Sequence[Any] | None = None, **kwargs: Any) -> Calls:
+        """Call a method on every worker without waiting; with `shares`, its own one comes before the arguments."""
         self._last_progress = time.monotonic()
-        return [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers]
-
-    def scatter(self, method: str, shares: Sequence[Any]) -> list[Any]:
-        """Call a method on every worker, each with its share; the results by rank. Raises WorkerError."""
-        self._last_progress = time.monotonic()
-        calls = [getattr(worker, method).remote(share) for worker, share in zip(self.workers, shares, strict=True)]
-        return self.wait(method, calls)
-
-    def wait(self, method: str, refs: list[Any], timeout: float | None = None) -> list[Any]:
-        """Results of all ranks in order; the first failure is raised without waiting for the others."""
-        found = gather(method, {ref: (self, rank) for rank, ref in enumerate(refs)}, timeout)
-        return [found[ref] for ref in refs]
+        own = [()] * len(self.workers) if shares is None else [(share,) for share in shares]
+        each = zip(self.workers, own, strict=True)
+        return {
+            getattr(worker, method).remote(*first, *args, **kwargs): (self, rank)
+            for rank, (worker, first) in enumerate(each)
+        }
 
     def get(self, method: str, ref: Any, rank: int) -> Any:
         """The result of a call that has ended. Raises the worker's HybridGKDError with its place, or WorkerError."""
@@ -156,13 +140,12 @@ class Pool:
         # They may also have been idle for long.
         remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
         try:
-            self.wait("placement", self.start("placement"), remaining)
+            gather("placement", self.start("placement"), remaining)
         except WorkerError:
             return False
         return True
 
     def close(self) -> None:
-        """Stop the workers."""
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
         self.workers = []
@@ -173,14 +156,14 @@ class Pool:
     def timeout_error(self, method: str, ranks: list[int], timeout: float | None = None) -> WorkerError:
         """An error which says that these workers did not answer in time, with their places."""
         key = " (actor_rollout_ref.nccl_timeout)" if timeout is None else ""
+        where = "; ".join(map(self.name_of, ranks))
         return WorkerError(
             f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
-            f"{timeout or self.timeout:.0f} s{key}: {self.places(ranks)}"
+            f"{timeout or self.timeout:.0f} s{key}: {where}"
         )
 
-    def places(self, ranks: list[int]) -> str:
-        """These workers with GPU and log file."""
-        return "; ".join(f"{self.role} {rank} ({self._where(rank)})" for rank in ranks)
+    def name_of(self, rank: int) -> str:
+        return f"{self.role} {rank} ({self._where(rank)})"
 
     def _where(self, rank: int) -> str:
         """GPU and log file of a worker."""
@@ -189,14 +172,12 @@ class Pool:
 
 
 def gather(
-    method: str, calls: Mapping[Any, tuple[Pool, int]], timeout: float | None = None,
-    on_answer: Callable[[Any], None] = lambda ref: None,
-) -> dict[Any, Any]:
-    """Results of calls to workers of one or several pools; the first failure is raised without waiting for the others.
+    method: str, calls: Calls, timeout: float | None = None, on_answer: Callable[[Any], None] = lambda ref: None
+) -> list[Any]:
+    """Results of calls in their order, to one or several pools; a failure is raised without waiting for the others.
 
     Args:
         method: its name, for messages.
-        calls: call -> its pool and rank.
         timeout: seconds for all of them together; None is the pools' own.
         on_answer: called with each call that has ended well.
 
@@ -221,21 +202,21 @@ def gather(
         except WorkerError as error:
             raise _cause(method, error, waiting) from error
         on_answer(ready[0])
-    return results
+    return [results[ref] for ref in calls]
 
 
-def _cause(method: str, error: WorkerError, waiting: Mapping[Any, tuple[Pool, int]]) -> WorkerError:
+def _cause(method: str, error: WorkerError, waiting: Calls) -> WorkerError:
     """The first failure seen, or the death of a peer that explains it: a collective fails on the survivors."""
-    if isinstance(error, WorkerDiedError) or not waiting:
+    if isinstance(error, WorkerDiedError):
         return error
     died, silent = find_dead(method, waiting)
     if died is not None or not silent:
         return died or error
-    where = "; ".join(sorted(pool.places([rank]) for pool, rank in map(waiting.__getitem__, silent)))
-    return WorkerError(f"{error}; no answer from {where}")
+    where = sorted(pool.name_of(rank) for pool, rank in map(waiting.__getitem__, silent))
+    return WorkerError(f"{error}; no answer from {'; '.join(where)}")
 
 
-def find_dead(method: str, calls: Mapping[Any, tuple[Pool, int]]) -> tuple[WorkerDiedError | None, list[Any]]:
+def find_dead(method: str, calls: Calls) -> tuple[WorkerDiedError | None, list[Any]]:
     """Wait CAUSE_SECONDS for calls: the error of one whose worker has died, and the calls that have not ended."""
     if not calls:
         return None, []

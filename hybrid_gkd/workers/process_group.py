@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 from hybrid_gkd.config import Config
@@ -16,18 +15,14 @@ from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.workers.placement import Role, threads_per_process
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessGroup:
-    """One worker's membership in the group of its pool."""
+class GroupMember:
+    """Process `rank` of `size` in the process group of its pool, on "cuda" or "cpu"."""
 
-    config: Config
-    role: Role
-    rank: int
-    size: int
-    device: str
-    """"cuda" or "cpu"."""
+    def __init__(self, config: Config, *, role: Role, rank: int, size: int, device_type: str):
+        self.config, self.role, self.rank, self.size = config, role, rank, size
+        self.device_type = device_type
 
-    def free_address(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """Host and a free port of this process, for a rendezvous."""
         host = "127.0.0.1"
         if not self._on_one_host():
@@ -47,7 +42,7 @@ class ProcessGroup:
             RANK=str(self.rank), WORLD_SIZE=str(self.size), LOCAL_RANK="0",
             MASTER_ADDR=address[0], MASTER_PORT=str(address[1]),
         )
-        if self.device == "cpu":
+        if self.device_type == "cpu":
             os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
             if self._on_one_host():  # the host's own name may not resolve on a laptop
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -56,16 +51,14 @@ class ProcessGroup:
 
         from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
 
-        if self.device == "cuda":
+        if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
         # Collectives are given longer than the caller waits for them and than a weight sync between pools may take:
         # a worker that waits for a late rank must still be there when the student is saved.
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
             store=dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout)),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=timeout + ABORT_SECONDS),
+            rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout + ABORT_SECONDS),
         )
 
     def all_reduce(self, address: tuple[str, int], timeout: float) -> None:
@@ -80,7 +73,7 @@ class ProcessGroup:
         deadline = time.monotonic() + timeout
         if not dist.is_initialized():
             self.join(address, timeout)
-        number = torch.tensor([self.rank + 1.0], device=self.device)
+        number = torch.tensor([self.rank + 1.0], device=self.device_type)
         work = dist.all_reduce(number, async_op=True)
         while not work.is_completed():
             if time.monotonic() > deadline:

@@ -39,12 +39,10 @@ class Updater:
 
     def accumulate(self, part: MiniBatch) -> None:
         """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
-        self._attempt(self._accumulate, part)
+        self._attempt(self.actor.accumulate, part, again=self.alone)
 
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
-
-        Of the first one, parts may have been accumulated.
 
         Copies overlap the work: the optimizer state comes while the last micro-batch is computed, if the peak
         activation memory so far leaves room for it, and memory owners that the rollout does not need leave from the
@@ -56,7 +54,7 @@ class Updater:
         """
         metrics = []
         for batch in batches:
-            metrics.append(self._attempt(self._update, batch))
+            metrics.append(self._attempt(self._update, batch, again=self.alone))
             self._accumulated = ()
         if self.residency.takes_turns:
             self.meter.trim()  # now, while no copy is in flight that it would wait for
@@ -71,40 +69,28 @@ class Updater:
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(str(error).splitlines()[0]) from error
 
-    def _attempt(self, compute: Callable[[MiniBatch], T], part: MiniBatch) -> T:
-        """`compute` a part, or, if memory runs out, once more all there is of the mini-batch in halves."""
+    def _attempt(self, compute: Callable[[MiniBatch], T], part: MiniBatch, *, again: bool) -> T:
+        """`compute` a part; if memory runs out, and `again`, all there is of the mini-batch in halves."""
         whole = dataclasses.replace(part, micro_batches=(*self._accumulated, *part.micro_batches))
         try:
+            self.residency.enter("update")
+            if not self._accumulated:
+                self.meter.start()
             result = compute(part)
             self._accumulated = whole.micro_batches
             return result
         except torch.OutOfMemoryError as error:
             halves, reason = split_micro_batches(whole), str(error).splitlines()[0]
         # Only here, when its exception is gone, are the activations of the failed attempt free.
-        if not self.alone or halves is None:
+        if not again or halves is None:
             raise self._out_of_memory(reason)
         logger.warning("once more with micro-batches of half the size: %s", reason)
         self._accumulated = ()
         self.residency.enter("update")
         self.meter.trim()
-        try:
-            result = compute(halves)
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(str(error).splitlines()[0]) from error
-        self._accumulated = halves.micro_batches
-        return result
-
-    def _enter_update(self) -> None:
-        self.residency.enter("update")
-        if not self._accumulated:
-            self.meter.start()
-
-    def _accumulate(self, part: MiniBatch) -> None:
-        self._enter_update()
-        self.actor.accumulate(part)
+        return self._attempt(compute, halves, again=False)
 
     def _update(self, batch: MiniBatch) -> dict[str, float]:
-        self._enter_update()
         micro_batches = (*self._accumulated, *batch.micro_batches)
         tokens = max(sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in micro_batches)
         arriving = 0
@@ -142,4 +128,4 @@ def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:
     for micro_batch in batch.micro_batches:
         middle = -(-len(micro_batch) // 2)
         halves += [part for part in (micro_batch[:middle], micro_batch[middle:]) if part]
-    return MiniBatch(micro_batches=tuple(halves), num_tokens=batch.num_tokens)
+    return dataclasses.replace(batch, micro_batches=tuple(halves))

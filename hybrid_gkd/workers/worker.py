@@ -23,57 +23,41 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role
-from hybrid_gkd.workers.process_group import ProcessGroup
+from hybrid_gkd.workers.process_group import GroupMember
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybrid_gkd.rollout.weights import WeightSpec
+    from hybrid_gkd.rollout.weights import Layout
 
 
-class Worker:
-    """Worker `rank` of `size` in its pool, on "cuda" or "cpu"; `log_file` takes everything that its process prints.
+class Worker(GroupMember):
+    """One process of a pool; `log_file` takes everything that it prints.
 
     Methods that concern the engine or the actor are for workers whose role has it. Spans go to a file beside the log.
     """
 
     def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str):
         redirect_output(Path(log_file))
-        self.config = config
-        self.role = role
-        self.rank, self.size = rank, size
-        self.device_type = device
-        self.process_group = ProcessGroup(config=config, role=role, rank=rank, size=size, device=device)
+        super().__init__(config, role=role, rank=rank, size=size, device_type=device)
         self.clock = Clock(f"{role} {rank}", SpanFile(Path(log_file).with_suffix(SUFFIX)))
-        self.weight_version = 0
-        self.published = False
-
-    def address(self) -> tuple[str, int]:
-        """Host and a free port of this worker, for the process group's rendezvous."""
-        return self.process_group.free_address()
+        self.weight_version: int | None = None
+        """Of the engine's weights; None: undefined."""
 
     def placement(self) -> Placement:
-        """Where this worker runs."""
         return Placement.here(self.role, self.rank, self.device_type)
-
-    def all_reduce(self, address: tuple[str, int], *, timeout: float) -> None:
-        """See `ProcessGroup.all_reduce`."""
-        self.process_group.all_reduce(address, timeout)
 
     @spanned("initialize")
     def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
-        """Join the process group, reach the others through it, build the engine and the actor.
-
-        Returns:
-            Device name, host, versions, and the engine that runs here.
+        """Join the process group, reach the others through it, build the engine and the actor; describe them.
 
         Raises:
             WorkerError: the others were not reached.
         """
         timeout = self.config.actor_rollout_ref.nccl_timeout
-        self.process_group.join(address, timeout)
+        self.join(address, timeout)
         if self.size > 1:
-            self.process_group.all_reduce(address, timeout)
+            self.all_reduce(address, timeout)
         import torch
 
         from hybrid_gkd.offload.device import SharedDevice
@@ -81,8 +65,7 @@ class Worker:
         from hybrid_gkd.student.actor import Actor
         from hybrid_gkd.workers.updater import Updater
 
-        on_gpu = self.device_type == "cuda"
-        self.device = torch.device(self.device_type, 0) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
         self.shared = SharedDevice(self.device_type)
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
         description = {"device": name, "torch": version("torch"), "host": socket.gethostname()}
@@ -104,15 +87,12 @@ class Worker:
             )
         return description
 
-    def weight_layout(self) -> list[WeightSpec]:
-        """The student's weights in the order in which they travel."""
+    def weight_layout(self) -> Layout:
         from hybrid_gkd.rollout.weights import layout_of
 
         return layout_of(self.actor.named_parameters())
 
-    def join_weight_sync(
-        self, address: tuple[str, int], *, rank: int, size: int, layout: list[WeightSpec], dtype: str
-    ) -> None:
+    def join_weight_sync(self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str) -> None:
         """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""
         import torch
 
@@ -129,7 +109,7 @@ class Worker:
 
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them.
         """
-        assert self.published, "the engine's weights are undefined until they are published"
+        assert self.weight_version is not None, "the engine's weights are undefined until they are published"
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
             self.residency.enter("rollout")
@@ -140,25 +120,21 @@ class Worker:
 
     @spanned("update_actor")
     def accumulate(self, part: MiniBatch) -> None:
-        """See `Updater.accumulate`."""
         self.updater.accumulate(part)
 
     @spanned("update_actor")
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
-        """See `Updater.update`."""
         return self.updater.update(batches)
 
     @spanned("update_actor")
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """See `Updater.compute_logprobs`."""
         return self.updater.compute_logprobs(micro_batches)
 
     @spanned("sync_rollout_weights")
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into the engine and make it ready to generate.
 
-        Returns:
-            Seconds: `publish`, `offload` (all that the residency has moved since the last publish), and each move.
+        Returns seconds: `publish`, `offload` (all moves of the residency since the last publish), and each move.
 
         Raises:
             WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
@@ -174,14 +150,10 @@ class Worker:
         return {"publish": seconds, "offload": sum(moves.values())} | moves
 
     @spanned("sync_rollout_weights")
-    def send_weights(self, weight_version: int, dtype: str) -> dict[str, float]:
+    def send_weights(self, dtype: str) -> dict[str, float]:
         """Send the actor's weights to the rollout engine's pool: gathered on all ranks, sent by the first.
 
-        Returns:
-            Seconds: `offload`, all that the residency has moved since the last time.
-
-        Raises:
-            WorkerError: they were not taken within the timeout.
+        Returns seconds as `publish` does. Raises WorkerError if they were not taken within the timeout.
         """
         import torch
 
@@ -195,18 +167,13 @@ class Worker:
         finally:
             for _ in weights:  # all ranks gather all of it, also when it cannot be sent: the student has to be saved
                 pass
-        self.weight_version = weight_version
         return {"offload": sum(self.residency.take_seconds().values())}
 
     @spanned("sync_rollout_weights")
     def receive_weights(self, weight_version: int) -> dict[str, float]:
         """Take the weights that the actor's pool sends into the engine.
 
-        Returns:
-            Seconds: `publish`.
-
-        Raises:
-            WorkerError: they did not come in time; or, with `rollout.verify_weights`, the engine holds others.
+        Returns seconds as `publish` does. Raises WorkerError as it does, or if the weights did not come in time.
         """
         return {"publish": self._load_engine(self.weight_sync.receive, weight_version)}
 
@@ -216,7 +183,6 @@ class Worker:
         self.engine.load_weights(weights())
         seconds = time.perf_counter() - started
         self.weight_version = weight_version
-        self.published = True
         if self.config.actor_rollout_ref.rollout.verify_weights:
             self.engine.verify_weights(weights())
         return seconds
@@ -242,12 +208,11 @@ class Worker:
         load_model(self.actor, Path(folder, "actor"))
 
     def memory_metrics(self) -> dict[str, float]:
-        """See `SharedDevice.metrics`."""
         return self.shared.metrics(self.residency)
 
     def _sleep(self) -> None:
         self.engine.sleep()
-        self.published = False
+        self.weight_version = None
 
 
 def redirect_output(log_file: Path) -> None:

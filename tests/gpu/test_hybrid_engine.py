@@ -192,7 +192,7 @@ def in_use(group):
 
     def measure(worker):
         arenas = [tensors.arena for tensors in worker.shared.offloaded.values() if tensors.arena is not None]
-        return worker.shared.meter.used(), sum(arena.buffer.numel() for arena in arenas)
+        return worker.shared.meter.used(), sum(arena.numel() for arena in arenas)
 
     return ray.get(group.actors.workers[0].__ray_call__.remote(measure), timeout=60)
 

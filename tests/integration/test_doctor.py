@@ -22,6 +22,7 @@ from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
+from hybrid_gkd.workers.pool import gather
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +123,19 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
         group.all_reduce(60)
         pid = group.placements[1].pid
         os.kill(pid, signal.SIGSTOP)
-        calls = [worker.__ray_call__.remote(closed) for worker in group.actors.workers]
+        calls = group.actors.start("__ray_call__", closed)
         try:
             message = r"worker 0 failed in update: .*closed by peer \(.*worker_0\.log\); no answer from worker 1 \("
             with pytest.raises(WorkerError, match=message):
-                group.actors.wait("update", calls)
+                gather("update", calls)
             message = r"no answer to all_reduce from worker 1 within .*: worker 1 \(.* cpu, log: .*worker_1\.log"
             with pytest.raises(WorkerError, match=message):
                 group.all_reduce(3)
         finally:
             os.kill(pid, signal.SIGKILL)
+        (again, _), (_, pending) = group.actors.start("__ray_call__", closed).items(), calls.items()
         with pytest.raises(WorkerError, match=r"worker 1 died in update: .*worker_1\.log"):
-            group.actors.wait("update", [group.actors.workers[0].__ray_call__.remote(closed), calls[1]])
+            gather("update", dict([again, pending]))
 
 
 def placed(free, gpu="a 3"):

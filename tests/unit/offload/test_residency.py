@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
-from hybrid_gkd.offload.engine import EngineOwner
+from hybrid_gkd.offload.device import EngineOwner
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY, Residency
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.rollout.weight_sync import WeightSync
-from hybrid_gkd.rollout.weights import WeightSpec, cut, layout_of
+from hybrid_gkd.rollout.weights import cut, layout_of
 
 SHAPES = {"embedding": (11, 4), "scale": (3,), "square": (7, 5), "one": (1,), "large": (60, 50)}
 
@@ -25,7 +25,7 @@ def make_weights(seed=0, dtype=torch.float32):
 
 def handed_out(weights):
     """As the actor hands weights out: a tied one under all its names in a row."""
-    return [(name, dict(weights)[name]) for spec in layout_of(weights) for name in spec.names]
+    return [(name, dict(weights)[name]) for names, _ in layout_of(weights) for name in names]
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_a_member_that_never_comes_is_an_error_that_names_the_address():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=12), st.integers(1, 30))
 def test_buckets_keep_the_order_and_the_limit(lengths, limit):
-    layout = [WeightSpec(names=(str(n),), shape=(length,)) for n, length in enumerate(lengths)]
+    layout = [((str(n),), torch.Size([length])) for n, length in enumerate(lengths)]
     buckets = cut(layout, limit)
-    assert [spec for bucket in buckets for spec in bucket] == layout
+    assert [weight for bucket in buckets for weight in bucket] == layout
     for bucket in buckets:
-        assert len(bucket) == 1 or sum(spec.length for spec in bucket) <= limit
+        assert len(bucket) == 1 or sum(shape.numel() for _, shape in bucket) <= limit
     for first, second in itertools.pairwise(buckets):
-        assert sum(spec.length for spec in (*first, second[0])) > limit
+        assert sum(shape.numel() for _, shape in (*first, second[0])) > limit
