@@ -42,7 +42,7 @@ def train(config: Config, *, teacher_accuracy: float | None = None) -> None:
 def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
     """Train as `config` says; `teacher_accuracy` is that on the validation prompts, where it is known.
 
-    Raises HybridGKDError: see the tree in errors.py; everything that was started has been stopped.
+    Raises HybridGKDError: see errors.py; everything that was started has been stopped.
     """
     started = time.monotonic()
     facts = check_all(config)
