@@ -1,45 +1,25 @@
 """Every error that this package raises on purpose.
 
-    HybridGKDError                  message fit for a user: what, where, what to do
-    ├── ConfigError                 a key: its dotted name, the rule, the value
-    ├── DataError                   a data file or a row of it
-    ├── ModelError                  a model or tokenizer folder
-    ├── CheckpointError             a checkpoint that cannot be written or read
-    ├── DeviceMemoryError           a memory owner of the GPU does not fit into what is free
-    ├── WorkerError                 a training or rollout worker died, hung or failed
-    ├── TrainingError               the learning signal is not usable (NaN loss, nothing to train on)
-    └── TeacherError                anything about the teacher service
-        ├── TeacherUnreachable      no answer to the handshake within the connect timeout
-        ├── TeacherMismatch         teacher and student do not fit (vocabulary, K, length, temperature)
-        ├── TeacherTimeout          a request was not answered before its deadline
-        ├── TeacherRefused          the service answered that it will not score the request
-        └── BadTeacherReply         a reply that must not reach a loss (NaN, bad id, mass above 1, ...)
-
 The command line prints the message of a HybridGKDError without a traceback (unless --debug is
 given). Broken invariants of our own stay plain assertions.
 """
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
 class HybridGKDError(Exception):
-    """Base of every error that carries a message for the user.
-
-    All of them survive pickling, since they cross from the workers' processes.
-    """
+    """An error with a message for the user: what, where, what to do. It survives pickling, between processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew without the constructor, whose arguments need not be `args`."""
-        return _without_init, (type(self), self.args), self.__dict__
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(HybridGKDError):
-    """A configuration key has an unusable value.
-
-    The message has the form ``<dotted.key>: <rule>; got <value>``.
-    """
+    """A configuration key has an unusable value; the message is `<dotted.key>: <rule>; got <value>`."""
 
     def __init__(self, key: str, rule: str, value: object = None, *, show_value: bool = True):
         self.key = key
@@ -51,7 +31,7 @@ class DataError(HybridGKDError):
 
 
 class ModelError(HybridGKDError):
-    """A model or tokenizer cannot be used."""
+    """A model or tokenizer folder cannot be used."""
 
 
 class CheckpointError(HybridGKDError):
@@ -63,15 +43,15 @@ class DeviceMemoryError(HybridGKDError):
 
 
 class WorkerError(HybridGKDError):
-    """A worker died, missed its deadline or raised."""
+    """A training or rollout worker died, missed its deadline or raised."""
 
 
 class TrainingError(HybridGKDError):
-    """The learning signal of a step is not usable."""
+    """The learning signal of a step is not usable: a loss of NaN, nothing to train on."""
 
 
 class TeacherError(HybridGKDError):
-    """Base of everything that can go wrong between the trainer and the teacher service."""
+    """Anything about the teacher service."""
 
 
 class TeacherUnreachable(TeacherError):
@@ -79,7 +59,7 @@ class TeacherUnreachable(TeacherError):
 
 
 class TeacherMismatch(TeacherError):
-    """Teacher and student do not fit together."""
+    """Teacher and student do not fit together: vocabulary, K, length, temperature."""
 
 
 class TeacherTimeout(TeacherError):
@@ -91,8 +71,4 @@ class TeacherRefused(TeacherError):
 
 
 class BadTeacherReply(TeacherError):
-    """A reply failed a check and was not passed on."""
-
-
-def _without_init(cls: type[HybridGKDError], args: tuple[Any, ...]) -> HybridGKDError:
-    return cls.__new__(cls, *args)
+    """A reply that must not reach a loss: NaN, a bad id, a mass above 1."""

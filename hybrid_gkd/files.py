@@ -34,16 +34,13 @@ class JsonLinesFile:
             raise
 
     def size(self) -> int:
-        """Bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def encode(rows: Iterable[Any]) -> bytes:
-    """A line for each row."""
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     # A lone surrogate, which a tokenizer may decode to, has no UTF-8 form.
     return "".join(lines).encode("utf-8", errors="replace")

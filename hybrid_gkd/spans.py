@@ -21,14 +21,8 @@ from hybrid_gkd.files import JsonLinesFile
 logger = logging.getLogger(__name__)
 
 Interval = tuple[float, float]
-"""Start and end."""
 TRAINER = "trainer"
-BUSY = ("gen", "update_actor")
-"""The trainer's spans that hide the teacher's time."""
-TEACHER_WAIT = "wait_prev_teacher"
-"""The trainer's span in which nothing hides it."""
 SUFFIX = ".spans.jsonl"
-"""Of a file of spans."""
 MAX_BYTES = 16 * 2**20
 """About 250,000 spans."""
 
@@ -37,7 +31,7 @@ class Span(NamedTuple):
     """A stretch of time that a participant spent on one thing."""
 
     row: str
-    """TRAINER, "teacher", or a worker by role and rank, e.g. "rollout worker 0"."""
+    """TRAINER, "teacher", or a worker by role and rank: "rollout worker 0"."""
     name: str
     start: float
     end: float
@@ -47,7 +41,7 @@ class Span(NamedTuple):
 
 
 class SpanFile:
-    """Appends spans to a file, a line of JSON each. The file outlives a process that is killed.
+    """Appends spans to a file, which the first one creates, as lines of JSON.
 
     Times become those of the wall clock by one reading of it, so that they never run backwards. A failing disk costs
     the spans, with one warning, and not the run. At `max_bytes` the file becomes `<name>.old.spans.jsonl`, in place
@@ -61,23 +55,18 @@ class SpanFile:
         self._failed = False
 
     def __call__(self, span: Span) -> None:
-        """Append a span."""
         if self._failed:
             return
         start, end = (round(at + self._wall_minus_monotonic, 6) for at in (span.start, span.end))
         try:
-            self._open().append([span._replace(start=start, end=end)])
+            self._file = self._file or JsonLinesFile(self._path)
+            self._file.append([span._replace(start=start, end=end)])
+            if self._file.size() > self._max_bytes:
+                self.close()
+                self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + ".old" + SUFFIX))
         except OSError as error:
             self._failed = True
             logger.warning("%s cannot be written, the run goes on without it: %s", self._path, error)
-
-    def _open(self) -> JsonLinesFile:
-        if self._file is not None and self._file.size() > self._max_bytes:
-            self.close()
-            self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + ".old" + SUFFIX))
-        if self._file is None:
-            self._file = JsonLinesFile(self._path)
-        return self._file
 
     def close(self) -> None:
         """Close the file; a later span opens it again."""
@@ -87,24 +76,16 @@ class SpanFile:
 
 
 class Clock:
-    """Times blocks of code. Threads may share it.
-
-    Args:
-        row: of its spans.
-        sink: gets every span, one at a time, those of the teacher's requests included.
-    """
+    """Times blocks of code; threads may share it. `sink` gets every span, one at a time, teacher requests included."""
 
     def __init__(self, row: str = TRAINER, sink: Callable[[Span], None] = lambda span: None) -> None:
         self._row, self._sink = row, sink
         self._lock = threading.Lock()
-        self._lanes: dict[int, int] = {}
-        """Of each thread."""
+        self._lanes: dict[int, int] = {}  # of each thread
         self._seconds: dict[str, float] = {}
-        self._spans: list[Span] = []
-        """Of the trainer: those that `overlap` will need."""
+        self._spans: list[Span] = []  # of the trainer: those that `overlap` will need
         self._requests: list[Interval] = []
-        self._request_lanes: list[float] = []
-        """When the last request in each lane ended."""
+        self._request_lanes: list[float] = []  # when the last request in each ended
         self._requests_until = math.inf
 
     @contextlib.contextmanager
@@ -120,7 +101,7 @@ class Clock:
                 lane = self._lanes.setdefault(threading.get_ident(), len(self._lanes))
                 span = Span(self._row, name, started, ended, lane)
                 self._sink(span)
-                if self._row == TRAINER and name in (*BUSY, TEACHER_WAIT):
+                if self._row == TRAINER:
                     self._spans.append(span)
 
     def add(self, name: str, seconds: float) -> None:
@@ -135,15 +116,10 @@ class Clock:
         return {f"timing/{name}": seconds for name, seconds in taken.items()}
 
     def requests(self, intervals: list[Interval], *, until: float) -> float:
-        """Record the teacher requests that have ended.
+        """Record the teacher requests that have ended, each from its first sending to its scores.
 
-        Args:
-            intervals: from the first sending to the scores of each.
-            until: every request that began before is among these or earlier ones.
-
-        Returns:
-            Seconds in which at least one was under way, which is `timing/get_teacher_knowledge`; without those that an
-            earlier call has counted.
+        Every request that began before `until` is among these or earlier ones. Returns the seconds in which at least
+        one was under way, `timing/get_teacher_knowledge`, without those that an earlier call has counted.
         """
         for start, end in sorted(intervals):
             lane = next((n for n, free in enumerate(self._request_lanes) if free <= start), len(self._request_lanes))
@@ -189,9 +165,9 @@ def hidden_seconds(requests: Iterable[Interval], spans: Iterable[Span]) -> float
 
     A rollout engine in a pool of its own generates during that wait, and the update stands still all the same.
     """
-    own = [span for span in spans if span.row == TRAINER]
-    work, waits = ([(s.start, s.end) for s in own if s.name in names] for names in (BUSY, (TEACHER_WAIT,)))
-    return seconds(requests, work, without=waits)
+    own = [(span.name, (span.start, span.end)) for span in spans if span.row == TRAINER]
+    work = [interval for name, interval in own if name in ("gen", "update_actor")]
+    return seconds(requests, work, without=[interval for name, interval in own if name == "wait_prev_teacher"])
 
 
 def seconds(*sets: Iterable[Interval], without: Iterable[Interval] = ()) -> float:

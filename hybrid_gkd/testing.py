@@ -1,18 +1,11 @@
 """Stand-ins for tests of a reward, a loss or a trainer of your own: no GPU, no Ray, no service, and seconds.
 
-A reward is a plain function, and so is a loss: call it. What it does to a run, with a real student and its update:
-
-    folder = make_tiny_model(tmp_path / "student")
-    config = load_config([f"actor_rollout_ref.model.path={folder}", "distillation.loss_fn=my_module:my_loss", ...])
-    with single_process_group():
-        group = LocalGroup(config, respond=lambda request, version: np.array([7, 2], np.int32))
-        trainer = GKDTrainer(config, group=group, teacher=LocalTeacher(scores), tracking=MetricRows(), ...)
-        trainer.fit()
-
-When a trainer generates, trains, publishes and saves needs no model, and the test says when the teacher answers:
+A reward is a plain function, and so is a loss: call it. For what it does to a run, `LocalGroup` has a real student and
+its update (docs/extending.md has an example). When a trainer generates, trains, publishes and saves needs no model, and
+the test says when the teacher answers:
 
     group, teacher = RecordingGroup(), LocalTeacher(scores, delay=None)
-    trainer = MyTrainer(config, group=group, teacher=teacher, tokenizer=NumberTokenizer(), ...)
+    trainer = MyTrainer(config, group=group, teacher=teacher, tokenizer=NumberTokenizer(), tracking=MetricRows(), ...)
     ...  # in another thread, or from RecordingGroup's `respond`: teacher.answer(2, 4)
     assert group.events == [("publish", 0), ("generate", 0, 8), ("update",), ("publish", 1)]
 """
@@ -32,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.data.packing import attention_cost
+from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 
 CHAT_TEMPLATE = (
@@ -48,29 +43,24 @@ def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> An
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
-    fast.add_special_tokens({"additional_special_tokens": ["<|a|>", *extra_tokens]})
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=["<|a|>", *extra_tokens],
+    )
 
 
 def make_tiny_model(
     folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, tied: bool = True, std: float = 0.2,
     extra_tokens: tuple[str, ...] = (), num_words: int = 0, vocab_size: int | None = None,
 ) -> Path:
-    """Write a random Qwen2 and its tokenizer: a real Hugging Face folder that vLLM runs on the CPU (head size 32).
+    """Write a random Qwen2 and its tokenizer to `folder`, and return it: vLLM runs them on the CPU (head size 32).
 
     Args:
-        folder: where to.
-        seed: of the weights.
         hidden, layers: D, a multiple of 32, and the number of decoder blocks.
         tied: one matrix for the input embedding and the head.
-        std: standard deviation of the weights.
+        std: standard deviation of the weights, which `seed` decides.
         extra_tokens, num_words: see `make_tokenizer`.
         vocab_size: V, rows of the embeddings; None: as many as the tokenizer has tokens.
-
-    Returns:
-        `folder`.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -102,79 +92,12 @@ def single_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Group:
-    """What workers answer that are not processes of their own."""
-
-    def memory_metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def can_save(self) -> bool:
-        """There is nothing that could have died."""
-        return True
-
-
-class LocalGroup(_Group):
-    """Stands in for `WorkerGroup`: a real student in this process, whose responses a function decides.
-
-    Args:
-        config: the whole configuration.
-        respond: request and the weight version that is asked -> response ids, int32 [R].
-        num_updates: optimizer steps of the run, the length of the learning-rate schedule.
-    """
-
-    size = 1
-
-    def __init__(
-        self, config: Config, *, respond: Callable[[GenerationRequest, int], np.ndarray], num_updates: int = 1
-    ):
-        import torch
-
-        from hybrid_gkd.data.packing import attention_cost
-        from hybrid_gkd.student.actor import Actor
-
-        self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
-        self.attention_cost = attention_cost(self.actor.hidden_size)
-        self.description = [{"device": "cpu"}]
-        self.weight_version = 0
-        self._respond = respond
-
-    def publish(self, weight_version: int) -> dict[str, float]:
-        """The next responses are of this version."""
-        self.weight_version = weight_version
-        return {"publish": 0.0, "offload": 0.0}
-
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield the sequences one by one; their log-probabilities, if asked for, are the present student's."""
-        for request in requests:
-            sequence = Sequence(
-                index=request.index, prompt_ids=request.prompt_ids, weight_version=self.weight_version,
-                response_ids=self._respond(request, self.weight_version), finish_reason="stop",
-            )
-            if sampling.logprobs:
-                (logprobs,) = self.actor.compute_logprobs(((TrainSequence(sequence=sequence),),)).values()
-                sequence = dataclasses.replace(sequence, logprobs=logprobs)
-            yield [sequence]
-
-    def accumulate(self, parts: list[MiniBatch]) -> None:
-        """See `WorkerGroup.accumulate`."""
-        self.actor.accumulate(parts[0])
-
-    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
-        """See `WorkerGroup.update`."""
-        return [self.actor.update(batch) for batch in batches[0]]
-
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """See `WorkerGroup.compute_logprobs`."""
-        return self.actor.compute_logprobs(micro_batches[0])
-
-
-class RecordingGroup(_Group):
+class RecordingGroup:
     """Stands in for `WorkerGroup`: two workers without a model, which keep what they are given.
 
     Args:
-        respond: as for `LocalGroup`; what it raises ends the generation. By default a response is the seed of its
-            request and its index, so that it tells which step it was drawn for.
+        respond: request and the weight version that is asked -> response ids, int32 [R]; what it raises ends the
+            generation. By default the request's seed and index, which tell the step that it was drawn for.
 
     Attributes:
         events: ("publish", version), ("generate", version, number of requests) and ("update",), in order.
@@ -201,8 +124,13 @@ class RecordingGroup(_Group):
         self._is_generating = False
         self._waiting: list[TrainSequence] = []
 
+    def memory_metrics(self) -> dict[str, float]:
+        return {}
+
+    def can_save(self) -> bool:
+        return True
+
     def publish(self, weight_version: int) -> dict[str, float]:
-        """Note it. Not while a generation runs."""
         assert not self._is_generating, "the weights change under a generation"
         self._version = weight_version
         self.events.append(("publish", weight_version))
@@ -215,23 +143,21 @@ class RecordingGroup(_Group):
         self._is_generating = True
         time.sleep(0.002)
         for request in reversed(requests):
-            response = self._respond(request, self._version)
-            logprobs = np.full(len(response), np.log(0.25), np.float32) if sampling.logprobs else None
-            yield [
-                Sequence(
-                    index=request.index, prompt_ids=request.prompt_ids, response_ids=response, logprobs=logprobs,
-                    weight_version=self._version, finish_reason="stop",
-                )
-            ]
+            sequence = Sequence(
+                index=request.index, prompt_ids=request.prompt_ids, weight_version=self._version,
+                response_ids=self._respond(request, self._version), finish_reason="stop",
+            )
+            yield [dataclasses.replace(sequence, logprobs=self._logprobs(sequence)) if sampling.logprobs else sequence]
         self._is_generating = False
 
+    def _logprobs(self, sequence: Sequence) -> np.ndarray:
+        return np.full(len(sequence.response_ids), np.log(0.25), np.float32)
+
     def accumulate(self, parts: list[MiniBatch]) -> None:
-        """Keep a part of the next update."""
         self.accumulated.append(parts)
         self._waiting += [item for part in parts for micro in part.micro_batches for item in micro]
 
     def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
-        """Keep what is trained; a row of metrics for each mini-batch."""
         self.updates.append(batches)
         self._waiting += [i for batch in batches for part in batch for micro in part.micro_batches for i in micro]
         self.trained.append(sorted(self._waiting, key=lambda item: item.sequence.index))
@@ -240,17 +166,52 @@ class RecordingGroup(_Group):
         return [{"actor/loss": 1.0, "actor/lr": 0.1 * number} for number in range(len(batches[0]))]
 
     def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """log(1/2) for every token."""
         self.num_forwards += 1
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.5), np.float32) for i in items}
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
-        """Note it."""
         self.saved.append(len(self.updates))
 
     def load_checkpoint(self, folder: Path) -> None:
-        """There is nothing to load."""
+        pass
+
+
+class LocalGroup(RecordingGroup):
+    """A `RecordingGroup` with a real student, in this process, whose log-probabilities are those of its responses too.
+
+    Args:
+        config: the whole configuration.
+        respond: see `RecordingGroup`.
+        num_updates: optimizer steps of the run, the length of the learning-rate schedule.
+    """
+
+    size = 1
+
+    def __init__(
+        self, config: Config, *, respond: Callable[[GenerationRequest, int], np.ndarray], num_updates: int = 1
+    ):
+        import torch
+
+        from hybrid_gkd.student.actor import Actor
+
+        super().__init__(respond)
+        self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
+        self.attention_cost = attention_cost(self.actor.hidden_size)
+
+    def _logprobs(self, sequence: Sequence) -> np.ndarray:
+        return self.actor.compute_logprobs(((TrainSequence(sequence=sequence),),))[sequence.index]
+
+    def accumulate(self, parts: list[MiniBatch]) -> None:
+        super().accumulate(parts)
+        self.actor.accumulate(parts[0])
+
+    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+        super().update(batches)
+        return [self.actor.update(batch) for batch in batches[0]]
+
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        return self.actor.compute_logprobs(micro_batches[0])
 
 
 class LocalTeacher:
@@ -267,16 +228,15 @@ class LocalTeacher:
         self.waiting: dict[int, tuple[Sequence, Future[TeacherTopK]]] = {}
 
     def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
-        """See `TeacherClient.submit`."""
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
         for sequence, future in zip(sequences, futures, strict=True):
             if self._delay is None:
                 self.waiting[sequence.index] = sequence, future
-            elif self._delay == 0:
-                self._answer(sequence, future)
-            else:
+            elif self._delay:
                 seconds = self._random.uniform(0, self._delay)
                 threading.Timer(seconds, self._answer, [sequence, future]).start()
+            else:
+                self._answer(sequence, future)
         return futures
 
     def answer(self, *indices: int) -> None:
@@ -291,10 +251,7 @@ class LocalTeacher:
         except Exception as error:
             future.set_exception(error)
 
-    def drain_metrics(self) -> Any:
-        """See `TeacherClient.drain_metrics`: nothing has been sent."""
-        from hybrid_gkd.teacher_client import TeacherMetrics
-
+    def drain_metrics(self) -> TeacherMetrics:
         return TeacherMetrics()
 
 
@@ -302,8 +259,7 @@ class NumberTokenizer:
     """Stands in for a tokenizer where ids need not be of a vocabulary: [7, 2] is the text "7 2"."""
 
     def decode(self, ids: np.ndarray, skip_special_tokens: bool = False) -> str:
-        """The ids, one word each."""
-        return " ".join(str(token) for token in ids)
+        return " ".join(map(str, ids))
 
 
 class MetricRows:
@@ -319,9 +275,7 @@ class MetricRows:
         return {int(row["training/global_step"]): row for row in self.rows}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep a step's metrics."""
         self.rows.append({**metrics, "training/global_step": float(step)})
 
     def log_generations(self, samples: Any, step: int) -> None:
-        """Keep sample answers."""
         self.generations += samples

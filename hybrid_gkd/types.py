@@ -1,7 +1,7 @@
 """Records that cross a boundary: between processes, or between the stages of a step.
 
-Shapes: P prompt tokens, R response tokens, K teacher candidates. Everything is numpy, so that this
-module needs no torch and the records travel through Ray without a copy.
+Arrays are numpy's, so that this module needs no torch and Ray copies nothing: int32 ids, float32 everything else.
+Shapes: `prompt_ids` [P] prompt tokens, `response_ids` and all that is per response token [R], of K teacher candidates.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of the prompt data, already tokenized.
-
-    Example: Prompt(index=7, token_ids=np.array([1, 5, 9], np.int32), text="12+30=", answer="42")
-    """
+    """One row of the prompt data, already tokenized."""
 
     index: int
     """Row number in the data set."""
     token_ids: np.ndarray
-    """int32 [P], chat template applied."""
+    """[P], chat template applied."""
     text: str
     """The user's message, for sample generations."""
     answer: str | None = None
@@ -52,50 +49,40 @@ class GenerationRequest:
     index: int
     """Position of the sequence in its rollout: prompt i, sample j of n is i * n + j."""
     prompt_ids: np.ndarray
-    """int32 [P]"""
     seed: int
     """Seed of this request alone, so that a response depends neither on its neighbours nor on the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """One prompt with one response.
-
-    Example: a response of three tokens that ended with the end-of-sequence token:
-    Sequence(index=0, prompt_ids=[1, 5], response_ids=[8, 9, 2], weight_version=3, finish_reason="stop")
-    """
+    """One prompt with one response."""
 
     index: int
     prompt_ids: np.ndarray
-    """int32 [P]"""
     response_ids: np.ndarray
-    """int32 [R], the end-of-sequence token included where the engine produced one."""
+    """The end-of-sequence token included where the engine produced one."""
     weight_version: int
     """Number of optimizer steps behind the weights that produced the response."""
     finish_reason: str
     """"stop" (end of sequence) or "length" (max_response_length)."""
     logprobs: np.ndarray | None = None
-    """float32 [R], log-probabilities of the sampled tokens in the rollout engine; None if not asked for."""
+    """Of the sampled tokens in the rollout engine; None if not asked for."""
 
     @property
     def num_tokens(self) -> int:
-        """P + R."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTopK:
-    """The teacher's scores of one response: one row per response token.
-
-    Row r is the teacher's distribution of response token r given everything before it.
-    """
+    """The teacher's scores of one response; row r is its distribution of response token r given everything before."""
 
     ids: np.ndarray
-    """int32 [R, K], distinct within a row, most likely first."""
+    """[R, K], distinct within a row, most likely first."""
     logprobs: np.ndarray
-    """float32 [R, K], normalised over the whole vocabulary."""
+    """[R, K], normalised over the whole vocabulary."""
     sampled_logprobs: np.ndarray
-    """float32 [R], log-probability of the response token itself."""
+    """Of the response token itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +92,11 @@ class TrainSequence:
     sequence: Sequence
     teacher: TeacherTopK | None = None
     advantages: np.ndarray | None = None
-    """float32 [R]"""
     old_logprobs: np.ndarray | None = None
-    """float32 [R], log-probabilities under the weights before the first mini-batch of this rollout, for a policy
-    loss; None where there is only one mini-batch, so that they are those of the weights being trained."""
+    """Under the weights before the first mini-batch of this rollout, for a policy loss. None where there is only one
+    mini-batch, so that they are those of the weights being trained."""
     importance_weights: np.ndarray | None = None
-    """float32 [R], factors of the tokens' losses; None is 1."""
+    """Factors of the tokens' losses; None is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +107,8 @@ class Rollout:
     """The training step (1-based) that this rollout feeds."""
     epoch: int
     prompts: tuple[Prompt, ...]
-    """B prompts"""
     sequences: tuple[Sequence, ...]
-    """B * n sequences; sequence i belongs to prompt i // n."""
+    """n of each prompt; sequence i belongs to prompt i // n."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +125,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One sample answer of the student, for people to read.
-
-    Example: Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
-    """
+    """One sample answer of the student, for people to read."""
 
     prompt: str
     response: str
@@ -161,7 +143,7 @@ class RunInfo:
     run_dir: Path
     """The folder of the run; every file goes there."""
     config: abc.Mapping[str, Any]
-    """Resolved."""
+    """Resolved, nested dictionaries."""
     total_steps: int
     start_step: int
     """Steps already done; 0 for a new run, the checkpoint's step for a resumed one."""

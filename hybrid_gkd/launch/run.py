@@ -23,7 +23,7 @@ from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teac
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
-from hybrid_gkd.reporting.final_table import RunSummary, final_table
+from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.trainer import GKDTrainer
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 def train(config: Config, *, teacher_accuracy: float | None = None) -> None:
     """`run`, and print the final table."""
-    print(final_table(run(config, teacher_accuracy=teacher_accuracy)))
+    print(run(config, teacher_accuracy=teacher_accuracy))
 
 
-def run(config: Config, *, teacher_accuracy: float | None = None) -> RunSummary:
-    """Train as `config` says; `teacher_accuracy` is that on the validation prompts, where it is known.
+def run(config: Config, *, teacher_accuracy: float | None = None) -> str:
+    """Train and return the final table; `teacher_accuracy` is that on the validation prompts, where it is known.
 
-    Raises HybridGKDError: see the tree in errors.py; everything that was started has been stopped.
+    Raises HybridGKDError: see errors.py; everything that was started has been stopped.
     """
     started = time.monotonic()
     facts = check_all(config)
@@ -151,12 +151,12 @@ def locked_run_folder(config: Config) -> Iterator[None]:
         yield
 
 
-def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None) -> RunSummary:
-    """The facts of the final table."""
+def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None) -> str:
+    """The final table."""
     run_dir = trainer.config.run_dir
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
     metrics = run_dir / "metrics.jsonl"
-    return RunSummary(
+    return final_table(
         steps=trainer.step, wall_seconds=time.monotonic() - started, teacher_accuracy=teacher_accuracy,
         student_accuracy_before=trainer.first_metrics.get("val/accuracy"),
         student_accuracy_after=trainer.last_metrics.get("val/accuracy"),

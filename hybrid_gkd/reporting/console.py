@@ -22,11 +22,9 @@ class Console:
 
     def __init__(self, info: RunInfo):
         self._stream = sys.stderr
-        self._total = info.total_steps
-        self._start = info.start_step
-        self._started = time.monotonic()
-        self._last_line = -math.inf
-        self._bar: tqdm | None = None
+        self._total, self._start = info.total_steps, info.start_step
+        self._started, self._last_line = time.monotonic(), -math.inf
+        self._bar = None
         if self._stream.isatty() and _has_width(self._stream):
             self._bar = tqdm(
                 total=self._total, initial=self._start, desc="step", unit="step", file=self._stream, dynamic_ncols=True

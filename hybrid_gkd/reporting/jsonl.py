@@ -14,13 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """metrics.jsonl with one object per step, generations.jsonl with one object per sample answer."""
+    """metrics.jsonl with one object per step, generations.jsonl with one object per sample answer.
+
+    A resumed run drops the rows after its first step, so that no step is there twice.
+    """
 
     def __init__(self, info: RunInfo):
         paths = [info.run_dir / name for name in ("metrics.jsonl", "generations.jsonl")]
         for path in paths:
             if path.exists() and info.resume:
-                drop_rows(path, after=info.start_step)
+                _keep_rows(path, up_to=info.start_step)
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))
                 logger.warning("%s is from an earlier run; kept as %s", path, older.name)
@@ -37,8 +40,7 @@ class JsonLines:
         self._generations.close()
 
 
-def drop_rows(path: Path, *, after: int) -> None:
-    """Keep the rows of a file up to this step."""
+def _keep_rows(path: Path, *, up_to: int) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(encode(row for row in read_json_lines(path) if row["step"] <= after))
+    temporary.write_bytes(encode(row for row in read_json_lines(path) if row["step"] <= up_to))
     temporary.replace(path)

@@ -1,22 +1,15 @@
-"""Every metric this package reports: its name, unit and meaning.
-
-`python -m hybrid_gkd.metrics > docs/metrics.md` prints it. A step reports the metrics that apply to it.
-"""
+"""Every metric this package reports: its name, unit and meaning. docs/metrics.md is made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """Unit and meaning of a metric."""
-
-    unit: str
-    """Empty for a plain number."""
+class Metric(NamedTuple):
+    unit: str  # empty for a plain number
     description: str
 
 

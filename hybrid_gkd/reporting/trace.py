@@ -1,8 +1,4 @@
-"""trace.json: the spans of all processes of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-A run writes it at its end, also when it fails. Of a run that still goes on, or was killed, it is made by
-
-    python -m hybrid_gkd.reporting.trace RUN_FOLDER
+"""trace.json: the spans of all processes of a run, for Perfetto and chrome://tracing; see docs/timeline.md.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
@@ -28,10 +24,7 @@ ROLLOUT_ROWS = 10_000
 
 @contextlib.contextmanager
 def recording(run_dir: Path) -> Iterator[Clock]:
-    """The clock of a run's trainer. At the end the trace is written, with the spans of the workers, which have ended.
-
-    A run that continues adds to the spans of the one before.
-    """
+    """The clock of a run's trainer; at the end the trace is written, when the workers have ended."""
     with contextlib.closing(SpanFile(run_dir / "logs" / f"{TRAINER}{SUFFIX}")) as file:
         try:
             yield Clock(sink=file)
@@ -58,23 +51,20 @@ def write_trace(run_dir: Path) -> Path:
 
 def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     """Each span as a complete event in microseconds, the first of a row after the row's name and place."""
-    rows: dict[str, int] = {TRAINER: 1, "teacher": 2}
-    named = set[str]()
+    rows: dict[str, int] = {}
     for span in spans:
         if span.row not in rows:
             role, _, rank = span.row.rpartition(" ")
-            rows[span.row] = 3 + int(rank) + ROLLOUT_ROWS * (role == "rollout worker")
-        pid = rows[span.row]
-        if span.row not in named:
-            named.add(span.row)
+            pid = {TRAINER: 1, "teacher": 2}.get(span.row) or 3 + int(rank) + ROLLOUT_ROWS * (role == "rollout worker")
+            rows[span.row] = pid
             yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": span.row}}
             yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
+        pid = rows[span.row]
         start, end = round(1e6 * span.start), round(1e6 * span.end)
         yield {"name": span.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": span.lane}
 
 
 def main() -> None:
-    """Merge, and say where it is."""
     parser = argparse.ArgumentParser(description="Make the trace.json of a run folder.")
     parser.add_argument("run_folder", type=Path)
     try:

@@ -1,22 +1,13 @@
 """Where the metrics of a run go: `trainer.logger`.
 
-    with Tracking(["console", "jsonl"], RunInfo(project_name="gkd", ..., start_step=0, resume=False)) as tracking:
-        for step in range(1, total_steps + 1):
-            tracking.log_generations(samples, step)     # before log() of the same step
-            tracking.log(metrics, step)                 # once per step, everything the step reports
-
 A tracker that cannot start is an error, since the user asked for it. A tracker that fails later warns
 once and training goes on: a full disk or a lost connection is no reason to lose the run.
-
-A run that resumes at step s forgets what an interrupted run wrote of later steps, so that no step
-appears twice in metrics.jsonl and generations.jsonl.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Protocol
 
 from hybrid_gkd.errors import ConfigError
@@ -43,22 +34,12 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {"console": Console, "jsonl"
 
 def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Tracker]]:
     """The classes of `trainer.logger`, a user's own last. Raises ConfigError if one of those cannot be imported."""
-    own = [name for name in loggers if name not in TRACKERS]
-    return {name: made for name, made in TRACKERS.items() if name in loggers} | {
-        name: load_object("trainer.logger", name) for name in own
-    }
+    own = {name: load_object("trainer.logger", name) for name in loggers if name not in TRACKERS}
+    return {name: made for name, made in TRACKERS.items() if name in loggers} | own
 
 
 class Tracking:
-    """Sends the metrics of a run to every configured tracker.
-
-    Args:
-        loggers: names in `TRACKERS`, or import paths of classes.
-        info: the run.
-
-    Raises:
-        ConfigError: a tracker cannot start.
-    """
+    """Sends the metrics of a run to the trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
 
     def __init__(self, loggers: Sequence[str], info: RunInfo):
         self._trackers: dict[str, Tracker] = {}
@@ -73,7 +54,6 @@ class Tracking:
                 raise ConfigError("trainer.logger", rule, list(loggers)) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Report a step: once per step, steps ascending, on a resumed run after that of the checkpoint."""
         check_names(metrics)
         assert step > self._last_step, f"step {step} is reported after step {self._last_step}"
         self._last_step = step
@@ -81,7 +61,6 @@ class Tracking:
         self._each(lambda tracker: tracker.log(numbers, step))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        """Keep sample answers. Call it before log() of the same step."""
         if samples:
             self._each(lambda tracker: tracker.log_generations(samples, step))
 
@@ -93,9 +72,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.close(failed=error is not None)
 
     def _each(self, call: Callable[[Tracker], None]) -> None:

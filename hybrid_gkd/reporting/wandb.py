@@ -21,18 +21,15 @@ WANDB_PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 class Wandb:
     """A run in Weights & Biases, offline where nobody is logged in.
 
-    A resumed run continues the run it had before. Online, the server keeps the steps it already has.
-    Offline, wandb cannot continue a run, and syncing a second folder with the same id replaces the
-    first: so the new folder starts with the steps that metrics.jsonl has kept.
+    A resumed run continues the run it had before; online, the server keeps the steps it already has. Offline, wandb
+    cannot, and syncing a second folder with the same id replaces the first: so that starts with metrics.jsonl's steps.
     """
 
     def __init__(self, info: RunInfo):
-        # Not at the top of the file: it takes a second, and a run that does not use it need not have it.
-        import wandb
+        import wandb  # takes a second, and may be missing
 
         self._wandb = wandb
         self._samples: list[list[Any]] = []
-        info.run_dir.mkdir(parents=True, exist_ok=True)
         offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not (
             "WANDB_MODE" in os.environ or _has_wandb_login(wandb.setup().settings.base_url)
         )
@@ -40,13 +37,9 @@ class Wandb:
         history = info.run_dir / "metrics.jsonl"
         resumes = info.resume and id_file.exists() and (not offline or history.exists())
         self._run = wandb.init(
-            project=info.project_name,
-            name=info.experiment_name,
-            dir=str(info.run_dir),
-            config=dict(info.config),
-            id=id_file.read_text().strip() if resumes else None,
+            project=info.project_name, name=info.experiment_name, dir=str(info.run_dir), config=dict(info.config),
+            id=id_file.read_text().strip() if resumes else None, mode="offline" if offline else None,
             resume="allow" if resumes and not offline else None,
-            mode="offline" if offline else None,
             settings=wandb.Settings(silent=True, console="off", finish_timeout=WANDB_FINISH_SECONDS),
         )
         try:
@@ -55,8 +48,7 @@ class Wandb:
                 path = self._run.settings.sync_dir
                 print(f"wandb is offline; to see the run in a browser: wandb sync {path}", file=sys.stderr, flush=True)
                 for row in read_json_lines(history) if resumes else []:
-                    step = row.pop("step")
-                    self._run.log(row, step=step, commit=True)
+                    self._run.log(row, step=row.pop("step"), commit=True)
             elif self._run.url:
                 print(f"wandb run: {self._run.url}", file=sys.stderr, flush=True)
         except BaseException:
@@ -77,8 +69,7 @@ class Wandb:
                 self._run.log(self._take_samples())
             self._run.finish(exit_code=1 if failed else 0)
         finally:
-            # Ends wandb's own process. wandb exits with that one's code, which is not this run's where a signal has
-            # ended both.
+            # Ends wandb's own process, and exits with its code, which is not this run's where a signal has ended both.
             try:
                 self._wandb.teardown(exit_code=1 if failed else 0)
             except SystemExit as error:

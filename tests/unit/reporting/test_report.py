@@ -1,24 +1,22 @@
 from pathlib import Path
 
-from hybrid_gkd.reporting.final_table import RunSummary, final_table
+from hybrid_gkd.reporting.final_table import final_table
 
 
 def test_full_table():
     run = Path("outputs/gkd/demo")
     table = final_table(
-        RunSummary(
-            steps=80,
-            wall_seconds=3725.4,
-            teacher_accuracy=0.9,
-            student_accuracy_before=0.025,
-            student_accuracy_after=0.875,
-            kl_first=1.23456,
-            kl_last=0.01234,
-            checkpoint=run / "global_step_80",
-            huggingface=run / "global_step_80" / "huggingface",
-            metrics=run / "metrics.jsonl",
-            config=run / "config.yaml",
-        )
+        steps=80,
+        wall_seconds=3725.4,
+        teacher_accuracy=0.9,
+        student_accuracy_before=0.025,
+        student_accuracy_after=0.875,
+        kl_first=1.23456,
+        kl_last=0.01234,
+        checkpoint=run / "global_step_80",
+        huggingface=run / "global_step_80" / "huggingface",
+        metrics=run / "metrics.jsonl",
+        config=run / "config.yaml",
     )
     rows = dict(line.strip().split("  ", 1) for line in table.splitlines()[1:-1])
     assert {label: value.strip() for label, value in rows.items()} == {
@@ -36,7 +34,7 @@ def test_full_table():
 
 
 def test_what_is_unknown_is_a_dash():
-    lines = final_table(RunSummary(steps=3, wall_seconds=59.6)).splitlines()
+    lines = final_table(steps=3, wall_seconds=59.6).splitlines()
     assert sum(line.endswith("  —") for line in lines) == 7
     assert any(line.endswith("  — -> —") for line in lines)
     assert any(line.endswith("  1:00") for line in lines)
