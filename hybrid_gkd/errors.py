@@ -1,5 +1,20 @@
 """Every error that this package raises on purpose.
 
+    HybridGKDError                  message fit for a user: what, where, what to do
+    ├── ConfigError                 a key: its dotted name, the rule, the value
+    ├── DataError                   a data file or a row of it
+    ├── ModelError                  a model or tokenizer folder
+    ├── CheckpointError             a checkpoint that cannot be written or read
+    ├── DeviceMemoryError           a memory owner (parameters, KV cache, ...) does not fit into what is free
+    ├── WorkerError                 a training or rollout worker died, missed its deadline or raised
+    ├── TrainingError               the learning signal is not usable (NaN loss, nothing to train on)
+    └── TeacherError                anything about the teacher service
+        ├── TeacherUnreachable      no answer to the handshake within the connect timeout
+        ├── TeacherMismatch         teacher and student do not fit (vocabulary, K, length, temperature)
+        ├── TeacherTimeout          a request was not answered before its deadline
+        ├── TeacherRefused          the service answered that it will not score the request
+        └── BadTeacherReply         a reply that must not reach a loss (NaN, bad id, mass above 1, ...)
+
 The command line prints the message of a HybridGKDError without a traceback (unless --debug is
 given). Broken invariants of our own stay plain assertions.
 """
@@ -26,49 +41,37 @@ class ConfigError(HybridGKDError):
         super().__init__(f"{key}: {rule}" + (f"; got {value!r}" if show_value else ""))
 
 
-class DataError(HybridGKDError):
-    """A data file is missing, empty, lacks a column, or a row breaks a rule."""
+class DataError(HybridGKDError): ...
 
 
-class ModelError(HybridGKDError):
-    """A model or tokenizer folder cannot be used."""
+class ModelError(HybridGKDError): ...
 
 
-class CheckpointError(HybridGKDError):
-    """A checkpoint cannot be written or read."""
+class CheckpointError(HybridGKDError): ...
 
 
-class DeviceMemoryError(HybridGKDError):
-    """A memory owner (parameters, optimizer state, engine weights, KV cache) does not fit into what is free."""
+class DeviceMemoryError(HybridGKDError): ...
 
 
-class WorkerError(HybridGKDError):
-    """A training or rollout worker died, missed its deadline or raised."""
+class WorkerError(HybridGKDError): ...
 
 
-class TrainingError(HybridGKDError):
-    """The learning signal of a step is not usable: a loss of NaN, nothing to train on."""
+class TrainingError(HybridGKDError): ...
 
 
-class TeacherError(HybridGKDError):
-    """Anything about the teacher service."""
+class TeacherError(HybridGKDError): ...
 
 
-class TeacherUnreachable(TeacherError):
-    """No teacher answered the handshake within the connect timeout."""
+class TeacherUnreachable(TeacherError): ...
 
 
-class TeacherMismatch(TeacherError):
-    """Teacher and student do not fit together: vocabulary, K, length, temperature."""
+class TeacherMismatch(TeacherError): ...
 
 
-class TeacherTimeout(TeacherError):
-    """A request was not answered before its deadline."""
+class TeacherTimeout(TeacherError): ...
 
 
-class TeacherRefused(TeacherError):
-    """The service refused a request; the message holds its reason."""
+class TeacherRefused(TeacherError): ...
 
 
-class BadTeacherReply(TeacherError):
-    """A reply that must not reach a loss: NaN, a bad id, a mass above 1."""
+class BadTeacherReply(TeacherError): ...
