@@ -112,7 +112,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """A worker's share of an optimizer step. All have equally many micro-batches; empty ones too join collectives."""
+    """A worker's share of an optimizer step. All get equally many micro-batches, some empty: each runs collectives."""
 
     micro_batches: tuple[tuple[TrainSequence, ...], ...]
     num_tokens: int
