@@ -1,4 +1,7 @@
-"""A user's own loss, reward, rollout engine or tracker: `package.module:name` or `path/to/file.py:name`."""
+"""A user's own loss, reward, rollout engine or tracker: `package.module:name` or `path/to/file.py:name`.
+
+A module must be importable from where the program was started.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,10 @@ def is_import_path(value: str) -> bool:
 
 
 def load_object(key: str, import_path: str) -> Any:
-    """The object that `import_path` names. The module or file is executed.
+    """The object that `import_path` names; the module or file is executed.
 
-    Args:
-        key: the configuration key that holds it, for messages.
-        import_path: `package.module:name`, importable from where the program was started, or `path/to/file.py:name`.
-
-    Raises:
-        ConfigError: no such module or file, it fails to import, or it does not hold a callable of that name.
+    Raises ConfigError, for the configuration key `key`: no such module or file, it fails to import, or it does not hold
+    a callable of that name.
     """
     source, _, name = import_path.rpartition(":")
     file = Path(source).expanduser() if source.endswith(".py") or "/" in source else None

@@ -1,7 +1,6 @@
-"""Spans: named stretches of time in a process.
+"""Spans, named stretches of time in a process: the trainer's make `timing/*` and `teacher/hidden_fraction`.
 
-`timing/*` and `teacher/hidden_fraction` are computed from the trainer's. Each process appends its spans to a file of
-its own, and reporting/trace.py makes one trace of the files.
+Each process appends its spans to a file of its own, and reporting/trace.py makes one trace of the files.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ logger = logging.getLogger(__name__)
 Interval = tuple[float, float]
 TRAINER = "trainer"
 SUFFIX = ".spans.jsonl"
-MAX_BYTES = 16 * 2**20
-"""About 250,000 spans."""
+MAX_BYTES = 16 * 2**20  # about 250,000 spans
 
 
 class Span(NamedTuple):

@@ -29,9 +29,9 @@ from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+Respond = Callable[[GenerationRequest, int], np.ndarray]
+"""A request and the version of the weights that is asked -> response ids, int32 [R]."""
 
 
 def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> Any:
@@ -56,10 +56,9 @@ def make_tiny_model(
     """Write a random Qwen2 and its tokenizer to `folder`, and return it: vLLM runs them on the CPU (head size 32).
 
     Args:
-        hidden, layers: D, a multiple of 32, and the number of decoder blocks.
+        hidden: D, a multiple of 32.
         tied: one matrix for the input embedding and the head.
-        std: standard deviation of the weights, which `seed` decides.
-        extra_tokens, num_words: see `make_tokenizer`.
+        std: standard deviation of the weights.
         vocab_size: V, rows of the embeddings; None: as many as the tokenizer has tokens.
     """
     import torch
@@ -96,8 +95,8 @@ class RecordingGroup:
     """Stands in for `WorkerGroup`: two workers without a model, which keep what they are given.
 
     Args:
-        respond: request and the weight version that is asked -> response ids, int32 [R]; what it raises ends the
-            generation. By default the request's seed and index, which tell the step that it was drawn for.
+        respond: what it raises ends the generation. By default it gives the request's seed and index, so that a
+            response tells which step it was drawn for.
 
     Attributes:
         events: ("publish", version), ("generate", version, number of requests) and ("update",), in order.
@@ -111,7 +110,7 @@ class RecordingGroup:
 
     size, attention_cost = 2, 1e-3
 
-    def __init__(self, respond: Callable[[GenerationRequest, int], np.ndarray] | None = None):
+    def __init__(self, respond: Respond | None = None):
         self.description = [{"device": "cpu"}] * self.size
         self.events: list[tuple[Any, ...]] = []
         self.trained: list[list[TrainSequence]] = []
@@ -178,19 +177,11 @@ class RecordingGroup:
 
 
 class LocalGroup(RecordingGroup):
-    """A `RecordingGroup` with a real student, in this process, whose log-probabilities are those of its responses too.
-
-    Args:
-        config: the whole configuration.
-        respond: see `RecordingGroup`.
-        num_updates: optimizer steps of the run, the length of the learning-rate schedule.
-    """
+    """A `RecordingGroup` of one worker with a real student, which is trained for `num_updates` steps and not saved."""
 
     size = 1
 
-    def __init__(
-        self, config: Config, *, respond: Callable[[GenerationRequest, int], np.ndarray], num_updates: int = 1
-    ):
+    def __init__(self, config: Config, *, respond: Respond, num_updates: int = 1):
         import torch
 
         from hybrid_gkd.student.actor import Actor
@@ -215,12 +206,9 @@ class LocalGroup(RecordingGroup):
 
 
 class LocalTeacher:
-    """Stands in for `TeacherClient`: a function gives the scores.
+    """Stands in for `TeacherClient`: `score` gives a sequence's scores, and what it raises is the sequence's error.
 
-    Args:
-        score: sequence -> its scores. What it raises is the sequence's error.
-        delay: seconds that an answer takes at most, a random part of it each, so that they come in another order;
-            0: at once; None: when `answer` is called.
+    An answer takes a random part of `delay` seconds, so that the order changes; None: it waits for `answer`.
     """
 
     def __init__(self, score: Callable[[Sequence], TeacherTopK], delay: float | None = 0.0):
@@ -233,8 +221,7 @@ class LocalTeacher:
             if self._delay is None:
                 self.waiting[sequence.index] = sequence, future
             elif self._delay:
-                seconds = self._random.uniform(0, self._delay)
-                threading.Timer(seconds, self._answer, [sequence, future]).start()
+                threading.Timer(self._random.uniform(0, self._delay), self._answer, [sequence, future]).start()
             else:
                 self._answer(sequence, future)
         return futures

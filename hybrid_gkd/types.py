@@ -93,8 +93,7 @@ class TrainSequence:
     teacher: TeacherTopK | None = None
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
-    """Under the weights before the first mini-batch of this rollout, for a policy loss. None where there is only one
-    mini-batch, so that they are those of the weights being trained."""
+    """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""
     importance_weights: np.ndarray | None = None
     """Factors of the tokens' losses; None is 1."""
 
@@ -113,10 +112,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """A worker's share of one optimizer step.
-
-    Every worker gets the same number of micro-batches; an empty one still takes part in the collectives.
-    """
+    """A worker's share of an optimizer step. All get equally many micro-batches, some empty: each runs collectives."""
 
     micro_batches: tuple[tuple[TrainSequence, ...], ...]
     num_tokens: int
@@ -130,7 +126,6 @@ class Generation:
     prompt: str
     response: str
     answer: str | None = None
-    """Ground truth; None where the data has none."""
     reward: float | None = None
 
 
@@ -141,7 +136,6 @@ class RunInfo:
     project_name: str
     experiment_name: str
     run_dir: Path
-    """The folder of the run; every file goes there."""
     config: abc.Mapping[str, Any]
     """Resolved, nested dictionaries."""
     total_steps: int

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -25,7 +25,11 @@ class Console:
         self._total, self._start = info.total_steps, info.start_step
         self._started, self._last_line = time.monotonic(), -math.inf
         self._bar = None
-        if self._stream.isatty() and _has_width(self._stream):
+        has_width = self._stream.isatty()
+        with contextlib.suppress(OSError):  # not a real terminal; tqdm takes a width of its own
+            # A recorder or a container may offer a terminal of no columns, on which tqdm would show nothing.
+            has_width = has_width and os.get_terminal_size(self._stream.fileno()).columns > 0
+        if has_width:
             self._bar = tqdm(
                 total=self._total, initial=self._start, desc="step", unit="step", file=self._stream, dynamic_ncols=True
             )
@@ -59,11 +63,3 @@ class Console:
     def close(self, *, failed: bool) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _has_width(stream: TextIO) -> bool:
-    """False for a terminal of no columns, as a recorder or a container may offer: tqdm would show nothing."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:  # not a real terminal; tqdm takes a width of its own
-        return True

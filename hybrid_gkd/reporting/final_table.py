@@ -12,13 +12,15 @@ def final_table(
     huggingface: Path | None = None, metrics: Path | None = None, config: Path | None = None,
 ) -> str:
     """Plain text, one line per fact, without a newline at the end. Accuracies are from 0 to 1, None is unknown."""
+    minutes, seconds = divmod(round(wall_seconds), 60)
+    hours, minutes = divmod(minutes, 60)
     rows = [
         ("held-out accuracy: teacher", _show(teacher_accuracy, ".1%")),
         ("held-out accuracy: student before", _show(student_accuracy_before, ".1%")),
         ("held-out accuracy: student after", _show(student_accuracy_after, ".1%")),
         ("actor/kl_loss, first and last step", f"{_show(kl_first, '.4f')} -> {_show(kl_last, '.4f')}"),
         ("training steps", str(steps)),
-        ("wall time", _duration(wall_seconds)),
+        ("wall time", f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"),
         ("checkpoint", _show(checkpoint)),
         ("Hugging Face folder", _show(huggingface)),
         ("metrics", _show(metrics)),
@@ -32,9 +34,3 @@ def final_table(
 
 def _show(value: float | Path | None, form: str = "") -> str:
     return "—" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,11 +1,10 @@
-"""metrics.jsonl and generations.jsonl in the run folder."""
+"""metrics.jsonl in the run folder with an object per step, generations.jsonl with one per sample answer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from hybrid_gkd.files import JsonLinesFile, encode, free_path, read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
@@ -14,16 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """metrics.jsonl with one object per step, generations.jsonl with one object per sample answer.
-
-    A resumed run drops the rows after its first step, so that no step is there twice.
-    """
+    """Writes both files; a resumed run drops the rows that its steps will write again."""
 
     def __init__(self, info: RunInfo):
         paths = [info.run_dir / name for name in ("metrics.jsonl", "generations.jsonl")]
         for path in paths:
             if path.exists() and info.resume:
-                _keep_rows(path, up_to=info.start_step)
+                temporary = path.with_name(path.name + ".tmp")
+                temporary.write_bytes(encode(row for row in read_json_lines(path) if row["step"] <= info.start_step))
+                temporary.replace(path)
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))
                 logger.warning("%s is from an earlier run; kept as %s", path, older.name)
@@ -38,9 +36,3 @@ class JsonLines:
     def close(self, *, failed: bool) -> None:
         self._metrics.close()
         self._generations.close()
-
-
-def _keep_rows(path: Path, *, up_to: int) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(encode(row for row in read_json_lines(path) if row["step"] <= up_to))
-    temporary.replace(path)

@@ -1,109 +1,101 @@
-"""Every metric this package reports: its name, unit and meaning. docs/metrics.md is made of it."""
+"""Every metric this package reports: its name, unit (empty for a plain number) and meaning, as in docs/metrics.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
 
-
-class Metric(NamedTuple):
-    unit: str  # empty for a plain number
-    description: str
-
-
-METRICS: dict[str, Metric] = {
+METRICS: dict[str, tuple[str, str]] = {
     # The learning signal.
-    "actor/kl_loss": Metric("nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped"),
-    "actor/loss": Metric("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
-    "actor/grad_norm": Metric("", "Norm of the gradient before clipping, mean over the optimizer steps"),
-    "actor/lr": Metric("", "Learning rate of the last optimizer step"),
-    "actor/entropy": Metric("nats/token", "Entropy of the student's distribution"),
-    "actor/pg_loss": Metric("nats/token", "PPO's clipped loss on the task rewards"),
-    "actor/pg_clipfrac": Metric("fraction", "Response tokens whose PPO ratio was clipped"),
-    "actor/importance/mean": Metric("", "Importance weight (algorithm.rollout_is_threshold)"),
-    "actor/importance/effective_sample_size": Metric("fraction", "(sum w)^2 / (n sum w^2) of the importance weights"),
-    "actor/ppo_kl": Metric("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
-    "actor/distillation/forward_kl": Metric("nats/token", "KL(teacher, student) on the teacher's top k and the tail"),
-    "actor/distillation/reverse_kl": Metric("nats/token", "KL(student, teacher) on the teacher's top k and the tail"),
-    "actor/distillation/clamp_share": Metric("fraction", "Tokens with a divergence or advantage beyond loss_max_clamp"),
-    "actor/distillation/overlap_ratio": Metric("fraction", "Part of the teacher's top k in the student's, sampled"),
-    "actor/distillation/student_mass": Metric("fraction", "The student's probability of the teacher's top k"),
-    "actor/distillation/teacher_mass": Metric("fraction", "The teacher's probability of its top k"),
+    "actor/kl_loss": ("nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped"),
+    "actor/loss": ("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
+    "actor/grad_norm": ("", "Norm of the gradient before clipping, mean over the optimizer steps"),
+    "actor/lr": ("", "Learning rate of the last optimizer step"),
+    "actor/entropy": ("nats/token", "Entropy of the student's distribution"),
+    "actor/pg_loss": ("nats/token", "PPO's clipped loss on the task rewards"),
+    "actor/pg_clipfrac": ("fraction", "Response tokens whose PPO ratio was clipped"),
+    "actor/importance/mean": ("", "Importance weight (algorithm.rollout_is_threshold)"),
+    "actor/importance/effective_sample_size": ("fraction", "(sum w)^2 / (n sum w^2) of the importance weights"),
+    "actor/ppo_kl": ("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
+    "actor/distillation/forward_kl": ("nats/token", "KL(teacher, student) on the teacher's top k and the tail"),
+    "actor/distillation/reverse_kl": ("nats/token", "KL(student, teacher) on the teacher's top k and the tail"),
+    "actor/distillation/clamp_share": ("fraction", "Tokens with a divergence or advantage beyond loss_max_clamp"),
+    "actor/distillation/overlap_ratio": ("fraction", "Part of the teacher's top k in the student's, sampled"),
+    "actor/distillation/student_mass": ("fraction", "The student's probability of the teacher's top k"),
+    "actor/distillation/teacher_mass": ("fraction", "The teacher's probability of its top k"),
     # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
     # They may overlap, so they need not add up to timing/step.
-    "timing/step": Metric("seconds", "Generation (separate pools: waiting for it), teacher wait, update and publish"),
-    "timing/gen": Metric("seconds", "Drawing responses: of this batch or, ahead of the update, of a later one"),
-    "timing/wait_prev_gen": Metric("seconds", "Waiting for responses with nothing else to do (separate pools)"),
-    "timing/wait_prev_teacher": Metric("seconds", "Waiting for the teacher with nothing else to do"),
-    "timing/get_teacher_knowledge": Metric("seconds", "Time with at least one request at the teacher"),
-    "timing/update_actor": Metric("seconds", "Forward, backward and optimizer steps"),
-    "timing/sync_rollout_weights": Metric("seconds", "Copying the new weights into the rollout engine"),
-    "timing/offload": Metric("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
-    "timing/testing": Metric("seconds", "Validation on held-out prompts"),
-    "timing/save_checkpoint": Metric("seconds", "Writing the checkpoint of the step before, and publishing once more"),
+    "timing/step": ("seconds", "Generation (separate pools: waiting for it), teacher wait, update and publish"),
+    "timing/gen": ("seconds", "Drawing responses: of this batch or, ahead of the update, of a later one"),
+    "timing/wait_prev_gen": ("seconds", "Waiting for responses with nothing else to do (separate pools)"),
+    "timing/wait_prev_teacher": ("seconds", "Waiting for the teacher with nothing else to do"),
+    "timing/get_teacher_knowledge": ("seconds", "Time with at least one request at the teacher"),
+    "timing/update_actor": ("seconds", "Forward, backward and optimizer steps"),
+    "timing/sync_rollout_weights": ("seconds", "Copying the new weights into the rollout engine"),
+    "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
+    "timing/testing": ("seconds", "Validation on held-out prompts"),
+    "timing/save_checkpoint": ("seconds", "Writing the checkpoint of the step before, and publishing once more"),
     # The teacher service, seen from the trainer.
-    "teacher/latency": Metric("seconds", "From sending a request to its reply, median over the requests of the step"),
-    "teacher/latency_p95": Metric("seconds", "The same, 95th percentile"),
-    "teacher/latency_p99": Metric("seconds", "The same, 99th percentile"),
-    "teacher/tokens_per_second": Metric("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
-    "teacher/retries": Metric("", "Requests that were sent again"),
-    "teacher/bytes_per_token": Metric("bytes/token", "Size of the replies per response token"),
-    "teacher/queue_length": Metric("requests", "Requests of all clients that waited for a teacher worker, mean"),
-    "teacher/engine_busy": Metric("fraction", "Part of the last ten seconds with a request, mean over workers"),
-    "teacher/hidden_fraction": Metric(
+    "teacher/latency": ("seconds", "From sending a request to its reply, median over the requests of the step"),
+    "teacher/latency_p95": ("seconds", "The same, 95th percentile"),
+    "teacher/latency_p99": ("seconds", "The same, 99th percentile"),
+    "teacher/tokens_per_second": ("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
+    "teacher/retries": ("", "Requests that were sent again"),
+    "teacher/bytes_per_token": ("bytes/token", "Size of the replies per response token"),
+    "teacher/queue_length": ("requests", "Requests of all clients that waited for a teacher worker, mean"),
+    "teacher/engine_busy": ("fraction", "Part of the last ten seconds with a request, mean over workers"),
+    "teacher/hidden_fraction": (
         "fraction", "Share of the time with a request at the teacher in which the trainer was generating or updating, "
         "and not waiting for the teacher; from its spans since the report before"
     ),
-    "perf/tokens_per_second": Metric("tokens/second", "Prompt and response tokens per second of timing/step"),
-    "perf/mfu": Metric(
+    "perf/tokens_per_second": ("tokens/second", "Prompt and response tokens per second of timing/step"),
+    "perf/mfu": (
         "fraction", "Model FLOP/s utilization: forward and backward of the step's tokens, without recomputation, per "
         "second of timing/update_actor, of the GPUs' dense bf16 peak. That time also holds optimizer steps, copies "
         "between GPU and host and passes for log-probabilities. Absent on the CPU, unknown GPUs and mixtures of experts"
     ),
-    "perf/max_memory_allocated_gb": Metric("GiB", "torch's peak of the step, any GPU; without an engine that sleeps"),
-    "perf/max_host_memory_gb": Metric("GiB", "Largest host memory of a worker process so far"),
+    "perf/max_memory_allocated_gb": ("GiB", "torch's peak of the step, any GPU; without an engine that sleeps"),
+    "perf/max_host_memory_gb": ("GiB", "Largest host memory of a worker process so far"),
     **{
-        f"perf/copy/{owner}_{direction}": Metric("GB/s", f"Speed of the last copy of {owner} {where} the GPU")
+        f"perf/copy/{owner}_{direction}": ("GB/s", f"Speed of the last copy of {owner} {where} the GPU")
         for owner in ("actor_params", "optimizer_state")
         for direction, where in (("in", "to"), ("out", "from"))
     },
-    "memory/update/sleeping_engine_gb": Metric("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
-    "memory/rollout/actor_rest_gb": Metric(
+    "memory/update/sleeping_engine_gb": ("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
+    "memory/rollout/actor_rest_gb": (
         "GiB", "GPU memory after a publish beyond vLLM's own, first generation included: what the student did not free"
     ),
     # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
     # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
     **{
-        f"memory/{phase}/{owner}_gb": Metric("GiB", f"{owner} on the device when the phase {phase} begins")
+        f"memory/{phase}/{owner}_gb": ("GiB", f"{owner} on the device when the phase {phase} begins")
         for phase in RESIDENCY
         for owner in MEMORY_OWNERS
     },
     # The batch.
-    "response_length/mean": Metric("tokens", "Mean response length"),
-    "response_length/max": Metric("tokens", "Longest response"),
-    "response_length/min": Metric("tokens", "Shortest response"),
-    "response_length/clip_ratio": Metric("fraction", "Responses cut at data.max_response_length"),
-    "prompt_length/mean": Metric("tokens", "Mean prompt length"),
-    "prompt_length/max": Metric("tokens", "Longest prompt"),
-    "reward/mean": Metric("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
-    "reward/std": Metric("", "Standard deviation of the same"),
-    "training/global_step": Metric("steps", "Training steps done"),
-    "training/epoch": Metric("epochs", "Pass over the prompt data that the batch belongs to"),
-    "training/staleness": Metric("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
+    "response_length/mean": ("tokens", "Mean response length"),
+    "response_length/max": ("tokens", "Longest response"),
+    "response_length/min": ("tokens", "Shortest response"),
+    "response_length/clip_ratio": ("fraction", "Responses cut at data.max_response_length"),
+    "prompt_length/mean": ("tokens", "Mean prompt length"),
+    "prompt_length/max": ("tokens", "Longest prompt"),
+    "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
+    "reward/std": ("", "Standard deviation of the same"),
+    "training/global_step": ("steps", "Training steps done"),
+    "training/epoch": ("epochs", "Pass over the prompt data that the batch belongs to"),
+    "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
-    "val/accuracy": Metric("fraction", "Mean reward on held-out prompts: with built-in rules, the share that is right"),
-    "val/response_length": Metric("tokens", "Mean response length on held-out prompts"),
-    "val/num_prompts": Metric("prompts", "Held-out prompts asked"),
+    "val/accuracy": ("fraction", "Mean reward on held-out prompts: with built-in rules, the share that is right"),
+    "val/response_length": ("tokens", "Mean response length on held-out prompts"),
+    "val/num_prompts": ("prompts", "Held-out prompts asked"),
 }
 
 
 def check_names(metrics: Iterable[str]) -> None:
     """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
     unknown = sorted(set(metrics) - METRICS.keys())
-    if unknown:
-        raise AssertionError(f"metrics without an entry in hybrid_gkd/reporting/metrics.py: {', '.join(unknown)}")
+    assert not unknown, f"metrics without an entry in hybrid_gkd/reporting/metrics.py: {', '.join(unknown)}"
 
 
 def markdown_table() -> str:
@@ -120,5 +112,5 @@ def markdown_table() -> str:
         "| name | unit | meaning |",
         "|---|---|---|",
     ]
-    lines += [f"| `{name}` | {metric.unit} | {metric.description} |" for name, metric in METRICS.items()]
+    lines += [f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items()]
     return "\n".join(lines) + "\n"

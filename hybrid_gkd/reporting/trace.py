@@ -18,9 +18,6 @@ from hybrid_gkd.spans import SUFFIX, TRAINER, Clock, Span, SpanFile
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_ROWS = 10_000
-"""Rows of a pool that only generates come after so many of those that train."""
-
 
 @contextlib.contextmanager
 def recording(run_dir: Path) -> Iterator[Clock]:
@@ -54,8 +51,8 @@ def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     rows: dict[str, int] = {}
     for span in spans:
         if span.row not in rows:
-            role, _, rank = span.row.rpartition(" ")
-            pid = {TRAINER: 1, "teacher": 2}.get(span.row) or 3 + int(rank) + ROLLOUT_ROWS * (role == "rollout worker")
+            role, _, rank = span.row.rpartition(" ")  # workers that only generate come after those that train
+            pid = {TRAINER: 1, "teacher": 2}.get(span.row) or 3 + int(rank) + 10_000 * (role == "rollout worker")
             rows[span.row] = pid
             yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": span.row}}
             yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}

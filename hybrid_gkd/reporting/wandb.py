@@ -30,9 +30,9 @@ class Wandb:
 
         self._wandb = wandb
         self._samples: list[list[Any]] = []
-        offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not (
-            "WANDB_MODE" in os.environ or _has_wandb_login(wandb.setup().settings.base_url)
-        )
+        offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+        if "WANDB_MODE" not in os.environ:
+            offline = not _has_wandb_login(wandb.setup().settings.base_url)
         id_file = info.run_dir / "wandb_run_id"
         history = info.run_dir / "metrics.jsonl"
         resumes = info.resume and id_file.exists() and (not offline or history.exists())
