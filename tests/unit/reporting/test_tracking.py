@@ -340,6 +340,7 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     assert f"wandb sync {second}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_wandb_ended_by_a_signal_does_not_choose_the_exit_code_of_the_run(no_wandb_login, tmp_path):
     pytest.importorskip("wandb")
     tracker = make(tmp_path, ["wandb"])

@@ -80,6 +80,7 @@ def test_a_sender_that_sends_nothing_ends_the_receiving_at_the_timeout(members):
         list(receiver.receive())
 
 
+@pytest.mark.slow
 def test_a_member_that_never_comes_is_an_error_that_names_the_address():
     options = {"layout": [], "dtype": torch.float32, "device": torch.device("cpu"), "bucket_bytes": 100}
     with socket.socket() as probe:

@@ -194,6 +194,7 @@ def test_scores_come_back_in_order_and_are_counted():
         assert client.drain_metrics().tokens == 0
 
 
+@pytest.mark.slow
 def test_at_most_n_server_workers_requests_are_in_flight():
     batch = sequences(9)
     gate = threading.Event()
@@ -215,7 +216,10 @@ def test_at_most_n_server_workers_requests_are_in_flight():
         assert max(most) == 2
 
 
-@pytest.mark.parametrize("fault", [lose, damage, poison, error("failed"), error("busy"), error("expired"), silence])
+SLOW_SILENCE = pytest.param(silence, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("fault", [lose, damage, poison, error("failed"), error("busy"), error("expired"), SLOW_SILENCE])
 def test_one_fault_is_repaired(fault):
     batch = sequences()
     with Server(fault) as server, connect(server, request_timeout=8 if fault is silence else 60) as client:
@@ -235,6 +239,7 @@ def test_repeated_reply_is_delivered_once():
         assert len(client.drain_metrics().latencies) == 2
 
 
+@pytest.mark.slow
 def test_late_reply_of_an_earlier_attempt_is_used_once():
     batch = sequences()
     kept = []
@@ -303,6 +308,7 @@ def test_requests_are_packed_by_tokens(monkeypatch):
         assert sum(sizes) == sum(sequence.num_tokens for sequence in batch)
 
 
+@pytest.mark.slow
 def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
     monkeypatch.setattr(teacher_client, "MAX_WAITING_TOKENS", 30)
     batch = sequences(60)
@@ -362,6 +368,7 @@ def test_refusal_is_final():
         assert len(server.requests) == 1
 
 
+@pytest.mark.slow
 def test_timeout_names_server_request_and_wait():
     with Server(*[silence] * 9) as server, connect(server, request_timeout=1.0, max_retries=1) as client:
         client.handshake(**STUDENT)
@@ -375,6 +382,7 @@ def test_timeout_names_server_request_and_wait():
         assert server.requests[0].id in str(caught.value)
 
 
+@pytest.mark.slow
 def test_failover_to_the_next_server():
     batch = sequences(20)
     dies = threading.Event()
@@ -404,6 +412,7 @@ def test_restarted_server_is_asked_again():
         assert len(server.requests) == 2
 
 
+@pytest.mark.slow
 def test_a_connection_that_libzmq_gives_up_is_opened_again():
     """After a handshake that can never succeed, libzmq does not try again, whoever listens there later."""
     batch = sequences()
@@ -496,6 +505,7 @@ def test_a_dead_thread_fails_everything(monkeypatch):
             client.submit(sequences())
 
 
+@pytest.mark.slow
 def test_cancelled_futures_are_left_out():
     batch = sequences(8)
     with Server(silence) as server, connect(server, n_server_workers=1, request_timeout=4) as client:
