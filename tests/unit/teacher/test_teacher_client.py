@@ -216,10 +216,10 @@ def test_at_most_n_server_workers_requests_are_in_flight():
         assert max(most) == 2
 
 
-SLOW_SILENCE = pytest.param(silence, marks=pytest.mark.slow)
+FAULTS = [lose, damage, poison, error("failed"), error("busy"), error("expired")]
 
 
-@pytest.mark.parametrize("fault", [lose, damage, poison, error("failed"), error("busy"), error("expired"), SLOW_SILENCE])
+@pytest.mark.parametrize("fault", [*FAULTS, pytest.param(silence, marks=pytest.mark.slow)])
 def test_one_fault_is_repaired(fault):
     batch = sequences()
     with Server(fault) as server, connect(server, request_timeout=8 if fault is silence else 60) as client:
