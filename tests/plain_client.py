@@ -37,8 +37,8 @@ def decode(frames):
 
 
 class PlainClient:
-    def __init__(self, address, patience):
-        self._patience = patience
+    def __init__(self, address, timeout):
+        self._timeout = timeout
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, os.urandom(16))
@@ -57,13 +57,13 @@ class PlainClient:
 
     def receive(self, *kinds):
         """The next message of one of these kinds; others are passed over."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
             if self._socket.poll(100):
                 fields, arrays = decode(self._socket.recv_multipart())
                 if fields["kind"] in kinds:
                     return fields, arrays
-        raise TimeoutError(f"waited {self._patience} s for {kinds}")
+        raise TimeoutError(f"waited {self._timeout} s for {kinds}")
 
     def handshake(self):
         self.send("hello")
@@ -72,7 +72,7 @@ class PlainClient:
     def ask(self, request_id, sequences, topk, temperature=1.0, attempt=1):
         ids = np.concatenate([np.concatenate(pair) for pair in sequences]).astype(np.int32)
         self.send(
-            "score", [ids], id=request_id, attempt=attempt, timeout_seconds=self._patience, topk=topk,
+            "score", [ids], id=request_id, attempt=attempt, timeout_seconds=self._timeout, topk=topk,
             temperature=temperature, prompt_lengths=[len(prompt) for prompt, _ in sequences],
             response_lengths=[len(response) for _, response in sequences],
         )  # fmt: skip

@@ -44,7 +44,7 @@ class PlacedWorkers:
         group = WorkerGroup(config, device=facts.device, load=False, log_folder=self.logs)
         self.group = self._stack.enter_context(contextlib.closing(group))
         refuse_teacher_gpu(config, group.placements)
-        return "\n".join(["", *(f"{place.worker}: {place}" for place in group.placements)])
+        return "\n".join(f"{place.worker}: {place}" for place in group.placements)
 
     def free_memory(self, facts: Facts) -> str:
         """Raises ConfigError if others hold what the run needs."""
