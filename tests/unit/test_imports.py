@@ -11,8 +11,9 @@ import hybrid_gkd
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
-errors files imports types spans config_metadata losses config config_rules demo config_loading models data offload
-rollout student teacher teacher_client checkpoint workers ppo trainer reporting testing launch doctor metrics __main__
+errors files imports types spans waiting config_metadata losses config config_rules demo config_loading models data
+offload rollout student teacher teacher_client checkpoint workers ppo trainer reporting testing launch doctor metrics
+__main__
 """.split()
 ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics"}}
 # In a fresh interpreter, importing all of a room but its commands brings in none of these.
@@ -21,6 +22,7 @@ FORBIDDEN = {
     "types": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
     "config_loading": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
     "spans": {"torch", "vllm", "ray", "wandb"},
+    "waiting": {"torch", "vllm", "ray", "zmq", "numpy"},
     "teacher.protocol": {"torch", "vllm", "ray", "transformers"},
     "teacher_client": {"torch", "vllm", "ray", "transformers"},
     "teacher.__main__": {"torch", "ray", "hybrid_gkd.trainer", "hybrid_gkd.workers"},

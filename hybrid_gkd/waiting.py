@@ -1,0 +1,88 @@
+"""Nothing waits in silence: what a block of code waits for is said in the log after 10 s, and then every 30 s.
+
+    with waiting("the teacher at 10.0.0.5:15555", Timeout(600.0, "actor_rollout_ref.teacher.request_timeout")):
+        ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+FIRST_SECONDS = 10.0
+EVERY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """The most that a wait may take; as text with the key that sets it, as every message about a deadline names it."""
+
+    seconds: float
+    key: str = ""
+    """Configuration key; empty where nothing sets it."""
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s ({self.key or 'fixed'})"
+
+
+class Wait:
+    """A wait under way; see `waiting`."""
+
+    def __init__(self, whom: str, timeout: Timeout | None, detail: Callable[[], str]):
+        self.whom, self._timeout, self._detail = whom, timeout, detail
+        self.started = time.monotonic()
+        self._over = threading.Event()
+        self.was_said = False
+        self.restart_timeout()
+
+    def restart_timeout(self) -> None:
+        """There was progress, and the timeout is one of inactivity."""
+        self._timeout_began = time.monotonic()
+
+    def __str__(self) -> str:
+        detail = self._detail()
+        since = f"since {clock_time(self.started)}, for {time.monotonic() - self.started:.0f} s now"
+        until = ""
+        if self._timeout is not None:
+            limit = f"{self._timeout.key}={self._timeout.seconds:g}" if self._timeout.key else str(self._timeout)
+            until = f", until {clock_time(self._timeout_began + self._timeout.seconds)} ({limit})"
+        return f"waiting for {self.whom}{': ' if detail else ''}{detail}; {since}{until}"
+
+    def say_until_over(self) -> None:
+        pause = FIRST_SECONDS
+        while not self._over.wait(pause):
+            logger.info("%s", self)
+            self.was_said, pause = True, EVERY_SECONDS
+
+    def end(self) -> None:
+        self._over.set()
+
+
+@contextlib.contextmanager
+def waiting(whom: str, timeout: Timeout | None = None, detail: Callable[[], str] = lambda: "") -> Iterator[Wait]:
+    """Say what the block waits for if it takes long, and at the end how long it took; an error says that by itself.
+
+    Args:
+        whom: that is waited for, "the teacher at host:port".
+        timeout: which the block keeps, or a library that it calls; None: a library has one of its own.
+        detail: asked in another thread for what is still missing whenever it is said.
+    """
+    wait = Wait(whom, timeout, detail)
+    threading.Thread(target=wait.say_until_over, name="waiting", daemon=True).start()
+    try:
+        yield wait
+    finally:
+        wait.end()
+    if wait.was_said:
+        logger.info("waited %.0f s for %s", time.monotonic() - wait.started, whom)
+
+
+def clock_time(at: float) -> str:
+    """A moment of time.monotonic as this machine's clock shows it, 13:20:05."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + at))
