@@ -5,7 +5,6 @@ Without a configuration name, and without a model or data of one's own, the demo
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import traceback
@@ -15,13 +14,13 @@ from hybrid_gkd.config_loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.launch.command_line import end_on_sigterm, load, parse, terminated
+from hybrid_gkd.reporting.logs import log_to_console
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("hybrid_gkd").setLevel(logging.INFO)
+    log_to_console()
     end_on_sigterm()
     try:
         config = load(options)

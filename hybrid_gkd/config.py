@@ -348,8 +348,12 @@ class TrainerConfig:
     """Project in wandb, folder under default_local_dir."""
     experiment_name: str = field(default="gkd", metadata=rules.FOLDER_NAME)
     """Run name in wandb, folder under the project."""
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "wandb"], metadata=rules.TRACKERS)
-    """Any of console, jsonl, wandb, and module:name of your own."""
+    logger: list[str] = field(default_factory=lambda: ["console", "wandb"], metadata=rules.TRACKERS)
+    """Any of console, wandb, and module:name of your own. metrics.jsonl, generations.jsonl and run.log are parts of
+    every run; the name jsonl is taken and changes nothing."""
+    console: Literal["auto", "progress", "full"] = "auto"
+    """How the console shows steps. full: a line for each, with the time and all metrics by name; progress: a bar, or
+    without a terminal a short line every few seconds; auto: progress on a terminal, full in a file."""
     nnodes: int = field(default=1, metadata=rules.POSITIVE)
     """Machines of the Ray cluster."""
     n_gpus_per_node: int = field(default=1, metadata=rules.POSITIVE)

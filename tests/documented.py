@@ -43,7 +43,7 @@ OWN_OBJECTS = (
     "bash run_gkd.sh distillation.loss_fn=my_loss.py:skewed_kl",
     "bash run_gkd.sh reward.custom_reward_function.path=my_reward.py reward.custom_reward_function.name=score",
     "bash run_gkd.sh actor_rollout_ref.rollout.name=my_engine.py:MyEngine",
-    "bash run_gkd.sh trainer.logger=[console,jsonl,my_tracker.py:MyTracker]",
+    "bash run_gkd.sh trainer.logger=[console,my_tracker.py:MyTracker]",
 )
 
 RUN_BY_TEST_DOCS = {KEYS, MORE_KEYS, SERVE, JOIN, STATUS, GIVEN_TEACHER, DRY_RUN, ONE_CARD, *OWN_OBJECTS}

@@ -24,6 +24,7 @@ from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
 from hybrid_gkd.reporting.final_table import final_table
+from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.trainer import GKDTrainer
@@ -48,9 +49,11 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> str:
     facts = check_all(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
+        stack.enter_context(run_log(config.run_dir))
         (config.run_dir / "config.yaml").write_text(to_yaml(config))
-        trainer = assemble(facts, stack)
-        trainer.fit()
+        with failure_logged():
+            trainer = assemble(facts, stack)
+            trainer.fit()
     return summarise(trainer, started, teacher_accuracy)
 
 

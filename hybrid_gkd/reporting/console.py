@@ -1,4 +1,4 @@
-"""Progress in the terminal."""
+"""The steps of a run on the console: `trainer.console`."""
 
 from __future__ import annotations
 
@@ -11,30 +11,34 @@ from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
 
+from hybrid_gkd.reporting.logs import TIME
 from hybrid_gkd.types import Generation, RunInfo
 
 PLAIN_LINE_SECONDS = 5.0
-"""Without a terminal, a step that ends sooner after the last line gets no line of its own."""
+"""With trainer.console=progress and no terminal, a step that ends sooner after the last line gets no line."""
 
 
 class Console:
-    """A progress bar; without a terminal, a line every few seconds instead."""
+    """A progress bar, a line for every step, or a short one every few seconds."""
 
     def __init__(self, info: RunInfo):
-        self._stream = sys.stderr
+        self._stream, self._style = sys.stderr, info.config["trainer"]["console"]
         self._total, self._start = info.total_steps, info.start_step
-        self._started, self._last_line = time.monotonic(), -math.inf
+        self._step, self._started, self._last_line = self._start, time.monotonic(), -math.inf
         self._bar = None
         has_width = self._stream.isatty()
         with contextlib.suppress(OSError):  # not a real terminal; tqdm takes a width of its own
             # A recorder or a container may offer a terminal of no columns, on which tqdm would show nothing.
             has_width = has_width and os.get_terminal_size(self._stream.fileno()).columns > 0
-        if has_width:
+        if has_width and self._style != "full":
             self._bar = tqdm(
                 total=self._total, initial=self._start, desc="step", unit="step", file=self._stream, dynamic_ncols=True
             )
+        elif self._style == "auto":
+            self._style = "full"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._step = step
         signal = {"actor/kl_loss": "KL", "reward/mean": "reward"}
         summary = [f"{label} {metrics[name]:.4f}" for name, label in signal.items() if name in metrics][:1]
         if "perf/tokens_per_second" in metrics:
@@ -48,18 +52,33 @@ class Console:
             self._bar.refresh()
             return
         now = time.monotonic()
-        if not accuracy and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:
+        if self._style == "full":
+            summary, accuracy = [all_by_name(metrics)], []
+        elif not accuracy and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:
             return
         self._last_line = now
-        parts = [f"step {step}/{self._total}", *summary, *accuracy]
+        parts = [f"step {step}/{self._total}"]
         if self._start < step < self._total:
             left = (now - self._started) / (step - self._start) * (self._total - step)
             parts.append(f"{tqdm.format_interval(round(left))} left")
-        print("  ".join(parts), file=self._stream, flush=True)
+        self._print("  ".join([*parts, *summary, *accuracy]))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         """Nothing: they are long, and in generations.jsonl."""
 
     def close(self, *, failed: bool) -> None:
+        is_last = self._step >= self._total
         if self._bar is not None:
+            if not is_last:  # what was left is not coming any more
+                self._bar.bar_format = "{desc}: {n_fmt}/{total_fmt} after {elapsed}, where the run ended"
             self._bar.close()
+        elif not is_last:
+            self._print(f"step {self._step}/{self._total}, where the run ended")
+
+    def _print(self, line: str) -> None:
+        print(time.strftime(TIME), line, file=self._stream, flush=True)
+
+
+def all_by_name(metrics: Mapping[str, float]) -> str:
+    """All metrics of a step in one line."""
+    return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: `trainer.logger`.
+"""Where the metrics of a run go: its own files, and what `trainer.logger` names.
 
 A tracker that cannot start is an error, since the user asked for it. A tracker that fails later warns
 once and training goes on: a full disk or a lost connection is no reason to lose the run.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.imports import load_object
-from hybrid_gkd.reporting.console import Console
+from hybrid_gkd.reporting.console import Console, all_by_name
 from hybrid_gkd.reporting.jsonl import JsonLines
 from hybrid_gkd.reporting.metrics import check_names
 from hybrid_gkd.reporting.wandb import Wandb
@@ -35,11 +35,14 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {"console": Console, "jsonl"
 def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Tracker]]:
     """The classes of `trainer.logger`, a user's own last. Raises ConfigError if one of those cannot be imported."""
     own = {name: load_object("trainer.logger", name) for name in loggers if name not in TRACKERS}
-    return {name: made for name, made in TRACKERS.items() if name in loggers} | own
+    return {name: made for name, made in TRACKERS.items() if name in loggers or name == "jsonl"} | own
 
 
 class Tracking:
-    """Sends the metrics of a run to the trackers of `trainer.logger`. Raises ConfigError if one cannot start."""
+    """Sends the metrics of a run to metrics.jsonl, run.log and the trackers of `trainer.logger`.
+
+    Raises ConfigError if one cannot start.
+    """
 
     def __init__(self, loggers: Sequence[str], info: RunInfo):
         self._trackers: dict[str, Tracker] = {}
@@ -50,6 +53,9 @@ class Tracking:
                 self._trackers[name] = make(info)
             except Exception as error:
                 self.close(failed=True)
+                if name == "jsonl":  # not a choice
+                    rule = f"cannot be written to: {error}"
+                    raise ConfigError("trainer.default_local_dir", rule, str(info.run_dir)) from error
                 rule = f"{name} cannot start: {error} (leave {name} out to train without it)"
                 raise ConfigError("trainer.logger", rule, list(loggers)) from error
 
@@ -58,6 +64,7 @@ class Tracking:
         assert step > self._last_step, f"step {step} is reported after step {self._last_step}"
         self._last_step = step
         numbers = {name: float(value) for name, value in metrics.items()}
+        logger.debug("step %d  %s", step, all_by_name(numbers))
         self._each(lambda tracker: tracker.log(numbers, step))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import netrc
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
+
+logger = logging.getLogger(__name__)
 
 WANDB_FINISH_SECONDS = 300.0
 """How long the end of a run waits for uploads; what is missing then can be sent with `wandb sync`."""
@@ -46,11 +48,11 @@ class Wandb:
             id_file.write_text(self._run.id + "\n")
             if offline:
                 path = self._run.settings.sync_dir
-                print(f"wandb is offline; to see the run in a browser: wandb sync {path}", file=sys.stderr, flush=True)
+                logger.info("wandb is offline; to see the run in a browser: wandb sync %s", path)
                 for row in read_json_lines(history) if resumes else []:
                     self._run.log(row, step=row.pop("step"), commit=True)
             elif self._run.url:
-                print(f"wandb run: {self._run.url}", file=sys.stderr, flush=True)
+                logger.info("wandb run: %s", self._run.url)
         except BaseException:
             self.close(failed=True)
             raise

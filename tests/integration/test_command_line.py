@@ -124,6 +124,10 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert f"rollout engine {ENGINE}" in errors
     assert f"worker 0: {socket.gethostname()}, cpu" in errors
     assert f"engine {ENGINE}" in errors.partition("teacher:")[2]
+    steps = [line for line in errors.splitlines() if " timing/wait_prev_teacher=" in line]
+    assert [line.split()[3] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
+    log = (out / "hybrid_gkd" / "gkd" / "run.log").read_text()
+    assert all(line in log for line in ("INFO versions: ", "INFO run folder: ", "DEBUG step 4  actor/"))
 
 
 def test_the_trace_shows_what_the_metrics_say(finished):

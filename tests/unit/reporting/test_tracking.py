@@ -2,6 +2,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -18,15 +19,17 @@ from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.console import Console
+from hybrid_gkd.reporting.logs import ConsoleHandler
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
 
 
-def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False) -> RunInfo:
+def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False, console="auto") -> RunInfo:
     return RunInfo(
-        project_name="gkd", experiment_name="unit", run_dir=run_dir, config={"distillation": {"topk": 64}},
+        project_name="gkd", experiment_name="unit", run_dir=run_dir,
+        config={"distillation": {"topk": 64}, "trainer": {"console": console}},
         total_steps=total_steps, start_step=start_step, resume=resume,
     )
 
@@ -89,7 +92,7 @@ def test_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_p
     closed = []
     monkeypatch.setattr(Console, "close", lambda self, failed: closed.append(failed))
     (tmp_path / "run").write_text("a file where the folder should be")
-    with pytest.raises(ConfigError, match=r"^trainer\.logger: jsonl cannot start: .*run"):
+    with pytest.raises(ConfigError, match=r"^trainer\.default_local_dir: cannot be written to: .*run"):
         make(tmp_path / "run", ["console", "jsonl"])
     assert closed == [True]
 
@@ -97,6 +100,13 @@ def test_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_p
 def test_names_outside_the_table_are_refused(tmp_path):
     with make(tmp_path) as tracker, pytest.raises(AssertionError, match="actor/typo"):
         tracker.log({"actor/typo": 1.0}, 1)
+
+
+def test_metrics_and_generations_are_written_whatever_the_loggers(tmp_path):
+    for loggers in ([], ["console"]):
+        run_steps(tmp_path / str(len(loggers)), [1, 2], loggers=loggers)
+        for name in ("metrics.jsonl", "generations.jsonl"):
+            assert steps_of(tmp_path / str(len(loggers)) / name) == [1, 2]
 
 
 def test_a_step_is_reported_once(tmp_path):
@@ -219,18 +229,56 @@ def test_console_on_a_terminal_is_a_bar(monkeypatch):
     assert "step 2: held-out accuracy 50.0%" in text
 
 
-def test_console_without_a_terminal_is_a_line_every_few_seconds(monkeypatch):
+def test_console_in_a_file_has_a_line_of_every_step_with_the_time_and_all_metrics(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info(total_steps=3))
+    console.log({"val/accuracy": 0.25}, 0)
+    console.log({"actor/kl_loss": 0.5, "timing/wait_prev_teacher": 12.3456789}, 1)
+    console.log({"actor/kl_loss": 0.25}, 2)
+    console.close(failed=True)
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    expected = [
+        "step 0/3  val/accuracy=0.25", r"step 1/3  00:0\d left  actor/kl_loss=0.5 timing/wait_prev_teacher=12.3457",
+        r"step 2/3  00:0\d left  actor/kl_loss=0.25", "step 2/3, where the run ended",
+    ]
+    lines = stream.getvalue().splitlines()
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(time + pattern, line)
+
+
+def test_a_bar_whose_run_ends_early_shows_no_time_left(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info(total_steps=4))
+    console.log({}, 1)
+    console.close(failed=True)
+    assert re.search(r"step: 1/4 after 00:0\d, where the run ended\s*$", stream.getvalue())
+
+
+def test_a_message_stands_on_a_line_above_the_bar(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info(total_steps=4))
+    ConsoleHandler().handle(logging.makeLogRecord({"msg": "wandb is offline", "levelno": logging.INFO}))
+    console.close(failed=False)
+    before, _, after = stream.getvalue().partition("wandb is offline\n")
+    assert before.rpartition("\r")[2] == ""  # the bar was wiped
+    assert "0/4" in after
+
+
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    console = Console(info())
+    console = Console(info(console="progress"))
     for step in range(1, 11):
         clock[0] += 2.0
         console.log({"actor/kl_loss": 1.0 / step, "perf/tokens_per_second": 100.0}, step)
     console.close(failed=False)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "step 1/10  KL 1.0000  100 tokens/s  00:18 left"
+    lines = [line.split(" ", 2)[2] for line in stream.getvalue().splitlines()]
+    assert lines[0] == "step 1/10  00:18 left  KL 1.0000  100 tokens/s"
     assert [line.split()[1] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
     assert lines[-1] == "step 10/10  KL 0.1000  100 tokens/s"
 
@@ -318,8 +366,9 @@ def fail_after_step_3(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login, tmp_path, capsys):
+def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login, tmp_path, caplog):
     pytest.importorskip("wandb")
+    caplog.set_level(logging.INFO, "hybrid_gkd")
     with pytest.raises(RuntimeError, match="training broke"):
         fail_after_step_3(tmp_path)
     run_steps(tmp_path, [3, 4], loggers=["jsonl", "wandb"], start_step=2, resume=True)
@@ -337,7 +386,7 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     assert exit_code == 0
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["actor/kl_loss"] == 0.4
-    assert f"wandb sync {second}" in capsys.readouterr().err
+    assert f"wandb sync {second}" in caplog.text
 
 
 @pytest.mark.slow
