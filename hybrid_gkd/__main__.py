@@ -13,6 +13,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.errors import HybridGKDError
+from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.launch.command_line import end_on_sigterm, load, parse, terminated
 from hybrid_gkd.reporting.logs import log_to_console
 
@@ -57,7 +58,8 @@ def dry_run(config: Config) -> int:
 
 def train(config: Config) -> None:
     """Train and print the final table."""
-    from hybrid_gkd.launch import run
+    with quick_imports():
+        from hybrid_gkd.launch import run
 
     run.train(config, teacher_accuracy=demo_teacher_accuracy(config))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, ModelError
+from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.models.tokenizer import first_line
 
 HUB_SECONDS = 5.0
@@ -41,8 +42,9 @@ def model_spec(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
 ) -> ModelSpec:
     """Raises ModelError for a configuration that cannot be used, ConfigError as `read_config`."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    with quick_imports():
+        import torch
+        from transformers import AutoModelForCausalLM
 
     try:
         config = read_config(path, trust_remote_code, override_config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Raises ModelError with the folder when there is no tokenizer or it cannot be loaded."""
-    from transformers import AutoTokenizer
+    with quick_imports():
+        from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1  # a name on the hub has one slash at most

@@ -6,6 +6,7 @@ This module does not import vLLM by itself: `prepare_environment` has to run bef
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.imports import quick_imports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +74,15 @@ def prepare_environment(device: str) -> None:
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # on by default, and fails at import without the package
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def import_llm(device: str) -> Any:
+    """The class `vllm.LLM`, imported after the environment has been set for "cpu" or "cuda"."""
+    prepare_environment(device)
+    with quick_imports():
+        from vllm import LLM
+    gc.freeze()  # vLLM collects garbage five times while it loads, 0.2 s each for what has been imported
+    return LLM
 
 
 def device_engine_args(

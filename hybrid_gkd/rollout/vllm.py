@@ -31,9 +31,7 @@ class VLLMRolloutEngine(RolloutEngine):
     """vLLM's offline engine, stepped by hand, in this process and this process group. Seeds all random states."""
 
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
-        vllm_compat.prepare_environment(device.type)
-        from vllm import LLM
-
+        llm_class = vllm_compat.import_llm(device.type)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         takes_turns = config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
         self.can_sleep, self.stop_token_ids = device.type == "cuda" and takes_turns, stop_token_ids
@@ -65,7 +63,7 @@ class VLLMRolloutEngine(RolloutEngine):
         arguments |= vllm_compat.seeded_sampling_args(device.type)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
-        self.llm = LLM(**(arguments | rollout.engine_kwargs.vllm))
+        self.llm = llm_class(**(arguments | rollout.engine_kwargs.vllm))
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
         self.engine = self.llm.llm_engine

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
+from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
@@ -130,9 +131,9 @@ def join(arguments: argparse.Namespace) -> int:
         if os.getppid() != arguments.die_with_parent:  # it died before the call
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
-    # Here, so that the broker's process needs neither torch nor the time to import it.
-    from hybrid_gkd.teacher.engines.table import load_engine
-    from hybrid_gkd.teacher.server.worker import ScoringWorker
+    with quick_imports():  # here, so that the broker's process needs neither torch nor the time to import it
+        from hybrid_gkd.teacher.engines.table import load_engine
+        from hybrid_gkd.teacher.server.worker import ScoringWorker
 
     try:
         engine = load_engine(EngineOptions.parsed(arguments))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.workers.placement import Placement, Role
@@ -55,15 +56,16 @@ class Worker(GroupMember):
             WorkerError: the others were not reached.
         """
         timeout = self.config.actor_rollout_ref.nccl_timeout
-        self.join(address, timeout)
+        with quick_imports():
+            self.join(address, timeout)
+            import torch
+
+            from hybrid_gkd.offload.device import SharedDevice
+            from hybrid_gkd.rollout.engine import make_engine
+            from hybrid_gkd.student.actor import Actor
+            from hybrid_gkd.workers.updater import Updater
         if self.size > 1:
             self.all_reduce(address, timeout)
-        import torch
-
-        from hybrid_gkd.offload.device import SharedDevice
-        from hybrid_gkd.rollout.engine import make_engine
-        from hybrid_gkd.student.actor import Actor
-        from hybrid_gkd.workers.updater import Updater
 
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
         self.shared = SharedDevice(self.device_type)

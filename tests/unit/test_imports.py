@@ -1,6 +1,7 @@
 """Imports run one way, downwards: from every room to rooms before it in ROOMS, and without circles."""
 
 import ast
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hybrid_gkd
+from hybrid_gkd.imports import quick_imports
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
@@ -143,3 +145,11 @@ def test_what_cannot_run_here_imports_names_that_exist(folder):
                 assert node.module in MODULES, f"{file.name}: {node.module}"
                 missing = {alias.name for alias in node.names} - defined_in(node.module)
                 assert not missing, f"{file.name}: {node.module} has no {missing}"
+
+
+def test_the_collector_rests_while_large_packages_are_imported():
+    with quick_imports():
+        with quick_imports():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -38,16 +38,14 @@ class VLLMScoringEngine(ScoringEngine):
         config, info = describe_model(options, "vllm")
         super().__init__(info)
         vllm_compat.check_version()
-        vllm_compat.prepare_environment(device)
         self._items: dict[str, Item] = {}
         self._names = map(str, itertools.count())
         # The last response token is not read, but vLLM insists on generating one.
         limits = {"max_model_len": info.max_sequence_length, "max_num_seqs": SEQUENCES_PER_STEP[device]}
         try:
-            from vllm import LLM
-
+            llm_class = vllm_compat.import_llm(device)
             vllm_compat.keep_raw_prompt_logprobs()
-            llm = LLM(
+            llm = llm_class(
                 model=options.ckpt_path, trust_remote_code=options.trust_remote_code, generation_config="vllm",
                 tensor_parallel_size=options.tp_size, gpu_memory_utilization=options.gpu_memory_utilization,
                 enable_prefix_caching=False, enable_chunked_prefill=True,
