@@ -42,7 +42,8 @@ from models import SHAPES, full_tokenizer, make_model
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.launch.preflight import Facts, check_all
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.run import locked_run_folder, start_tracking
 from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.budget import teacher_shares_gpu

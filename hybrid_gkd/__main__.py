@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def dry_run(config: Config) -> int:
     """Print the resolved configuration and what every check before a run finds; the exit code, 1 if one failed."""
-    from hybrid_gkd.launch.preflight import CHECKS, Facts, Report
+    from hybrid_gkd.launch.checks import Facts, Report
+    from hybrid_gkd.launch.preflight import CHECKS
 
     print(to_yaml(config))
     report = Report()

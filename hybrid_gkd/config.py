@@ -25,7 +25,8 @@ class DataConfig:
     """Prompts for training and validation."""
 
     train_files: Any = MISSING
-    """File or list of files (.jsonl, .json, .parquet, .csv) or hub data sets `org/name[:config][:split]`."""
+    """One or a list of: files (.jsonl, .json, .csv, each also .gz or .zst; .parquet), patterns, folders of files or of
+    `save_to_disk`, `folder:split`, hub data sets `org/name[:config][:split]`."""
     val_files: Any = None
     """Like train_files; null switches validation off."""
     prompt_key: str = "prompt"

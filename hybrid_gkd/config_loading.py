@@ -13,16 +13,17 @@ import functools
 import operator
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_rules import field_rules, rules_between_fields
 from hybrid_gkd.demo.use import demo_path
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.errors import ConfigError, raise_all
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
 
@@ -36,24 +37,45 @@ def load_config(
 
     Raises:
         ConfigError: unknown key, wrong type, missing file, or a rule between fields is broken.
+        SeveralErrors: all of them, where there are several.
     """
-    merged = copy.deepcopy(_defaults())
-    if config_name is not None:
-        for recipe in _read_recipe(Path(config_path), config_name):
-            merged = _merge(merged, recipe)
+    config, problems = examine_config(overrides, config_name=config_name, config_path=config_path)
+    raise_all(problems)
+    assert config is not None
+    return config
+
+
+def examine_config(
+    overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
+) -> tuple[Config | None, list[ConfigError]]:
+    """The configuration and all that is wrong with it; what is wrong has its default. None if it cannot be resolved."""
+    merged, problems, recipes = copy.deepcopy(_defaults()), list[ConfigError](), list[DictConfig]()
+    try:
+        recipes = _read_recipe(Path(config_path), config_name) if config_name is not None else []
+    except ConfigError as error:
+        problems.append(error)
+    whole = not problems  # else what the file sets would seem to be missing
+    for recipe in recipes:
+        _merge(merged, recipe, problems)
     for override in overrides or []:
-        merged = _merge(merged, _parse_override(override), key=override.partition("=")[0])
+        try:
+            _merge(merged, _parse_override(override), problems, key=override.partition("=")[0])
+        except ConfigError as error:
+            problems.append(error)
+    for key in sorted(OmegaConf.missing_keys(merged)):
+        OmegaConf.update(merged, key, "")
+        rule = "must be given; --config-name demo has models and data of its own"
+        problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
     OmegaConf.register_resolver("demo", demo_path, replace=True)
     try:
         config = OmegaConf.to_object(merged)
-    except MissingMandatoryValue as error:
-        raise ConfigError(_full_key(error), "must be given", show_value=False) from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(_full_key(error), _reason(error), show_value=False) from None
+    except OmegaConfBaseException as error:  # a reference to a key that there is not
+        return None, [*problems, ConfigError(_full_key(error), _reason(error), show_value=False)]
     assert isinstance(config, Config)
-    _normalise(config)
-    check_config(config)
-    return config
+    problems += _normalise(config)
+    if whole:
+        problems += broken_rules(config, wrong={error.key for error in problems})
+    return config, problems
 
 
 @functools.cache
@@ -99,18 +121,35 @@ def _parse_override(override: str) -> DictConfig:
         raise ConfigError(key, f"the value is not valid YAML: {error}", override) from None
 
 
-def _merge(base: Any, extra: DictConfig, key: str = "") -> Any:
+def _merge(base: DictConfig, extra: DictConfig, problems: list[ConfigError], key: str = "config") -> None:
+    """Put the values of `extra` into `base`, all that fit; `key` is what a message names where the error has no key."""
     try:
-        return OmegaConf.unsafe_merge(base, extra)  # changes `base`, which merge would copy each time
+        OmegaConf.unsafe_merge(base, extra)  # changes `base`, which merge would copy each time
+        return
     except ConfigKeyError as error:
         unknown = _full_key(error)
         close = re.search(r"Did you mean: '(\w+)'", str(error))
         hint = f" (did you mean {'.'.join([*unknown.split('.')[:-1], close[1]])}?)" if close else ""
-        raise ConfigError(unknown, f"there is no such key{hint}", show_value=False) from None
+        problem = ConfigError(unknown, f"there is no such key{hint}", show_value=False)
     except OmegaConfBaseException as error:
-        raise ConfigError(_full_key(error, key or "config"), _reason(error), show_value=False) from None
+        problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
     except TypeError as error:  # a part of a list, for example
-        raise ConfigError(key or "config", str(error), show_value=False) from None
+        problem = ConfigError(key, str(error), show_value=False)
+    leaves = list(_leaves(OmegaConf.to_container(extra)))
+    if len(leaves) > 1:
+        for leaf in leaves:
+            _merge(base, leaf, problems, key)
+    elif str(problem) not in map(str, problems):  # a section that there is not has several leaves
+        problems.append(problem)
+
+
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[DictConfig]:
+    """Each value of nested dictionaries alone, under its keys."""
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from _leaves(value, (*path, name))
+    else:
+        yield OmegaConf.create(functools.reduce(lambda inner, name: {name: inner}, reversed(path), tree))
 
 
 def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:
@@ -124,7 +163,9 @@ def _reason(error: OmegaConfBaseException) -> str:
     return reason
 
 
-def _normalise(config: Config) -> None:
+def _normalise(config: Config) -> list[ConfigError]:
+    """Expand home folders; make lists of files. Returns what is neither a file nor a list of them."""
+    problems = []
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
     for section, name in ((model, "path"), (model, "tokenizer_path"), (teacher.model, "path"), (teacher, "keys")):
         value = getattr(section, name)
@@ -132,15 +173,32 @@ def _normalise(config: Config) -> None:
             setattr(section, name, os.path.expanduser(value))
     for name in ("train_files", "val_files"):
         value = getattr(config.data, name)
-        files = [value] if isinstance(value, str) else (value or [])
+        files = [value] if isinstance(value, str) and value else (value or [])
         if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
-            raise ConfigError(f"data.{name}", "must be a file or a list of files", value)
+            problems.append(ConfigError(f"data.{name}", "must be a file or a list of files", value))
+            files = []
         setattr(config.data, name, files)
+    return problems
 
 
-def check_config(config: Config) -> None:
-    """Check each field's rule, then the rules between fields. Raises ConfigError for the first that is broken."""
-    for rules in (field_rules, rules_between_fields):
-        for key, holds, rule in rules(config):
-            if not holds:
-                raise ConfigError(key, rule, operator.attrgetter(key)(config))
+def broken_rules(config: Config, wrong: set[str]) -> list[ConfigError]:
+    """Rules of fields and between fields that do not hold.
+
+    `wrong`: keys whose values were refused. They and values that break their own rule have their default here, and
+    what a rule between fields says about them is left out.
+    """
+    problems, wrong = [], set(wrong)
+    for key, holds, rule in field_rules(config):
+        if not holds and key not in wrong:
+            problems.append(ConfigError(key, rule, operator.attrgetter(key)(config)))
+            wrong.add(key)
+    sound = copy.deepcopy(config)
+    for key in wrong & {error.key for error in problems}:
+        section, _, name = key.rpartition(".")
+        setattr(operator.attrgetter(section)(sound), name, operator.attrgetter(key)(Config()))
+    about_wrong = re.compile("|".join(rf"\b{re.escape(key.rpartition('.')[2])}\b" for key in wrong) or r"(?!)")
+    for key, holds, rule in rules_between_fields(sound):
+        if not holds and key not in wrong and not about_wrong.search(rule):
+            value = operator.attrgetter(key)(config)
+            problems.append(ConfigError(key, rule, value, missing=value in (None, "", [], {})))
+    return problems

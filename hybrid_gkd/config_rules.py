@@ -42,7 +42,7 @@ def rules_between_fields(config: Config) -> Rules:
     yield (
         f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
         actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
-        "must be given when use_dynamic_bsz is false",
+        "must be given when use_dynamic_bsz is false; with use_dynamic_bsz=true it is not needed",
     )
     yield (
         f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
@@ -72,7 +72,10 @@ def rules_between_fields(config: Config) -> Rules:
         yield from _teacher(config)
         yield from _loss(config)
     if config.distillation.use_task_rewards or not config.distillation.enabled:
-        yield "reward.answer_key", config.reward.answer_key, "task rewards need the column with the right answers"
+        yield "reward.answer_key", config.reward.answer_key, (
+            "task rewards need the column with the right answers; distillation.enabled=true with "
+            "distillation.use_task_rewards=false trains without"
+        )
         yield f"{ARR}.rollout.n", arr.rollout.n > 1, "group-relative advantages need at least 2 responses per prompt"
 
 
@@ -80,7 +83,10 @@ def _pools(config: Config) -> Rules:
     arr, own = config.actor_rollout_ref, config.rollout.n_gpus_per_node
     key, separate = "rollout.n_gpus_per_node", "actor_rollout_ref.hybrid_engine=false"
     yield key, own is None or not arr.hybrid_engine, f"goes together with {separate}"
-    yield key, own is not None or arr.hybrid_engine, f"must be given with {separate}"
+    yield (
+        key, own is not None or arr.hybrid_engine,
+        f"must be given with {separate}; actor_rollout_ref.hybrid_engine=true does without",
+    )
     section, workers = "trainer" if own is None else "rollout", config.rollout_world_size
     yield (
         f"{ARR}.rollout.tensor_model_parallel_size", workers % arr.rollout.tensor_model_parallel_size == 0,
@@ -109,7 +115,8 @@ def _teacher(config: Config) -> Rules:
     key = f"{ARR}.teacher"
     yield (
         f"{key}.model.path", given or section.model.path is not None,
-        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one",
+        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one; "
+        "distillation.enabled=false trains on a reward without one",
     )
     yield f"{key}.server_port", not given or section.server_port != 0, "must be given together with server_ip"
     yield (
@@ -142,7 +149,8 @@ def _loss(config: Config) -> Rules:
             f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
             f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
         )
-    takes_samples = {name for name in set(weights) or {mode} if DIVERGENCES[name].signal == "sampled"}
+    used = DIVERGENCES.keys() & (set(weights) or {mode})
+    takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}
     sampled = mode in takes_samples
     yield (
         f"{key}.use_policy_gradient", not sampled or DIVERGENCES[mode].is_loss or loss.use_policy_gradient,

@@ -1,6 +1,7 @@
 """Every error that this package raises on purpose.
 
     HybridGKDError                  message fit for a user: what, where, what to do
+    ├── SeveralErrors               all that is wrong with what was given, a line each
     ├── ConfigError                 a key: its dotted name, the rule, the value
     ├── DataError                   a data file or a row of it
     ├── ModelError                  a model or tokenizer folder
@@ -22,7 +23,10 @@ given). Broken invariants of our own stay plain assertions.
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class HybridGKDError(Exception):
@@ -36,9 +40,49 @@ class HybridGKDError(Exception):
 class ConfigError(HybridGKDError):
     """A configuration key has an unusable value; the message is `<dotted.key>: <rule>; got <value>`."""
 
-    def __init__(self, key: str, rule: str, value: object = None, *, show_value: bool = True):
-        self.key = key
+    def __init__(self, key: str, rule: str, value: object = None, *, show_value: bool = True, missing: bool = False):
+        self.key, self.missing = key, missing
         super().__init__(f"{key}: {rule}" + (f"; got {value!r}" if show_value else ""))
+
+
+class SeveralErrors(HybridGKDError):
+    """Several errors at once, each message once; what is missing follows what is wrong."""
+
+    def __init__(self, errors: list[HybridGKDError]):
+        self.errors = sorted(errors, key=is_missing)
+        lines = [f"  {error}" for error in self.errors]
+        lines.insert(sum(not is_missing(error) for error in self.errors), "missing:")
+        super().__init__("\n".join([f"{len(errors)} things have to be changed:", *lines]).removesuffix("\nmissing:"))
+
+
+def is_missing(error: HybridGKDError) -> bool:
+    """Whether it is about a key that was not given."""
+    return isinstance(error, ConfigError) and error.missing
+
+
+def all_of(errors: Iterable[HybridGKDError]) -> list[HybridGKDError]:
+    """The single errors, without those that say the same."""
+    single = [part for error in errors for part in (error.errors if isinstance(error, SeveralErrors) else [error])]
+    return list({str(error): error for error in single}.values())
+
+
+def raise_all(errors: Iterable[HybridGKDError]) -> None:
+    """Raise the only error as it is, several as SeveralErrors; nothing where there is none."""
+    single = all_of(errors)
+    if single:
+        raise single[0] if len(single) == 1 else SeveralErrors(single)
+
+
+def call_all(functions: Iterable[Callable[[], T]]) -> list[T]:
+    """Call each, whichever fail; raise their HybridGKDErrors together, or return the results."""
+    results, errors = list[T](), list[HybridGKDError]()
+    for function in functions:
+        try:
+            results.append(function())
+        except HybridGKDError as error:
+            errors.append(error)
+    raise_all(errors)
+    return results
 
 
 class DataError(HybridGKDError): ...

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import FrameType
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import CONFIG_DIR, load_config
+from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import uses_demo
+from hybrid_gkd.errors import call_all, raise_all
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 terminated: list[int] = []
@@ -35,7 +36,13 @@ def parse(arguments: list[str], prog: str = "python -m hybrid_gkd") -> argparse.
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the command line asks for; the demo is built if it is used. Raises HybridGKDError."""
     name = options.config_name or default_config_name(options.overrides)
-    config = load_config(options.overrides, config_name=name, config_path=options.config_path)
+    config, problems = examine_config(options.overrides, config_name=name, config_path=options.config_path)
+    if problems and config is not None:
+        from hybrid_gkd.launch.inputs import check_presence  # imports torch
+
+        call_all([lambda: raise_all(problems), lambda: check_presence(config)])
+    raise_all(problems)
+    assert config is not None
     if uses_demo(config):
         from hybrid_gkd.demo.sorting import build_demo
 

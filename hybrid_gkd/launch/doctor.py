@@ -13,10 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hybrid_gkd.errors import HybridGKDError
+from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import end_on_sigterm, load, parse
 from hybrid_gkd.launch.plan import check_free_memory
-from hybrid_gkd.launch.preflight import CHECKS, Check, Facts, Report
+from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
@@ -68,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load(options)
     except HybridGKDError as error:
-        print(f"FAIL configuration: {error}")
+        for each in all_of([error]):
+            print(f"FAIL configuration: {each}")
         return 1
     report, facts = Report(), Facts(config)
     report.walk(CHECKS, facts)

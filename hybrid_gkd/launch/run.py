@@ -17,8 +17,9 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
+from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import check_free_memory
-from hybrid_gkd.launch.preflight import Facts, check_all
+from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu

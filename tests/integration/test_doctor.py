@@ -14,8 +14,9 @@ import torch
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.launch import doctor, preflight
+from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
-from hybrid_gkd.launch.preflight import Facts, check_disk
+from hybrid_gkd.launch.preflight import check_disk
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import GIB
@@ -58,8 +59,8 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     assert code == 0, text
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
-        "versions", "engine", "device", "loss", "student", "teacher", "reward", "trackers", "data", "checkpoint",
-        "disk", "plan", "placement", "GPU memory", "all-reduce",
+        "versions", "engine", "device", "loss", "student", "teacher", "fit", "reward", "trackers", "files", "data",
+        "checkpoint", "disk", "plan", "placement", "GPU memory", "all-reduce",
     ]
     for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start it on the CPU"):
         assert shown in text

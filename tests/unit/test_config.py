@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from hybrid_gkd.config_loading import CONFIG_DIR, load_config, to_yaml
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.config_loading import CONFIG_DIR, examine_config, load_config, to_yaml
+from hybrid_gkd.errors import ConfigError, HybridGKDError, SeveralErrors, raise_all
 
 OWN = [
     "data.train_files=prompts.jsonl",
@@ -86,7 +86,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
     ],
 )
 def test_bad_values_are_refused_by_name(override, parts):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(HybridGKDError) as caught:
         load_config([*OWN, override])
     for part in parts:
         assert part in str(caught.value)
@@ -119,7 +119,7 @@ def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():
     ],
 )
 def test_losses_that_would_not_do_what_they_say_are_refused(overrides, parts):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(HybridGKDError) as caught:
         load_config([*OWN, *(f"distillation.{override}" for override in overrides)])
     for part in parts:
         assert part in str(caught.value)
@@ -134,7 +134,7 @@ def test_losses_that_would_not_do_what_they_say_are_refused(overrides, parts):
     ],
 )
 def test_a_loss_of_ones_own_stands_alone(overrides, parts):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(HybridGKDError) as caught:
         load_config([*OWN, *(f"distillation.{override}" for override in overrides)])
     for part in parts:
         assert part in str(caught.value)
@@ -168,8 +168,8 @@ def test_every_loss_mode_loads():
 
 
 def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.train_files: must be given"):
-        load_config([])
+    with pytest.raises(ConfigError, match=r"^data\.train_files: must be given; --config-name demo"):
+        load_config(OWN[1:])
     with pytest.raises(ConfigError, match=r"--config-name.*nothere"):
         load_config(OWN, config_name="nothere", config_path=tmp_path)
 
@@ -189,3 +189,28 @@ def test_teacher_endpoints():
 
 def test_gradients_may_be_left_as_they_are():
     assert load_config([*OWN, "actor_rollout_ref.actor.grad_clip=.inf"]).actor_rollout_ref.actor.grad_clip == math.inf
+
+
+def test_all_that_is_wrong_is_said_at_once_and_then_what_is_missing(tmp_path):
+    """Keys, types, values and rules; not what follows from a value that is already refused."""
+    (tmp_path / "mine.yaml").write_text("data: {trunction: left, seed: x}\nfoo: {a: 1, b: 2}\n")
+    config, problems = examine_config(
+        [
+            "data.train_batch_size=abc", "actor_rollout_ref.actor.ppo_mini_batch_size=500", "justaword",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=0", "trainer.experiment_name=a/b",
+            "rollout.n_gpus_per_node=2", "trainer.project_name=kept",
+        ],
+        config_name="mine", config_path=tmp_path,
+    )  # fmt: skip
+    assert config is not None
+    assert config.trainer.project_name == "kept"
+    with pytest.raises(SeveralErrors) as caught:
+        raise_all(problems)
+    head, *lines = str(caught.value).splitlines()
+    assert head == "11 things have to be changed:"
+    keys = [line.split(":")[0].strip() for line in lines]
+    assert keys == [
+        "data.trunction", "data.seed", "foo", "data.train_batch_size", "justaword",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.experiment_name", "rollout.n_gpus_per_node",
+        "missing", "actor_rollout_ref.model.path", "data.train_files", "actor_rollout_ref.teacher.model.path",
+    ]

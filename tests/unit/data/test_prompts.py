@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_gkd.data.prompts import load_prompts
 from hybrid_gkd.demo.sorting import make_tokenizer
-from hybrid_gkd.errors import DataError
+from hybrid_gkd.errors import DataError, SeveralErrors
 
 TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three tokens to a user message
 
@@ -265,9 +265,64 @@ def test_a_parquet_file_without_rows(tmp_path, num_groups):
         load(tmp_path / "a.parquet")
 
 
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(DataError, match="must be a file, not a folder"):
-        load(tmp_path)
+def test_a_folder_of_files_is_read_by_the_datasets_library(tmp_path, monkeypatch):
+    """Splits by the names of the files, `train` where none is asked for; a folder without data is named."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, text in (("train-0", "a"), ("train-1", "b"), ("test", "c")):
+        datasets.Dataset.from_list([{"prompt": text, "answer": 1}]).to_parquet(tmp_path / "set" / f"{name}.parquet")
+    assert [(p.text, p.answer) for p in load(tmp_path / "set", answer_key="answer")] == [("a", "1"), ("b", "1")]
+    assert [p.text for p in load(f"{tmp_path}/set:test")] == ["c"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"data\.train_files: '.*empty': cannot be read: .*data files"):
+        load(tmp_path / "empty")
+
+
+def test_what_save_to_disk_wrote(tmp_path):
+    rows = datasets.Dataset.from_list([{"prompt": "x"}])
+    rows.save_to_disk(tmp_path / "one")
+    assert [p.text for p in load(tmp_path / "one")] == ["x"]
+    with pytest.raises(DataError, match=r"one:test': the folder holds one data set without splits, not 'test'"):
+        load(f"{tmp_path}/one:test")
+    splits = {"fit": rows, "held_out": datasets.Dataset.from_list([{"prompt": "y"}])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "two")
+    assert [p.text for p in load(f"{tmp_path}/two:held_out")] == ["y"]
+    with pytest.raises(DataError, match=r"two': its splits are fit, held_out; name one of them behind a colon"):
+        load(tmp_path / "two")
+    datasets.DatasetDict({"only": rows}).save_to_disk(tmp_path / "three")
+    assert [p.text for p in load(tmp_path / "three")] == ["x"]
+
+
+def test_patterns_are_read_in_the_order_of_the_names(write, tmp_path):
+    for name in ("b", "a", "c"):
+        write([{"prompt": name}], f"{name}.jsonl")
+    assert [(p.index, p.text) for p in load(f"{tmp_path}/[ab].jsonl")] == [(0, "a"), (1, "b")]
+    assert [p.text for p in load(f"{tmp_path}/**/*.jsonl")] == ["a", "b", "c"]
+    with pytest.raises(DataError, match=r"data\.train_files: the pattern matches no file: '.*/x\*\.jsonl'"):
+        load(f"{tmp_path}/x*.jsonl")
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [("gz", "gzip"), ("zst", "zstd")])
+def test_compressed_text(write, tmp_path, suffix, codec):
+    """Also where several were put one behind the other; a damaged one is named."""
+    parts = [pa.compress(f'{{"prompt": "{text}"}}\n'.encode(), codec, asbytes=True) for text in "ab"]
+    assert [p.text for p in load(write(b"".join(parts), f"a.jsonl.{suffix}"))] == ["a", "b"]
+    assert [p.text for p in load(write(pa.compress(b"prompt\nx\n", codec, asbytes=True), f"a.csv.{suffix}"))] == ["x"]
+    for damaged in (b"nonsense", parts[0][:-6]):
+        with pytest.raises(DataError, match=rf"a\.json\.{suffix}': cannot be read"):
+            load(write(damaged, f"a.json.{suffix}"))
+    with pytest.raises(DataError, match=r"must end in one of .*\.gz or \.zst behind that of a text file"):
+        load(write(b"", f"a.parquet.{suffix}"))
+
+
+def test_everything_that_is_wrong_is_said_at_once(write, tmp_path):
+    with pytest.raises(SeveralErrors) as caught:
+        load(tmp_path / "missing.jsonl", f"{tmp_path}/*.json", "gsm8k")
+    assert len(caught.value.errors) == 3
+    with pytest.raises(SeveralErrors) as caught:
+        load(write([{"text": "a"}], "a.jsonl"), write([{"prompt": 7}], "b.jsonl"))
+    first, second = map(str, caught.value.errors)
+    assert "a.jsonl': no column 'prompt'" in first
+    assert "b.jsonl', row 1, column 'prompt': must be a text" in second
 
 
 def test_an_answer_column_must_exist_only_if_it_was_asked_for(write):
@@ -303,7 +358,7 @@ def test_a_long_prompt_is_an_error_that_names_the_ways_out(write):
         load(file, max_prompt_length=6)
     message = str(caught.value)
     for part in ("rows.jsonl", "row 2", "7 tokens", "data.max_prompt_length=6", "data.truncation",
-                 "data.filter_overlong_prompts"):  # fmt: skip
+                 "data.filter_overlong_prompts", "1 of 2 prompts are longer, the longest has 7 tokens"):  # fmt: skip
         assert part in message
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import socket
 import sys
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybrid_gkd.__main__ import main
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.errors import ConfigError, ModelError, WorkerError
+from hybrid_gkd.errors import ConfigError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import preflight, run
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.teacher import teacher_environment
@@ -113,6 +115,34 @@ def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
 def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
     with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.tokenizer_path: /nowhere"):
         check_all(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
+
+
+def test_all_failures_are_said_at_once_and_what_follows_from_one_is_not(tmp_path):
+    config = runnable(tmp_path, "trainer.logger=[nowhere:Tracker]", "data.val_files=missing.jsonl")
+    (tmp_path / "student" / "model.safetensors").unlink()
+    with pytest.raises(SeveralErrors) as caught:
+        check_all(config)
+    parts = ("the folder has no weights", "trainer.logger", "data.val_files: file not found: 'missing.jsonl'")
+    for part, error in zip(parts, caught.value.errors, strict=True):
+        assert part in str(error)
+
+
+@pytest.mark.parametrize("wrong", [[], ["data.seed=x"]], ids=["keys are right", "a key is wrong too"])
+def test_a_dry_run_of_what_is_not_there_fails(tmp_path, capsys, wrong):
+    make_tiny_model(tmp_path / "student")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main([
+            "--dry-run", f"actor_rollout_ref.model.path={tmp_path}/student", "data.train_files=missing.jsonl",
+            "actor_rollout_ref.teacher.model.path=/nowhere", "actor_rollout_ref.rollout.name=hf", *wrong,
+        ])  # fmt: skip
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert code == 1
+    shown = "".join(capsys.readouterr())
+    expected = ["data.train_files: file not found: 'missing.jsonl'", "model.path: no such folder; got '/nowhere'"]
+    for part in [*expected, *("data.seed" for _ in wrong)]:
+        assert part in shown
 
 
 def test_more_positions_by_override_are_enough(tmp_path):

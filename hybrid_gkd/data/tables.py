@@ -1,0 +1,243 @@
+"""Tables of rows from what data.train_files may name: files, patterns, folders, hub data sets.
+
+Text files are read with the standard library, which keeps every value as it is written. Messages name the
+configuration key, the entry, the row (1-based) and the value.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import glob
+import io
+import itertools
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.errors import DataError, call_all
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix behind that of a text file -> pyarrow's name of the codec."""
+OTHER_SUFFIXES = {".zip", ".bz2", ".xz", ".tsv", ".txt", ".arrow"}
+"""Not read, but a name that ends so is a file and not a data set on the hub."""
+HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` of the datasets library leaves in the folder of a data set, of a dictionary of splits."""
+Table = tuple[list[str], list[dict[str, Any]]]
+"""The names of all columns, and every row with the wanted ones."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One table that can be read."""
+
+    name: str
+    read: Callable[[str, set[str]], Table]
+    """Takes what messages begin with, and the names of the wanted columns."""
+
+
+def find_sources(entries: list[str], key: str) -> list[Source]:
+    """What the entries of the configuration key name, patterns in the order of the names that they match.
+
+    Nothing is read and nothing downloaded. Raises DataError for each entry that leads nowhere.
+    """
+    return list(itertools.chain(*call_all(functools.partial(_find, entry, key) for entry in entries)))
+
+
+def _find(entry: str, key: str) -> list[Source]:
+    path, name = Path(entry).expanduser(), entry.lower()
+    folder, colon, split = entry.rpartition(":")
+    if path.is_file():
+        return [Source(entry, _file_reader(path, entry, key))]
+    if path.is_dir():
+        return [Source(entry, _folder_reader(path, None))]
+    if colon and Path(folder).expanduser().is_dir():
+        return [Source(entry, _folder_reader(Path(folder).expanduser(), split))]
+    if glob.has_magic(entry) and ":" not in entry:
+        matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"{key}: the pattern matches no file: {entry!r}")
+        return [source for match in matches for source in _find(match, key)]
+    if entry.startswith(("/", ".", "~")) or name.endswith((*SUFFIXES, *COMPRESSED, *OTHER_SUFFIXES)):
+        raise DataError(f"{key}: file not found: {entry!r}")
+    hub = HUB_NAME.fullmatch(entry)
+    if hub is None:
+        rule = "file not found, and not the name of a hub data set, org/name[:config][:split]"
+        raise DataError(f"{key}: {rule}: {entry!r}")
+    return [Source(entry, _library_reader(hub["name"], hub["config"] or None, hub["split"] or "train"))]
+
+
+def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, set[str]], Table]:
+    codec = COMPRESSED.get(path.suffix.lower())
+    suffix = Path(path.stem if codec else path.name).suffix.lower()
+    if suffix not in SUFFIXES or (codec and suffix == ".parquet"):
+        endings = f"{', '.join(SUFFIXES)}, or {' or '.join(COMPRESSED)} behind that of a text file"
+        raise DataError(f"{key}: must end in one of {endings}; got {entry!r}")
+    if suffix == ".parquet":
+        return lambda where, wanted: _read_parquet(path, wanted)
+    read = _read_csv if suffix == ".csv" else _read_json
+    return lambda where, wanted: read(_text(path, codec, where), where, wanted)
+
+
+def _folder_reader(folder: Path, split: str | None) -> Callable[[str, set[str]], Table]:
+    """A folder of `save_to_disk`, or one with files whose format and splits the datasets library finds."""
+    if (folder / SAVED).is_file() or (folder / SAVED_SPLITS).is_file():
+        return lambda where, wanted: _read_saved(folder, split, where, wanted)
+    return _library_reader(str(folder), None, split or "train")
+
+
+def read_table(source: Source, where: str, wanted: set[str]) -> Table:
+    """Raises DataError, whatever the reason is that it cannot be read."""
+    try:
+        return source.read(where, wanted)
+    except DataError:
+        raise
+    # Errors of pyarrow, fsspec and the hub: all mean that the data is unreadable.
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise DataError(f"{where}: cannot be read: {reason}") from error
+
+
+def _read_parquet(path: Path, wanted: set[str]) -> Table:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as parquet:
+        names = parquet.schema_arrow.names
+        return names, parquet.read(columns=[name for name in names if name in wanted]).to_pylist()
+
+
+def _text(path: Path, codec: str | None, where: str) -> str:
+    content = path.read_bytes()
+    if codec is not None:
+        import pyarrow
+
+        with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), codec) as stream:
+            content = stream.read()
+    try:
+        text = content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line, found = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        rule = f"must be UTF-8 text; got 0x{found:02x} at byte {error.start}"
+        raise DataError(f"{where}, line {line}: {rule}") from error
+    if not text or text.isspace():
+        raise DataError(f"{where}: the file is empty")
+    return text
+
+
+def _read_json(text: str, where: str, wanted: set[str]) -> Table:
+    """Rows from one object per line, or from one list of objects, or from one object on several lines."""
+    values: Iterable[Any]
+    try:
+        whole = json.loads(text)
+        values = whole if isinstance(whole, list) else [_json_object(text.strip(), f"{where}, row 1")]
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("[") and error.msg != "Extra data":
+            raise
+        lines = (match[0].strip() for match in re.finditer(r"[^\r\n]+", text))  # without a copy of all of it
+        values = (_json_object(line, f"{where}, row {row}") for row, line in enumerate(filter(None, lines), 1))
+    names: dict[str, None] = {}
+    rows = []
+    for row, value in enumerate(values, 1):
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: cannot be read: row {row} is not a JSON object; got {short(value)}")
+        names |= dict.fromkeys(value)
+        rows.append({name: value[name] for name in value if name in wanted})
+        try:
+            json.dumps(rows[-1], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            bad = error.object[max(0, error.start - 20) : error.end]
+            raise DataError(f"{where}, row {row}: must not hold half of a surrogate pair; got {short(bad)}") from error
+    return list(names), rows
+
+
+def _json_object(line: str, where: str) -> Any:
+    """The object that `line` holds, or `line` itself if it holds none."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            raise DataError(f"{where}: must not have two fields of one name; got {short(line)}")
+        return fields
+
+    try:
+        value = json.loads(line, object_pairs_hook=distinct)
+    except json.JSONDecodeError:
+        return line
+    return value if isinstance(value, dict) else line
+
+
+def _read_csv(text: str, where: str, wanted: set[str]) -> Table:
+    csv.field_size_limit(sys.maxsize)  # a long prompt may exceed the default, 128 KiB
+    # Strict: else a quote that is never closed would take the rest of the file as one field.
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    lines = (fields for fields in reader if fields and not (len(fields) == 1 and fields[0].isspace()))
+    header: list[str] = []
+    rows: list[dict[str, Any]] = []
+    try:
+        header = next(lines, [])
+        columns = [(name, header.index(name)) for name in header if name in wanted]
+        for fields in lines:
+            if len(fields) != len(header):
+                rule = f"must have {len(header)} fields, as the header has; got {len(fields)}: {short(fields)}"
+                raise DataError(f"{where}, row {len(rows) + 1}: {rule}")
+            rows.append({name: fields[column] for name, column in columns})
+    except csv.Error as error:
+        place = f"row {len(rows) + 1}" if header else "the header"
+        raise DataError(f"{where}: cannot be read: {place}: {error}") from error
+    return header, rows
+
+
+def _library_reader(name: str, config: str | None, split: str) -> Callable[[str, set[str]], Table]:
+    """A hub data set, or a folder, as the datasets library reads it."""
+
+    def read(where: str, wanted: set[str]) -> Table:
+        import datasets
+
+        return _read_dataset(lambda: datasets.load_dataset(name, config, split=split), wanted)
+
+    return read
+
+
+def _read_saved(folder: Path, split: str | None, where: str, wanted: set[str]) -> Table:
+    """What `save_to_disk` wrote; of several splits the one that is asked for, `train` or the only one."""
+    import datasets
+
+    splits = json.loads((folder / SAVED_SPLITS).read_text())["splits"] if (folder / SAVED_SPLITS).is_file() else []
+    if splits:
+        split = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+        if split is None or split not in splits:
+            raise DataError(f"{where}: its splits are {', '.join(splits)}; name one of them behind a colon")
+        folder = folder / split
+    elif split is not None:
+        raise DataError(f"{where}: the folder holds one data set without splits, not {split!r}")
+    return _read_dataset(lambda: datasets.load_from_disk(str(folder)), wanted)
+
+
+def _read_dataset(load: Callable[[], Any], wanted: set[str]) -> Table:
+    """Without progress bars, and without log lines about an error that is raised anyway."""
+    import datasets
+
+    verbosity, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        dataset = load()
+        names = dataset.column_names
+        return names, list(dataset.select_columns([name for name in names if name in wanted]))
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+def short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

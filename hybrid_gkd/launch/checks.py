@@ -1,0 +1,83 @@
+"""What a check before a run is, what checks find out for each other, and the report of those that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.data.prompts import Rows
+from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.models.spec import ModelSpec
+from hybrid_gkd.ppo.rewards import Reward
+from hybrid_gkd.types import Prompt
+
+
+@dataclass
+class Facts:
+    """The configuration, and what the checks have found out."""
+
+    config: Config
+    engine: str = "none"
+    """Rollout engine, `auto` resolved."""
+    device: str = "cpu"
+    """`trainer.device` with auto resolved: cuda or cpu."""
+    tokenizer: Any = None
+    teacher_tokenizer: Any = None
+    """Of the model that the run starts a teacher with."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    spec: ModelSpec | None = None
+    """Of the student."""
+    reward: Reward | None = None
+    train_rows: list[Rows] = field(default_factory=list)
+    val_rows: list[Rows] = field(default_factory=list)
+    train_prompts: list[Prompt] = field(default_factory=list)
+    val_prompts: list[Prompt] = field(default_factory=list)
+    steps: int | None = None
+    """Training steps of the whole run."""
+    resume_from: Path | None = None
+    """Checkpoint to continue from."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: what is checked, and which checks have to pass before."""
+
+    name: str
+    function: Callable[[Facts], str]
+    """Returns what it looked at and found. Raises HybridGKDError."""
+    after: tuple[str, ...] = ()
+
+
+class Report:
+    """Walks checks to their end and prints a line for each: ok, FAIL, or skip where one before it has failed."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        """Names of the checks that failed or were skipped."""
+
+    def walk(self, checks: Iterable[Check], facts: Facts) -> None:
+        """Run the checks."""
+        for check in checks:
+            missing = [name for name in check.after if name in self.failed]
+            if missing:
+                self._say("skip", check.name, f"needs the check {missing[0]}")
+                continue
+            try:
+                self._say("ok", check.name, check.function(facts))
+            except HybridGKDError as error:
+                self._say("FAIL", check.name, "\n".join(map(str, all_of([error]))))
+            except Exception as error:  # whatever a library raises, the other checks are of use
+                self._say("FAIL", check.name, f"{type(error).__name__}: {error}")
+
+    def _say(self, status: str, name: str, text: str) -> None:
+        if status != "ok":
+            self.failed.append(name)
+        print(f"{status:4} {name}: {indented(text)}", flush=True)
+
+
+def indented(text: str) -> str:
+    """Text of several lines below the name of its check."""
+    return text if "\n" not in text else "\n       ".join(["", *text.splitlines()])

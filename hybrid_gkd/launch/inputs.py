@@ -1,0 +1,178 @@
+"""The checks of what a run is given: models, tokenizers, a teacher, files, prompts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.tables import find_sources
+from hybrid_gkd.errors import ConfigError, ModelError, TeacherMismatch, call_all
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.teacher import connect, local_teacher_place
+from hybrid_gkd.models.spec import read_config, student_spec
+from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from hybrid_gkd.ppo.trainer import total_steps
+from hybrid_gkd.teacher.client.connection import query_status
+from hybrid_gkd.teacher.keys import load_keys
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+TEACHER_PATH = "actor_rollout_ref.teacher.model.path"
+
+
+def student(facts: Facts) -> str:
+    """The student's folder has what it needs; its tokenizer loads and ends answers; all positions fit."""
+    config, model = facts.config, facts.config.actor_rollout_ref.model
+    check_model_folder("actor_rollout_ref.model.path", model.path)
+    check_length("student", model.path, config, config.max_sequence_length, model.override_config)
+    try:
+        facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    except ModelError as error:
+        key = "tokenizer_path" if model.tokenizer_path else "path"
+        raise ModelError(f"actor_rollout_ref.model.{key}: {error}") from error
+    facts.stop_token_ids = find_stop_token_ids("actor_rollout_ref.model.path", model.path, facts.tokenizer)
+    facts.spec = student_spec(config)
+    return (
+        f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
+        f"vocabulary, of which {facts.stop_token_ids} end an answer"
+    )
+
+
+def teacher(facts: Facts) -> str:
+    """Every given service answers; or the folder of the model to start one with has what it needs."""
+    config, section = facts.config, facts.config.actor_rollout_ref.teacher
+    if not config.distillation.enabled:
+        return "none is needed"
+    if section.server_ip is not None:
+        keys = load_keys(section.keys) if section.keys is not None else None
+        ask = functools.partial(query_status, timeout=section.connect_timeout, keys=keys)
+        found = call_all(functools.partial(ask, address) for address in section.endpoints)
+        answers = zip(section.endpoints, found, strict=True)
+        return ", ".join(f"{address} answers, {status.num_workers} worker(s)" for address, status in answers)
+    path = section.model.path
+    assert path is not None
+    check_model_folder(TEACHER_PATH, path)
+    needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
+    check_length("teacher", path, config, needed, {})
+    facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    return f"the run will start {path} on {local_teacher_place(config, facts.device)}"
+
+
+def fit(facts: Facts) -> str:
+    """Teacher and student have the same tokens."""
+    config, section = facts.config, facts.config.actor_rollout_ref.teacher
+    if not config.distillation.enabled:
+        return "no teacher"
+    if section.server_ip is not None:
+        with connect(config, facts.tokenizer, section.endpoints):
+            return "the teacher scores what the student will write"
+    own, path = facts.teacher_tokenizer, section.model.path
+    if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
+        raise TeacherMismatch(
+            f"{TEACHER_PATH}: teacher and student must have the same vocabulary; "
+            f"teacher {path} has {len(own)} tokens (hash {tokenizer_hash(own)[:12]}), student "
+            f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
+            f"(hash {tokenizer_hash(facts.tokenizer)[:12]})"
+        )
+    return "teacher and student have the same vocabulary"
+
+
+def files(facts: Facts) -> str:
+    """Every row of every file has a prompt, and an answer where one is asked for."""
+    section, answer_key = facts.config.data, facts.config.reward.answer_key
+    read = functools.partial(read_rows, prompt_key=section.prompt_key, answer_key=answer_key)
+    facts.train_rows, facts.val_rows = call_all([
+        lambda: read(section.train_files, key="data.train_files"),
+        lambda: read(section.val_files, key="data.val_files") if section.val_files else [],
+    ])  # fmt: skip
+    parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
+    return "{} to train on, {} for validation, each with a prompt".format(*parts)
+
+
+def data(facts: Facts) -> str:
+    """Every prompt fits; they fill a batch."""
+    section = facts.config.data
+    make = functools.partial(
+        make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
+        truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
+        apply_chat_template_kwargs=section.apply_chat_template_kwargs,
+    )  # fmt: skip
+    facts.train_prompts, facts.val_prompts = call_all([
+        lambda: make(facts.train_rows, key="data.train_files"),
+        lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
+    ])  # fmt: skip
+    facts.train_rows, facts.val_rows = [], []
+    facts.steps = total_steps(facts.config, len(facts.train_prompts))
+    lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
+    return (
+        f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts of {min(lengths)} to "
+        f"{max(lengths)} tokens, {facts.steps} steps"
+    )
+
+
+def check_presence(config: Config) -> None:
+    """What the configuration names is there. Loads nothing, so that it can be said beside wrong keys.
+
+    Raises ModelError, DataError.
+    """
+    model, teacher, data = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher, config.data
+    looks: list[Callable[[], object]] = [
+        lambda: check_model_folder("actor_rollout_ref.model.path", model.path),
+        lambda: find_sources(data.train_files, "data.train_files"),
+        lambda: find_sources(data.val_files, "data.val_files"),
+    ]
+    path = teacher.model.path
+    if config.distillation.enabled and teacher.server_ip is None and path is not None:
+        looks.append(lambda: check_model_folder(TEACHER_PATH, path))
+    call_all(looks)
+
+
+def check_model_folder(key: str, path: str) -> None:
+    """A path that is no folder must at least look like a hub id. Raises ModelError."""
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ModelError(f"{key}: the folder has no config.json; got {path!r}")
+        if not any(file.suffix in WEIGHT_SUFFIXES for file in Path(path).iterdir()):
+            raise ModelError(f"{key}: the folder has no weights ({', '.join(WEIGHT_SUFFIXES)}); got {path!r}")
+    elif looks_local:
+        raise ModelError(f"{key}: no such folder; got {path!r}")
+
+
+def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:
+    """The longest possible sequence must fit the model. Raises ConfigError or ModelError."""
+    lengths = config.data
+    try:
+        hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and limit < needed:
+        rule = (
+            f"prompt limit and response limit together ({lengths.max_prompt_length} + {lengths.max_response_length}) "
+            f"need {needed} positions, but the {who} {path} has {limit}"
+        )
+        raise ConfigError("data.max_response_length", rule, lengths.max_response_length)
+
+
+def find_stop_token_ids(key: str, path: str, tokenizer: Any) -> list[int]:
+    """End-of-sequence ids of the tokenizer and of generation_config.json. Raises ModelError if there are none."""
+    from transformers import GenerationConfig
+
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        configured = None
+    except ValueError as error:
+        raise ModelError(
+            f"{key}: generation_config.json of {path} cannot be used: {first_line(error)}"
+        ) from error
+    ids += configured if isinstance(configured, list) else [] if configured is None else [configured]
+    if not ids:
+        raise ModelError(f"{key}: {path} defines no end-of-sequence token")
+    return sorted(set(ids))
