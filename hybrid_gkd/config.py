@@ -342,7 +342,8 @@ class TrainerConfig:
     """How far generation runs ahead of the update: sync = not at all; one_step_off, two_step_off = one or two batches,
     so that the teacher has that long to score; responses then come from weights up to one or two steps old."""
     total_epochs: int = field(default=1, metadata=rules.POSITIVE)
-    """Passes over the prompts."""
+    """Passes over the prompts. What is left over at the end of one begins the next; only what fills no batch at the
+    end of the last is left out, and said at the start."""
     total_training_steps: int | None = field(default=None, metadata=rules.POSITIVE)
     """Steps; null takes total_epochs. Wins over total_epochs where both are given."""
     project_name: str = field(default="hybrid_gkd", metadata=rules.FOLDER_NAME)

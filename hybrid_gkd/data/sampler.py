@@ -10,8 +10,8 @@ from hybrid_gkd.errors import DataError
 class PromptSampler:
     """Batches of prompt indexes.
 
-    An epoch is one permutation drawn from (seed, epoch). Its incomplete last batch is left out: the next epoch shuffles
-    anew, so none is left out for good (without shuffling, the same last `num_prompts % batch_size` prompts are).
+    An epoch is one permutation drawn from (seed, epoch). Epochs follow each other without a gap: the prompts that are
+    left over at the end of one begin the first batch of the next, which then takes others than these to fill it.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, shuffle: bool, seed: int):
@@ -23,16 +23,41 @@ class PromptSampler:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self._epoch, self._order = 0, self._draw(0)
+        """The latest epoch that was asked for, and its order."""
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.num_prompts // self.batch_size
+    def num_steps(self, epochs: int) -> tuple[int, int]:
+        """Full batches in so many epochs, and the prompts left over behind them."""
+        return divmod(epochs * self.num_prompts, self.batch_size)
 
     def batch(self, step: int) -> tuple[int, np.ndarray]:
-        """Epoch (0-based) and int64 [batch_size] prompt indexes of a step (1-based)."""
+        """Epoch (0-based) of its first prompt, and int64 [batch_size] prompt indexes of a step (1-based)."""
         assert step >= 1, step
-        epoch, position = divmod(step - 1, self.steps_per_epoch)
-        order = np.arange(self.num_prompts)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
-        return epoch, order[position * self.batch_size : (position + 1) * self.batch_size]
+        epoch, start = divmod((step - 1) * self.batch_size, self.num_prompts)
+        found = self._order_of(epoch)[start : start + self.batch_size]
+        missing = self.batch_size - len(found)
+        if missing:
+            found = np.concatenate([found, self._order_of(epoch + 1)[:missing]])
+        return epoch, found
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """An epoch's order follows from the one before it."""
+        if epoch < self._epoch:
+            self._epoch, self._order = 0, self._draw(0)
+        while self._epoch < epoch:
+            self._epoch += 1
+            left = self._epoch * self.num_prompts % self.batch_size
+            self._order = self._after(self._order[self.num_prompts - left :], self._draw(self._epoch))
+        return self._order
+
+    def _after(self, left: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """`order` behind the prompts `left` of the epoch before: they are not in what fills their batch."""
+        if not len(left):
+            return order
+        fresh = np.flatnonzero(~np.isin(order, left))[: self.batch_size - len(left)]
+        return np.concatenate([order[fresh], np.delete(order, fresh)])
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_prompts)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)

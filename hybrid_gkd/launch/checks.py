@@ -37,6 +37,8 @@ class Facts:
     val_prompts: list[Prompt] = field(default_factory=list)
     steps: int | None = None
     """Training steps of the whole run."""
+    steps_done: int | None = None
+    """Those of the checkpoint to continue from."""
     resume_from: Path | None = None
     """Checkpoint to continue from."""
 

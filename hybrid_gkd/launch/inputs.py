@@ -16,7 +16,7 @@ from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.teacher import connect, local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
-from hybrid_gkd.ppo.trainer import total_steps
+from hybrid_gkd.ppo.trainer import make_sampler, total_steps
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 
@@ -110,7 +110,18 @@ def data(facts: Facts) -> str:
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
     return (
         f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts of {min(lengths)} to "
-        f"{max(lengths)} tokens, {facts.steps} steps"
+        f"{max(lengths)} tokens, {facts.steps} steps{left_over(facts.config, len(facts.train_prompts), facts.steps)}"
+    )
+
+
+def left_over(config: Config, num_prompts: int, steps: int) -> str:
+    """How many prompts of the last epoch a run leaves out that is as long as its epochs."""
+    full, left = make_sampler(config, num_prompts).num_steps(config.trainer.total_epochs)
+    if steps != full or not left:
+        return ""
+    return (
+        f"; {left} of {num_prompts} prompts are left out of the last epoch, as they fill no batch of "
+        f"{config.data.train_batch_size} (data.train_batch_size)"
     )
 
 

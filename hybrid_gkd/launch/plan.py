@@ -1,12 +1,17 @@
-"""The plan of a run as text: workers, memory by phase; and the room that its checkpoints and GPUs need."""
+"""The plan of a run as text: workers, memory by phase, time; and the room that its checkpoints and GPUs need."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
+import statistics
+from typing import Any
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import examine_config
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
@@ -62,6 +67,39 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     elif device == "cuda":
         lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
     return "\n".join(lines)
+
+
+def time_plan(config: Config, steps: int, done: int) -> str:
+    """How long the steps will take, where an earlier run in this folder with the same settings tells it.
+
+    `steps`: of the whole run, of which `done` are behind.
+    """
+    taken = earlier_step_seconds(config)
+    todo = f"steps: {steps - done}"
+    if taken is None:
+        return f"{todo}; how long they take is known after a run with these settings in {config.run_dir}"
+    total = datetime.timedelta(seconds=round((steps - done) * taken))
+    return f"{todo}, about {total} at {taken:.2f} s each, as in the run there; loading comes on top"
+
+
+def earlier_step_seconds(config: Config) -> float | None:
+    """Mean time of a step, validation and checkpoints included, of the run in the run folder; None without one."""
+    metrics = config.run_dir / "metrics.jsonl"
+    earlier, problems = examine_config(config_name="config", config_path=config.run_dir)
+    if earlier is None or problems or _pace(earlier) != _pace(config) or not metrics.is_file():
+        return None
+    rows = list(read_json_lines(metrics))
+    names = ("timing/step", "timing/testing", "timing/save_checkpoint")
+    seconds = [sum(row.get(name, 0.0) for name in names) for row in rows if "timing/step" in row]
+    return statistics.mean(seconds[1:] or seconds) if seconds else None  # the first one also warms up
+
+
+def _pace(config: Config) -> list[Any]:
+    """The settings that decide how long a step takes."""
+    trainer = config.trainer
+    other = [trainer.nnodes, trainer.n_gpus_per_node, trainer.scheduler, trainer.device, config.rollout]
+    other += [trainer.test_freq, trainer.save_freq]
+    return [config.data, config.actor_rollout_ref, config.distillation, *other]
 
 
 def check_free_memory(

@@ -23,7 +23,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError, ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
-from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan
+from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan, time_plan
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.table import user_divergence
 from hybrid_gkd.offload.budget import GIB
@@ -112,9 +112,11 @@ def trackers(facts: Facts) -> str:
 def checkpoint(facts: Facts) -> str:
     """The checkpoint to continue from belongs to this run."""
     facts.resume_from = find_checkpoint(facts.config)
+    facts.steps_done = 0
     if facts.resume_from is None:
         return f"a new run in {facts.config.run_dir}"
     state = state_to_resume(facts.resume_from, facts.config, len(facts.train_prompts))
+    facts.steps_done = state.step
     return f"continuing from {facts.resume_from} after step {state.step} (trainer.resume_mode)"
 
 
@@ -128,7 +130,10 @@ def plan(facts: Facts) -> str:
     """Placement of the workers; the memory of each phase fits into this machine's GPU."""
     assert facts.spec is not None
     places = placement_plan(facts.config, device=facts.device, engine=facts.engine)
-    return f"{places}\n{memory_plan(facts.config, facts.spec, device=facts.device)}"
+    lines = [places, memory_plan(facts.config, facts.spec, device=facts.device)]
+    if facts.steps is not None and facts.steps_done is not None:
+        lines.append(time_plan(facts.config, facts.steps, facts.steps_done))
+    return "\n".join(lines)
 
 
 CHECKS = (

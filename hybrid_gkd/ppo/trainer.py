@@ -363,9 +363,9 @@ def make_sampler(config: Config, num_prompts: int) -> PromptSampler:
 
 
 def total_steps(config: Config, num_prompts: int) -> int:
-    """Training steps of the whole run."""
-    per_epoch = make_sampler(config, num_prompts).steps_per_epoch
-    return config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
+    """Training steps of the whole run, all of them with a full batch."""
+    full, _ = make_sampler(config, num_prompts).num_steps(config.trainer.total_epochs)
+    return config.trainer.total_training_steps or full
 
 
 def num_updates(config: Config, steps: int) -> int:

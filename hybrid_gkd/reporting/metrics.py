@@ -83,7 +83,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
     "reward/std": ("", "Standard deviation of the same"),
     "training/global_step": ("steps", "Training steps done"),
-    "training/epoch": ("epochs", "Pass over the prompt data that the batch belongs to"),
+    "training/epoch": ("epochs", "Pass over the prompt data that the batch begins in"),
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": ("fraction", "Mean reward on held-out prompts: with built-in rules, the share that is right"),

@@ -239,7 +239,7 @@ def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(devices, size, f
 
 
 def test_steps_come_from_epochs_unless_given():
-    assert total_steps(config("trainer.total_epochs=3"), 7) == 6
+    assert total_steps(config("trainer.total_epochs=3"), 7) == 7
     assert total_steps(config("trainer.total_epochs=3", "trainer.total_training_steps=4"), 7) == 4
 
 

@@ -1,24 +1,38 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import DataError
 
 
-def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_the_incomplete_batch_out():
-    sampler = PromptSampler(10, 3, shuffle=True, seed=1)
-    assert sampler.steps_per_epoch == 3
-    epochs, batches = zip(*(sampler.batch(step) for step in range(1, 7)), strict=True)
-    assert epochs == (0, 0, 0, 1, 1, 1)
-    for epoch in (batches[:3], batches[3:]):
-        assert all(len(batch) == 3 for batch in epoch)
-        assert len(set(np.concatenate(epoch))) == 9
-    assert not np.array_equal(np.concatenate(batches[:3]), np.concatenate(batches[3:]))
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 5))
+def test_every_epoch_holds_every_prompt_once_and_a_batch_none_twice(num_prompts, batch_size, shuffle, seed):
+    batch_size = min(batch_size, num_prompts)
+    sampler = PromptSampler(num_prompts, batch_size, shuffle, seed)
+    steps, left = sampler.num_steps(5)
+    assert steps * batch_size + left == 5 * num_prompts
+    batches = [sampler.batch(step)[1] for step in range(1, steps + 1)]
+    assert all(len(set(batch)) == len(batch) == batch_size for batch in batches)
+    drawn = np.concatenate(batches)
+    for epoch in range(len(drawn) // num_prompts):
+        assert len(set(drawn[epoch * num_prompts : (epoch + 1) * num_prompts])) == num_prompts
+
+
+def test_epochs_have_orders_of_their_own_and_a_batch_is_of_the_epoch_that_it_begins_in():
+    sampler = PromptSampler(10, 4, shuffle=True, seed=1)
+    epochs, batches = zip(*(sampler.batch(step) for step in range(1, 6)), strict=True)
+    assert epochs == (0, 0, 0, 1, 1)
+    drawn = np.concatenate(batches)
+    assert not np.array_equal(drawn[:10], drawn[10:])
 
 
 def test_a_batch_depends_on_the_step_and_the_seed_alone():
+    """In whatever order the steps are asked for."""
     first, resumed = PromptSampler(50, 8, True, 7), PromptSampler(50, 8, True, 7)
-    for step in range(1, 20):
+    for step in range(1, 40):
         first.batch(step)
     np.testing.assert_array_equal(first.batch(20)[1], resumed.batch(20)[1])
     assert not np.array_equal(first.batch(20)[1], PromptSampler(50, 8, True, 8).batch(20)[1])
@@ -26,7 +40,8 @@ def test_a_batch_depends_on_the_step_and_the_seed_alone():
 
 def test_without_shuffling_the_order_of_the_file_is_kept():
     sampler = PromptSampler(5, 2, shuffle=False, seed=0)
-    assert [list(sampler.batch(step)[1]) for step in (1, 2, 3)] == [[0, 1], [2, 3], [0, 1]]
+    found = [list(sampler.batch(step)[1]) for step in range(1, 7)]
+    assert found == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
 
 
 def test_one_batch_may_be_the_whole_data_but_not_more():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybrid_gkd.__main__ import main
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import preflight, run
 from hybrid_gkd.launch.preflight import check_all
@@ -143,6 +143,33 @@ def test_a_dry_run_of_what_is_not_there_fails(tmp_path, capsys, wrong):
     expected = ["data.train_files: file not found: 'missing.jsonl'", "model.path: no such folder; got '/nowhere'"]
     for part in [*expected, *("data.seed" for _ in wrong)]:
         assert part in shown
+
+
+def test_prompts_that_are_left_out_are_said_at_the_start(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    check_all(runnable(tmp_path, "data.train_batch_size=3", "trainer.total_epochs=2"))
+    assert "5 steps; 1 of 8 prompts are left out of the last epoch, as they fill no batch of 3" in caplog.text
+    caplog.clear()
+    check_all(runnable(tmp_path, "data.train_batch_size=4"))
+    assert "2 steps" in caplog.text
+    assert "left out" not in caplog.text
+
+
+def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = runnable(tmp_path, "trainer.total_training_steps=100")
+    check_all(config)
+    assert "steps: 100; how long they take is known after a run with these settings" in caplog.text
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.yaml").write_text(to_yaml(config))
+    rows = [{"step": step, "timing/step": 90.0 if step == 1 else 30.0} for step in (1, 2, 3)]
+    rows[2] |= {"timing/testing": 20.0}
+    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check_all(config)
+    assert "steps: 100, about 1:06:40 at 40.00 s each" in caplog.text
+    caplog.clear()
+    check_all(runnable(tmp_path, "actor_rollout_ref.rollout.n=4"))
+    assert "about" not in caplog.text
 
 
 def test_more_positions_by_override_are_enough(tmp_path):
