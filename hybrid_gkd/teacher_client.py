@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
@@ -160,6 +160,17 @@ class TeacherClient:
                 metrics.bytes_received += each.bytes_received
                 each.bytes_sent = each.bytes_received = 0
         return metrics
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is asked for and answered within the block is in no metrics. Nothing may be under way before it."""
+        counted = self.drain_metrics()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.drain_metrics()
+                self._metrics = counted
 
     def close(self) -> None:
         """Stop the thread; futures that are still open raise TeacherError. May be called twice."""

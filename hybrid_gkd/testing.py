@@ -99,7 +99,8 @@ class RecordingGroup:
             response tells which step it was drawn for.
 
     Attributes:
-        events: ("publish", version), ("generate", version, number of requests) and ("update",), in order.
+        events: ("publish", version), ("generate", version, number of requests), ("update",) and ("evaluate", version,
+            number of sequences), in order.
         trained: of every update, the sequences that were accumulated for it, by index.
         accumulated, updates: the arguments of `accumulate` and `update`.
         saved: of every checkpoint, the number of updates that it holds.
@@ -169,6 +170,10 @@ class RecordingGroup:
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.5), np.float32) for i in items}
 
+    def evaluate(self, shares: list[MiniBatch]) -> dict[str, float]:
+        self.events.append(("evaluate", self._version, sum(len(m) for share in shares for m in share.micro_batches)))
+        return {"actor/distillation/forward_kl": 0.5, "actor/distillation/reverse_kl": 0.25}
+
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
         self.saved.append(len(self.updates))
 
@@ -204,6 +209,10 @@ class LocalGroup(RecordingGroup):
     def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         return self.actor.compute_logprobs(micro_batches[0])
 
+    def evaluate(self, shares: list[MiniBatch]) -> dict[str, float]:
+        super().evaluate(shares)
+        return self.actor.evaluate(shares[0])
+
 
 class LocalTeacher:
     """Stands in for `TeacherClient`: `score` gives a sequence's scores, and what it raises is the sequence's error.
@@ -237,6 +246,10 @@ class LocalTeacher:
                 future.set_result(self._score(sequence))
         except Exception as error:
             future.set_exception(error)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        yield
 
     def drain_metrics(self) -> TeacherMetrics:
         return TeacherMetrics()

@@ -58,6 +58,7 @@ class GKDTrainer(PPOTrainer):
         """By the step of the rollout: several may be under way at a time."""
         self._kept: list[tuple[int, list[Sequence]]] = []
         """Steps and finished sequences that are sent when the next generation begins."""
+        self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
             self.on_finished.append(lambda step, sequences: self._kept.append((step, sequences)))
@@ -150,6 +151,28 @@ class GKDTrainer(PPOTrainer):
             self.check_teacher()
             until = FIRST_EXCEPTION if len(found) + len(scoring) == enough else FIRST_COMPLETED
             wait(scoring.values(), timeout=CHECK_SECONDS, return_when=until)
+
+    def _held_out_divergence(self, sequences: list[Sequence]) -> dict[str, float]:
+        """Forward and reverse KL of the answers of a validation: means over all of their tokens.
+
+        As much at a time as a training batch has, so that no more scores are in memory than in training. Raises as
+        `_update_actor`.
+        """
+        for scoring in self._pending.values():  # of later steps; so that only these answers are not counted
+            self._take_scores(dict(scoring), len(scoring))
+        size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        num_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+        metrics = {"val/forward_kl": 0.0, "val/reverse_kl": 0.0}
+        for start in range(0, len(sequences), size):
+            part = sequences[start : start + size]
+            with self.teacher.uncounted():
+                scoring = dict(zip((s.index for s in part), self.teacher.submit(part), strict=True))
+                scores = self._take_scores(scoring, len(part))
+            scored = [TrainSequence(sequence=s, teacher=scores[s.index]) for s in part]
+            found = self.group.evaluate(self._parts(scored, num_tokens))
+            for name in metrics:
+                metrics[name] += found[f"actor/distillation/{name.removeprefix('val/')}"]
+        return metrics
 
     def _teacher_metrics(self) -> dict[str, float]:
         """Of the requests since the step before."""

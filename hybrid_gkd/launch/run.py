@@ -161,10 +161,8 @@ def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | Non
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
     metrics = run_dir / "metrics.jsonl"
     return final_table(
-        steps=trainer.step, wall_seconds=time.monotonic() - started, teacher_accuracy=teacher_accuracy,
-        student_accuracy_before=trainer.first_metrics.get("val/accuracy"),
-        student_accuracy_after=trainer.last_metrics.get("val/accuracy"),
-        kl_first=trainer.first_metrics.get("actor/kl_loss"), kl_last=trainer.last_metrics.get("actor/kl_loss"),
-        checkpoint=trainer.checkpoint, huggingface=huggingface if huggingface and huggingface.is_dir() else None,
-        metrics=metrics if metrics.is_file() else None, config=run_dir / "config.yaml",
+        trainer.config, steps=trainer.step, wall_seconds=time.monotonic() - started, first=trainer.first_metrics,
+        last=trainer.last_metrics, teacher_accuracy=teacher_accuracy, checkpoint=trainer.checkpoint,
+        huggingface=huggingface if huggingface and huggingface.is_dir() else None,
+        metrics=metrics if metrics.is_file() else None, config_file=run_dir / "config.yaml",
     )

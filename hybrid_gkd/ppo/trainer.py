@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COMPARED = (
+    "actor/kl_loss", "reward/mean", "val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length",
+)
+"""Metrics that the final table compares between the beginning of a run and its end."""
 LATE_SECONDS = 30.0
 """Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
 Plan = list[list[tuple[TrainSequence, ...]]]
@@ -88,12 +92,17 @@ class PPOTrainer:
         self._unreported: dict[str, float] = {}
         """Metrics of the update of `step`, until they are reported."""
         self.first_metrics: dict[str, float] = {}
+        """Of the whole run, also a resumed one: the validation before training, and the first step."""
         self.last_metrics: dict[str, float] = {}
+        """Of the newest step, with its validation where it had one; empty before the first."""
         self.on_generate: list[Callable[[], None]] = []
         """Called when the generation of a rollout to train on begins."""
         self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
         """Called with a step and sequences of its rollout as they leave the engine. Both are called from a background
         thread where the engine has a pool of its own."""
+        self.validators: list[Callable[[list[Sequence]], dict[str, float]]] = []
+        """Called with the answers of a validation, the prompts' order; their metrics are reported with it. They may
+        compute with the student: the engine gets its weights back afterwards."""
         self._rollouts = RolloutsAhead(
             self._generate, depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
@@ -245,16 +254,21 @@ class PPOTrainer:
         self.clock.add("offload", seconds["offload"])
 
     def _validate(self) -> dict[str, float]:
-        """Answer the validation prompts; accuracy where the data has answers."""
+        """Answer the validation prompts; accuracy where the data has answers, and what the validators find."""
         requests = self._requests(self.val_prompts, 1, 0)
         sampling = self._sampling(self.config.actor_rollout_ref.rollout.val_kwargs)
         with self.clock.span("testing"):
-            found = [sequence for finished in self.group.generate(requests, sampling) for sequence in finished]
-        pairs = list(zip(self.val_prompts, sorted(found, key=lambda sequence: sequence.index), strict=True))
-        metrics = {
-            "val/response_length": float(np.mean([len(sequence.response_ids) for sequence in found])),
-            "val/num_prompts": float(len(found)),
-        }
+            drawn = [sequence for finished in self.group.generate(requests, sampling) for sequence in finished]
+            found = sorted(drawn, key=lambda sequence: sequence.index)
+            metrics = {
+                "val/response_length": float(np.mean([len(sequence.response_ids) for sequence in found])),
+                "val/num_prompts": float(len(found)),
+            }
+            for validator in self.validators:
+                metrics |= validator(found)
+            if self.validators:
+                self._refill_engine()
+        pairs = list(zip(self.val_prompts, found, strict=True))
         rewards = [None if self.reward is None else self._score(*pair) for pair in pairs]
         if self.reward is not None:
             metrics["val/accuracy"] = float(np.mean([reward for reward in rewards if reward is not None]))
@@ -294,16 +308,22 @@ class PPOTrainer:
         self._unreported = {}
 
     def _remember(self, metrics: dict[str, float]) -> None:
-        for name in ("actor/kl_loss", "val/accuracy"):
-            if math.isfinite(metrics.get(name, math.nan)):
-                self.first_metrics.setdefault(name, metrics[name])
-                self.last_metrics[name] = metrics[name]
+        """Keep what the final table compares: only what belongs to the first or the newest step is called so."""
+        kept = {name: value for name, value in metrics.items() if name in COMPARED and math.isfinite(value)}
+        if self.step <= 1:
+            before = {name: value for name, value in kept.items() if name.startswith("val/") == (self.step == 0)}
+            self.first_metrics |= before
+        self.last_metrics = kept
 
     def _save(self) -> None:
         with self.clock.span("save_checkpoint"):
             self._write_checkpoint()
-            if self.step < self.total_steps and self.config.actor_rollout_ref.hybrid_engine:
-                self.group.publish(self.step)  # the engine made room for the optimizer state and lost its weights
+            self._refill_engine()
+
+    def _refill_engine(self) -> None:
+        """Publish once more where the engine made room for the student, and so lost its weights, and is needed."""
+        if self.step < self.total_steps and self.config.actor_rollout_ref.hybrid_engine:
+            self.group.publish(self.step)
 
     def _save_last_state(self) -> None:
         """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""

@@ -43,25 +43,27 @@ class Console:
         summary = [f"{label} {metrics[name]:.4f}" for name, label in signal.items() if name in metrics][:1]
         if "perf/tokens_per_second" in metrics:
             summary.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")
-        accuracy = [f"held-out accuracy {metrics['val/accuracy']:.1%}"] if "val/accuracy" in metrics else []
+        held_out = [f"held-out accuracy {metrics['val/accuracy']:.1%}"] if "val/accuracy" in metrics else []
+        if "val/forward_kl" in metrics:
+            held_out.append(f"held-out KL {metrics['val/forward_kl']:.4f}, reverse {metrics['val/reverse_kl']:.4f}")
         if self._bar is not None:
-            if accuracy:
-                self._bar.write(f"step {step}: {accuracy[0]}", file=self._stream)
+            if held_out:
+                self._bar.write(f"step {step}: {'  '.join(held_out)}", file=self._stream)
             self._bar.set_postfix_str("  ".join(summary), refresh=False)
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
             return
         now = time.monotonic()
         if self._style == "full":
-            summary, accuracy = [all_by_name(metrics)], []
-        elif not accuracy and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:
+            summary, held_out = [all_by_name(metrics)], []
+        elif not held_out and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:
             return
         self._last_line = now
         parts = [f"step {step}/{self._total}"]
         if self._start < step < self._total:
             left = (now - self._started) / (step - self._start) * (self._total - step)
             parts.append(f"{tqdm.format_interval(round(left))} left")
-        self._print("  ".join([*parts, *summary, *accuracy]))
+        self._print("  ".join([*parts, *summary, *held_out]))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         """Nothing: they are long, and in generations.jsonl."""

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from hybrid_gkd.config import Config
 
 
 def final_table(
-    *, steps: int, wall_seconds: float, teacher_accuracy: float | None = None,
-    student_accuracy_before: float | None = None, student_accuracy_after: float | None = None,
-    kl_first: float | None = None, kl_last: float | None = None, checkpoint: Path | None = None,
-    huggingface: Path | None = None, metrics: Path | None = None, config: Path | None = None,
+    config: Config, *, steps: int, wall_seconds: float, first: Mapping[str, float], last: Mapping[str, float],
+    teacher_accuracy: float | None = None, checkpoint: Path | None = None, huggingface: Path | None = None,
+    metrics: Path | None = None, config_file: Path | None = None,
 ) -> str:
-    """Plain text, one line per fact, without a newline at the end. Accuracies are from 0 to 1, None is unknown."""
+    """Plain text, one line per fact, without a newline at the end.
+
+    What the configuration does not compute has no line, and what is not known is a dash.
+
+    Args:
+        steps: training steps done, those before a resume included.
+        first: metrics of the validation before training and of the first step, as far as they are known.
+        last: metrics of the last step, and of the validation after it.
+        teacher_accuracy: from 0 to 1, on the validation prompts.
+        checkpoint, huggingface, metrics, config_file: where they are.
+    """
     minutes, seconds = divmod(round(wall_seconds), 60)
     hours, minutes = divmod(minutes, 60)
     rows = [
-        ("held-out accuracy: teacher", _show(teacher_accuracy, ".1%")),
-        ("held-out accuracy: student before", _show(student_accuracy_before, ".1%")),
-        ("held-out accuracy: student after", _show(student_accuracy_after, ".1%")),
-        ("actor/kl_loss, first and last step", f"{_show(kl_first, '.4f')} -> {_show(kl_last, '.4f')}"),
+        *_results(config, first, last, teacher_accuracy),
         ("training steps", str(steps)),
         ("wall time", f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"),
         ("checkpoint", _show(checkpoint)),
         ("Hugging Face folder", _show(huggingface)),
         ("metrics", _show(metrics)),
-        ("resolved configuration", _show(config)),
+        ("resolved configuration", _show(config_file)),
     ]
     label_width = max(len(label) for label, _ in rows)
     lines = [f"  {label:<{label_width}}  {value}" for label, value in rows]
     rule = "-" * max(len(line) for line in lines)
     return "\n".join([rule, *lines, rule])
+
+
+def _results(
+    config: Config, first: Mapping[str, float], last: Mapping[str, float], teacher_accuracy: float | None
+) -> list[tuple[str, str]]:
+    """The lines about the student."""
+    distils, validates = config.distillation.enabled, bool(config.data.val_files)
+
+    def change(name: str) -> str:
+        return f"{_show(first.get(name), '.4f')} -> {_show(last.get(name), '.4f')}"
+
+    rows = []
+    if validates and config.reward.answer_key is not None:
+        known = {"teacher": teacher_accuracy} if distils else {}
+        known |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
+        rows += [(f"held-out accuracy: {who}", _show(accuracy, ".1%")) for who, accuracy in known.items()]
+    if validates and distils:
+        rows += [(f"{name}, before and after", change(name)) for name in ("val/forward_kl", "val/reverse_kl")]
+    trained = ["actor/kl_loss"] if distils else []
+    trained += ["reward/mean"] if config.distillation.use_task_rewards or not distils else []
+    return rows + [(f"{name}, first and last step", change(name)) for name in trained]
 
 
 def _show(value: float | Path | None, form: str = "") -> str:

@@ -34,7 +34,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/update_actor": ("seconds", "Forward, backward and optimizer steps"),
     "timing/sync_rollout_weights": ("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
-    "timing/testing": ("seconds", "Validation on held-out prompts"),
+    "timing/testing": ("seconds", "Validation on held-out prompts, publishing once more after it included"),
     "timing/save_checkpoint": ("seconds", "Writing the checkpoint of the step before, and publishing once more"),
     # The teacher service, seen from the trainer.
     "teacher/latency": ("seconds", "From sending a request to its reply, median over the requests of the step"),
@@ -87,6 +87,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": ("fraction", "Mean reward on held-out prompts: with built-in rules, the share that is right"),
+    "val/forward_kl": (
+        "nats/token", "KL(teacher, student) on the teacher's top k and the tail, on the answers to held-out prompts as "
+        "the student draws them with actor_rollout_ref.rollout.val_kwargs (greedy by default); with a teacher"
+    ),
+    "val/reverse_kl": ("nats/token", "KL(student, teacher), of the same answers"),
     "val/response_length": ("tokens", "Mean response length on held-out prompts"),
     "val/num_prompts": ("prompts", "Held-out prompts asked"),
 }

@@ -167,6 +167,14 @@ class WorkerGroup:
         parts = self.actors.call("compute_logprobs", shares=micro_batches)
         return {index: values for part in parts for index, values in part.items()}
 
+    def evaluate(self, shares: list[MiniBatch]) -> dict[str, float]:
+        """The metrics of an update on a batch, of which each worker has its share, without the update.
+
+        With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.
+        """
+        metrics: dict[str, float] = self.actors.call("evaluate", shares=shares)[0]
+        return metrics
+
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into every engine; the slowest worker's seconds by name."""
         one_pool = len(self.pools) == 1

@@ -63,9 +63,16 @@ class Updater:
 
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         """See `Actor.compute_logprobs`. Raises DeviceMemoryError if a micro-batch does not fit."""
+        return self._forward(lambda: self.actor.compute_logprobs(micro_batches))
+
+    def evaluate(self, batch: MiniBatch) -> dict[str, float]:
+        """See `Actor.evaluate`. Raises DeviceMemoryError if a micro-batch does not fit."""
+        return self._forward(lambda: self.actor.evaluate(batch))
+
+    def _forward(self, compute: Callable[[], T]) -> T:
         self.residency.enter("update")
         try:
-            return self.actor.compute_logprobs(micro_batches)
+            return compute()
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(str(error).splitlines()[0]) from error
 

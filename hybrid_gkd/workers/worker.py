@@ -132,6 +132,10 @@ class Worker(GroupMember):
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         return self.updater.compute_logprobs(micro_batches)
 
+    @spanned("testing")
+    def evaluate(self, batch: MiniBatch) -> dict[str, float]:
+        return self.updater.evaluate(batch)
+
     @spanned("sync_rollout_weights")
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into the engine and make it ready to generate.

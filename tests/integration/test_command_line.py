@@ -117,9 +117,10 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     rows = rows_of(out)
     assert sorted(rows) == [0, 1, 2, 3, 4]
     assert rows[4]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
-    assert all("val/accuracy" in rows[step] for step in (0, 2, 4))
+    assert all({"val/accuracy", "val/reverse_kl"} <= rows[step].keys() for step in (0, 2, 4))
+    assert rows[4]["val/forward_kl"] < rows[0]["val/forward_kl"]
     assert {row["training/staleness"] for step, row in rows.items() if step} == {0.0}
-    for shown in ("student after", "actor/kl_loss", "global_step_4", "metrics.jsonl", "config.yaml"):
+    for shown in ("student after", "actor/kl_loss", "val/forward_kl, before and after", "global_step_4", "metrics.jsonl", "config.yaml"):
         assert shown in text
     assert f"rollout engine {ENGINE}" in errors
     assert f"worker 0: {socket.gethostname()}, cpu" in errors
@@ -142,7 +143,7 @@ def test_the_trace_shows_what_the_metrics_say(finished):
         for event in events if event["ph"] == "X"
     ]
     assert {span.name for span in spans if span.row == "worker 0"} == {
-        "initialize", "gen", "update_actor", "sync_rollout_weights"
+        "initialize", "gen", "update_actor", "sync_rollout_weights", "testing"
     }
     for name in ("gen", "wait_prev_teacher", "update_actor", "sync_rollout_weights", "testing", "save_checkpoint"):
         found = [span.end - span.start for span in spans if (span.row, span.name) == ("trainer", name)]

@@ -97,10 +97,12 @@ def update_in_parts(group, batch):
 
 
 def train(config, folder, *, max_tokens=128, batches=None, streamed=False):
-    """Loss curve and final weights of a few steps on given sequences and scores."""
+    """What `evaluate` says of the first batch, the loss curve, and the final weights of a few steps on given scores."""
     curve = []
     with contextlib.closing(make_group(config, num_updates=NUM_STEPS)) as group:
-        for batch in batches or [random_batch(step) for step in range(NUM_STEPS)]:
+        batches = batches or [random_batch(step) for step in range(NUM_STEPS)]
+        curve.append(group.evaluate([share for (share,) in shares(batches[0], group.size, max_tokens)]))
+        for batch in batches:
             curve += update_in_parts(group, batch) if streamed else group.update(shares(batch, group.size, max_tokens))
         group.save_checkpoint(folder, tokenizer_path=config.actor_rollout_ref.model.path)
     return curve, load_file(folder / "huggingface" / "model.safetensors")
@@ -134,6 +136,7 @@ def test_one_worker_and_two_train_the_same(fsdp_size, model, one_worker, tmp_pat
     curve_one, weights_one = one_worker
     curve_two, weights_two = train(two, tmp_path / "w2", max_tokens=96)
     assert_same(curve_one, curve_two, weights_one, weights_two)
+    assert curve_one[0] == pytest.approx({name: curve_one[1][name] for name in curve_one[0]}, rel=1e-5)
     before = load_file(model / "model.safetensors")
     assert any((weights_one[name] - before[name]).abs().max() > 1e-3 for name in before)
 

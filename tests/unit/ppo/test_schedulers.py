@@ -19,6 +19,7 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, TeacherTopK
 
 BATCH, NUM_PROMPTS = 3, 9
+VALIDATED = {"val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length"}
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
 POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
@@ -85,13 +86,14 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
     assert [rows[step]["training/staleness"] for step in range(1, steps + 1)] == [
         min(step - 1, depth) for step in range(1, steps + 1)
     ]
-    expected, generated = [("publish", 0), ("generate", 0, 1)], 0  # validation before training
+    # Validation before training; it takes the engine's room for the divergence from the teacher.
+    expected, generated = [("publish", 0), ("generate", 0, 1), ("evaluate", 0, 1), ("publish", 0)], 0
     for step in range(1, steps + 1):
         while generated < min(step + depth, steps):
             expected.append(("generate", step - 1, BATCH))
             generated += 1
         expected += [("update",), ("publish", step)]
-    assert group.events == [*expected, ("generate", steps, 1)]
+    assert group.events == [*expected, ("generate", steps, 1), ("evaluate", steps, 1)]
 
 
 @DEPTHS
@@ -118,7 +120,8 @@ def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(
     step_of = {seed: step for step in range(1, steps + 1) for seed in request_seeds(0, step, BATCH)}
 
     def ask(sequences):
-        group.events += [("ask", step_of[s.response_ids[0]]) for s in sequences if s.index == 0]
+        steps_asked = [step_of.get(s.response_ids[0]) for s in sequences if s.index == 0]
+        group.events += [("ask", step) for step in steps_asked if step is not None]  # not those of validation
         return submit(sequences)
 
     teacher = make_teacher()
@@ -137,7 +140,7 @@ def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(
         expected += [("ask", step)] if step == steps or not depth else []
         expected.append(("update",))
     validation = {("generate", 0, 1), ("generate", steps, 1)}
-    events = [event for event in group.events if event[0] != "publish" and event not in validation]
+    events = [e for e in group.events if e[0] not in ("publish", "evaluate") and e not in validation]
     assert [event[:1] if event[0] == "generate" else event for event in events] == expected
 
 
@@ -147,6 +150,24 @@ def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(schedul
     _, group, _ = fit(scheduler, 4, tmp_path, "trainer.test_freq=1", *pools)
     assert [event[1] for event in group.events if event[0] == "generate" and event[2] == 1] == [0, 1, 2, 3, 4]
     assert_trained(group, range(1, 5))
+
+
+def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_there(tmp_path):
+    """Losses rise by one a step here; other validations than those before and after training are neither."""
+    group = RecordingGroup()
+    update = group.update
+    group.update = lambda shares: [update(shares)[0] | {"actor/kl_loss": float(len(group.trained))}]
+    late = ("trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=3")
+    trainer, _, _ = fit("sync", 5, tmp_path, *late, group=group)
+    assert trainer.first_metrics == {"actor/kl_loss": 1.0}
+    assert trainer.last_metrics.keys() == {"actor/kl_loss", *VALIDATED}
+    assert trainer.last_metrics["actor/kl_loss"] == 5.0
+    resumed, _, _ = fit("sync", 5, tmp_path, "trainer.test_freq=0", resume_from=tmp_path / "global_step_3", group=group)
+    assert (resumed.first_metrics["actor/kl_loss"], resumed.last_metrics["actor/kl_loss"]) == (1.0, 7.0)
+    assert not VALIDATED & {*resumed.first_metrics, *resumed.last_metrics}
+    never_again, _, _ = fit("sync", 2, tmp_path, "trainer.test_freq=0")
+    assert never_again.first_metrics.keys() >= VALIDATED
+    assert not VALIDATED & never_again.last_metrics.keys()
 
 
 @POOLS

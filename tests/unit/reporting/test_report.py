@@ -1,28 +1,39 @@
 from pathlib import Path
 
+import pytest
+
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.reporting.final_table import final_table
+
+GKD = ["actor_rollout_ref.teacher.model.path=unused", "data.val_files=unused"]
+PPO = ["distillation.enabled=false", "actor_rollout_ref.rollout.n=2", "reward.answer_key=answer"]
+BOTH = ["distillation.use_task_rewards=true", *GKD, *PPO[1:]]
+
+
+def table(overrides, first=None, last=None, **options):
+    """Label -> value."""
+    config = load_config(["data.train_files=unused", "actor_rollout_ref.model.path=unused", *overrides])
+    text = final_table(config, **{"steps": 80, "wall_seconds": 59.6} | options, first=first or {}, last=last or {})
+    lines = text.splitlines()
+    assert len({len(lines[0]), len(lines[-1])}) == 1
+    return {label: value.strip() for label, value in (line.strip().split("  ", 1) for line in lines[1:-1])}
 
 
 def test_full_table():
     run = Path("outputs/gkd/demo")
-    table = final_table(
-        steps=80,
-        wall_seconds=3725.4,
-        teacher_accuracy=0.9,
-        student_accuracy_before=0.025,
-        student_accuracy_after=0.875,
-        kl_first=1.23456,
-        kl_last=0.01234,
-        checkpoint=run / "global_step_80",
-        huggingface=run / "global_step_80" / "huggingface",
-        metrics=run / "metrics.jsonl",
-        config=run / "config.yaml",
-    )
-    rows = dict(line.strip().split("  ", 1) for line in table.splitlines()[1:-1])
-    assert {label: value.strip() for label, value in rows.items()} == {
+    found = table(
+        [*GKD, "reward.answer_key=answer"], wall_seconds=3725.4, teacher_accuracy=0.9,
+        first={"val/accuracy": 0.025, "val/forward_kl": 2.5, "val/reverse_kl": 3.5, "actor/kl_loss": 1.23456},
+        last={"val/accuracy": 0.875, "val/forward_kl": 0.125, "val/reverse_kl": 0.25, "actor/kl_loss": 0.01234},
+        checkpoint=run / "global_step_80", huggingface=run / "global_step_80" / "huggingface",
+        metrics=run / "metrics.jsonl", config_file=run / "config.yaml",
+    )  # fmt: skip
+    assert found == {
         "held-out accuracy: teacher": "90.0%",
         "held-out accuracy: student before": "2.5%",
         "held-out accuracy: student after": "87.5%",
+        "val/forward_kl, before and after": "2.5000 -> 0.1250",
+        "val/reverse_kl, before and after": "3.5000 -> 0.2500",
         "actor/kl_loss, first and last step": "1.2346 -> 0.0123",
         "training steps": "80",
         "wall time": "1:02:05",
@@ -34,8 +45,28 @@ def test_full_table():
 
 
 def test_what_is_unknown_is_a_dash():
-    lines = final_table(steps=3, wall_seconds=59.6).splitlines()
-    assert sum(line.endswith("  —") for line in lines) == 7
-    assert any(line.endswith("  — -> —") for line in lines)
-    assert any(line.endswith("  1:00") for line in lines)
-    assert len({len(lines[0]), len(lines[-1])}) == 1
+    found = table([*GKD, "reward.answer_key=answer"])
+    assert found["wall time"] == "1:00"
+    assert found["actor/kl_loss, first and last step"] == found["val/forward_kl, before and after"] == "— -> —"
+    assert found["held-out accuracy: student before"] == found["checkpoint"] == "—"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "labels"),
+    [
+        (GKD, ["val/forward_kl, before and after", "val/reverse_kl, before and after",
+               "actor/kl_loss, first and last step"]),
+        (GKD[:1], ["actor/kl_loss, first and last step"]),
+        (PPO, ["reward/mean, first and last step"]),
+        ([*PPO, GKD[1]], ["held-out accuracy: student before", "held-out accuracy: student after",
+                          "reward/mean, first and last step"]),
+        ([*BOTH], ["held-out accuracy: teacher", "held-out accuracy: student before",
+                   "held-out accuracy: student after", "val/forward_kl, before and after",
+                   "val/reverse_kl, before and after", "actor/kl_loss, first and last step",
+                   "reward/mean, first and last step"]),
+    ],
+    ids=["no answers", "no validation", "PPO", "PPO with validation", "task rewards"],
+)  # fmt: skip
+def test_only_what_the_configuration_computes_has_a_line(overrides, labels):
+    found = list(table(overrides))
+    assert found[: found.index("training steps")] == labels

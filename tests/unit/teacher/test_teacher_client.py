@@ -194,6 +194,19 @@ def test_scores_come_back_in_order_and_are_counted():
         assert client.drain_metrics().tokens == 0
 
 
+def test_what_is_uncounted_is_in_no_metrics_and_what_was_counted_before_still_is():
+    first, second = sequences(4), sequences(12)[4:]
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(first), first)
+        with client.uncounted():
+            expect_scores(client.submit(second), second)
+        metrics = client.drain_metrics()
+        assert metrics.tokens == sum(sequence.num_tokens for sequence in first)
+        assert len(metrics.requests) == 1
+        assert client.drain_metrics().tokens == 0
+
+
 @pytest.mark.slow
 def test_at_most_n_server_workers_requests_are_in_flight():
     batch = sequences(9)

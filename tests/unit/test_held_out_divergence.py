@@ -1,0 +1,126 @@
+"""`val/forward_kl` and `val/reverse_kl`: what they are, and that a validation disturbs nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_gkd.checkpoint import CheckpointStore
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.testing import (
+    LocalGroup, LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_tiny_model, single_process_group,
+)  # fmt: skip
+from hybrid_gkd.trainer import GKDTrainer
+from hybrid_gkd.types import Prompt, TeacherTopK
+
+TEMPERATURE, VOCABULARY = 1.5, 259
+NAMES = ("val/forward_kl", "val/reverse_kl")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of a student and a teacher."""
+    root = tmp_path_factory.mktemp("models")
+    return make_tiny_model(root / "student", seed=1, layers=1), make_tiny_model(root / "teacher", seed=2, layers=1)
+
+
+def configure(student, *overrides):
+    return load_config([
+        "data.train_files=unused", "data.val_files=unused", f"actor_rollout_ref.model.path={student}",
+        "actor_rollout_ref.teacher.model.path=unused", "data.train_batch_size=2", "data.max_prompt_length=8",
+        "data.max_response_length=8", f"distillation.temperature={TEMPERATURE}", f"distillation.topk={VOCABULARY}",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32", "actor_rollout_ref.actor.optim.lr=3e-3",
+        "trainer.total_training_steps=6", "trainer.test_freq=3", "trainer.save_freq=0", *overrides,
+    ])  # fmt: skip
+
+
+def make_trainer(config, group, teacher, tracking):
+    prompts = [Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i)) for i in range(5)]
+    return GKDTrainer(
+        config, group=group, tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=prompts, reward=None,
+        tracking=tracking, store=CheckpointStore(None, keep=None), teacher=teacher,
+    )
+
+
+def respond(request, version):
+    rng = np.random.default_rng(request.seed)
+    return rng.integers(0, VOCABULARY, rng.integers(1, 8)).astype(np.int32)
+
+
+def distribution(folder, sequence):
+    """log-probabilities [R, V] of transformers' own model, in float64 behind its float32 logits."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0]
+    return (logits[len(sequence.prompt_ids) - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
+
+
+def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
+    """With the whole vocabulary as candidates it is the full divergence: 1e-5 for the student's float32."""
+    student, teacher = models
+    asked = []
+
+    def score(sequence):
+        asked.append(sequence)
+        logprobs, ids = distribution(teacher, sequence).sort(descending=True)
+        drawn = torch.from_numpy(sequence.response_ids.astype(np.int64))
+        sampled = distribution(teacher, sequence).gather(1, drawn[:, None])
+        arrays = (ids.int().numpy(), logprobs.float().numpy(), sampled[:, 0].float().numpy())
+        return TeacherTopK(**dict(zip(("ids", "logprobs", "sampled_logprobs"), arrays, strict=True)))
+
+    config, tracking = configure(student), MetricRows()
+    with single_process_group():
+        group = LocalGroup(config, respond=respond, num_updates=6)
+        make_trainer(config, group, LocalTeacher(score), tracking).fit()
+    sums = np.zeros(2)
+    for sequence in asked[:5]:
+        p, q = distribution(teacher, sequence), distribution(student, sequence)
+        sums += [float((p.exp() * (p - q)).sum()), float((q.exp() * (q - p)).sum())]
+    rows = [tracking.by_step[step] for step in (0, 3, 6)]
+    expected = sums / sum(len(sequence.response_ids) for sequence in asked[:5])
+    np.testing.assert_allclose([rows[0][name] for name in NAMES], expected, rtol=1e-5)
+    for name in NAMES:
+        assert rows[0][name] > rows[1][name] > rows[2][name]
+    assert all("val/accuracy" not in row for row in rows)
+
+
+class CountingTeacher(LocalTeacher):
+    """Knows which sequences were asked for in a block that counts nothing."""
+
+    def __init__(self):
+        super().__init__(self.score, delay=0.01)
+        self.counts, self.asked = True, []
+
+    def score(self, sequence):
+        logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
+        return TeacherTopK(ids=sequence.response_ids[:, None], logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+
+    def submit(self, sequences):
+        self.asked += [(self.counts, sequence.index) for sequence in sequences]
+        return super().submit(sequences)
+
+    def uncounted(self):
+        return self
+
+    def __enter__(self):
+        self.counts = False
+
+    def __exit__(self, *error):
+        self.counts = True
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "two_step_off"])
+def test_validation_asks_for_a_batch_at_a_time_counts_nothing_and_gives_the_engine_its_weights_back(scheduler):
+    teacher, group, tracking = CountingTeacher(), RecordingGroup(), MetricRows()
+    short = ("distillation.topk=1", "trainer.total_training_steps=3")
+    config = configure("unused", *short, f"trainer.scheduler={scheduler}")
+    make_trainer(config, group, teacher, tracking).fit()
+    assert [index for counts, index in teacher.asked if not counts] == [0, 1, 2, 3, 4] * 2
+    assert len(teacher.asked) == 2 * 5 + 3 * 2
+    evaluated = [event for event in group.events if event[0] == "evaluate"]
+    assert evaluated == [("evaluate", step, size) for step in (0, 3) for size in (2, 2, 1)]
+    after = [group.events[at + 1] for at, event in enumerate(group.events[:-1]) if event == ("evaluate", 0, 1)]
+    assert after == [("publish", 0)]
+    assert group.events[-1] == ("evaluate", 3, 1)  # nothing is generated after the last
+    assert tracking.by_step[3]["val/forward_kl"] == 3 * 0.5  # the parts of the stand-in are added
