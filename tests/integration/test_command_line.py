@@ -120,7 +120,7 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert all({"val/accuracy", "val/reverse_kl"} <= rows[step].keys() for step in (0, 2, 4))
     assert rows[4]["val/forward_kl"] < rows[0]["val/forward_kl"]
     assert {row["training/staleness"] for step, row in rows.items() if step} == {0.0}
-    for shown in ("student after", "actor/kl_loss", "val/forward_kl, before and after", "global_step_4", "metrics.jsonl", "config.yaml"):
+    for shown in ("student after", "actor/kl_loss", "val/reverse_kl", "global_step_4", "metrics.jsonl", "config.yaml"):
         assert shown in text
     assert f"rollout engine {ENGINE}" in errors
     assert f"worker 0: {socket.gethostname()}, cpu" in errors

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_gkd import testing
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.testing import (
-    LocalGroup, LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_tiny_model, single_process_group,
-)  # fmt: skip
+from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, RecordingGroup, make_tiny_model
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, TeacherTopK
 
@@ -36,8 +35,8 @@ def configure(student, *overrides):
 def make_trainer(config, group, teacher, tracking):
     prompts = [Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i)) for i in range(5)]
     return GKDTrainer(
-        config, group=group, tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=prompts, reward=None,
-        tracking=tracking, store=CheckpointStore(None, keep=None), teacher=teacher,
+        config, group=group, tokenizer=testing.NumberTokenizer(), train_prompts=prompts, val_prompts=prompts,
+        reward=None, tracking=tracking, store=CheckpointStore(None, keep=None), teacher=teacher,
     )
 
 
@@ -70,7 +69,7 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
         return TeacherTopK(**dict(zip(("ids", "logprobs", "sampled_logprobs"), arrays, strict=True)))
 
     config, tracking = configure(student), MetricRows()
-    with single_process_group():
+    with testing.single_process_group():
         group = LocalGroup(config, respond=respond, num_updates=6)
         make_trainer(config, group, LocalTeacher(score), tracking).fit()
     sums = np.zeros(2)
