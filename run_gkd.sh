@@ -2,7 +2,7 @@
 # Distil a student model: set up what is missing, then train.
 #
 #   bash run_gkd.sh                            the default recipe
-#   bash run_gkd.sh --config-name ppo          another recipe of config/
+#   bash run_gkd.sh --config-name ppo_demo     another recipe of config/
 #   bash run_gkd.sh trainer.total_epochs=3     any configuration key, dotted
 #   bash run_gkd.sh --help                     what else the program takes
 #   bash run_gkd.sh --install-only [dev]       install (with the test tools), print the interpreter's path, stop

@@ -217,8 +217,8 @@ class TeacherConfig:
     """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that were started with keys."""
     n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
     """Requests in flight."""
-    num_microbatches: int = field(default=8, metadata=rules.POSITIVE)
-    """Sequences in one request at most; long ones travel in smaller groups."""
+    num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)
+    """Sequences in one request at most; long ones travel in smaller groups. null takes the default."""
     overlap_rollout: bool = True
     """Send a sequence as soon as it is finished; false waits for the whole rollout."""
     connect_timeout: float = field(default=20.0, metadata=rules.POSITIVE)

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, TeacherConfig
 from hybrid_gkd.config_rules import field_rules, rules_between_fields
 from hybrid_gkd.demo.use import demo_path
 from hybrid_gkd.errors import ConfigError, raise_all
@@ -164,13 +164,15 @@ def _reason(error: OmegaConfBaseException) -> str:
 
 
 def _normalise(config: Config) -> list[ConfigError]:
-    """Expand home folders; make lists of files. Returns what is neither a file nor a list of them."""
+    """Expand home folders; make lists of files, numbers of null. Returns what is neither a file nor a list of them."""
     problems = []
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
     for section, name in ((model, "path"), (model, "tokenizer_path"), (teacher.model, "path"), (teacher, "keys")):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))
+    if teacher.num_microbatches is None:
+        teacher.num_microbatches = TeacherConfig.num_microbatches
     for name in ("train_files", "val_files"):
         value = getattr(config.data, name)
         files = [value] if isinstance(value, str) and value else (value or [])

@@ -39,6 +39,9 @@ ONE_CARD = (
     f"bash run_gkd.sh --config-name one_gpu {QWEN} actor_rollout_ref.teacher.model.path=Qwen/Qwen3-1.7B "
     "data.train_files=train.jsonl"
 )
+PPO = (
+    f"bash run_gkd.sh --config-name ppo {QWEN} data.train_files=train.jsonl reward.answer_key=answer reward.name=gsm8k"
+)
 OWN_OBJECTS = (
     "bash run_gkd.sh distillation.loss_fn=my_loss.py:skewed_kl",
     "bash run_gkd.sh reward.custom_reward_function.path=my_reward.py reward.custom_reward_function.name=score",
@@ -46,7 +49,7 @@ OWN_OBJECTS = (
     "bash run_gkd.sh trainer.logger=[console,my_tracker.py:MyTracker]",
 )
 
-RUN_BY_TEST_DOCS = {KEYS, MORE_KEYS, SERVE, JOIN, STATUS, GIVEN_TEACHER, DRY_RUN, ONE_CARD, *OWN_OBJECTS}
+RUN_BY_TEST_DOCS = {KEYS, MORE_KEYS, SERVE, JOIN, STATUS, GIVEN_TEACHER, DRY_RUN, ONE_CARD, PPO, *OWN_OBJECTS}
 """tests/integration/test_docs_commands.py runs these as they stand, with short settings behind them."""
 
 _COMMAND_LINE, _RECIPES = "tests/integration/test_command_line.py", "tests/integration/test_recipes.py"
@@ -56,7 +59,7 @@ _METRICS = "tests/unit/reporting/test_metrics.py::test_docs_page_is_the_table"
 _DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
 RUN_ELSEWHERE = {
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
-    "bash run_gkd.sh --config-name ppo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
+    "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
         f"{_COMMAND_LINE}::test_a_run_trains_and_says_where_everything_is",
     "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,

@@ -25,6 +25,7 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClie
     """A client whose servers fit the student. Raises TeacherError."""
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+    assert section.num_microbatches is not None  # its default takes the place of null
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
         vocab_size=hf_config.get_text_config().vocab_size, connect_timeout=section.connect_timeout,

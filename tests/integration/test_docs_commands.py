@@ -130,7 +130,7 @@ def test_the_teacher_of_the_page_serves_a_run_a_client_and_a_second_worker(folde
     assert json.loads(row)["actor/kl_loss"] > 0
 
 
-@pytest.mark.parametrize("command", [documented.DRY_RUN, documented.ONE_CARD])
+@pytest.mark.parametrize("command", [documented.DRY_RUN, documented.ONE_CARD, documented.PPO])
 def test_the_plan_of_a_documented_run(folder, capsys, command):
     """In this process: only imports would take long in another one."""
     handler = signal.getsignal(signal.SIGTERM)

@@ -59,6 +59,6 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
 
 
 def test_ppo_raises_the_accuracy(environment, tmp_path):
-    run(environment, tmp_path, "--config-name", "ppo")
+    run(environment, tmp_path, "--config-name", "ppo_demo")
     rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")
     assert rows[max(rows)]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.15

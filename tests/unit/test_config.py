@@ -16,8 +16,22 @@ OWN = [
 
 @pytest.mark.parametrize("file", sorted(CONFIG_DIR.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_recipe_loads(file):
-    overrides = [] if "${demo:" in file.read_text() else OWN
+    overrides = [] if "${demo:" in file.read_text() else [*OWN, "reward.answer_key=answer"]
     assert load_config(overrides, config_name=file.stem).data.train_batch_size > 0
+
+
+def test_a_recipe_for_users_has_nothing_of_the_demo():
+    """Neither its lengths, nor its files; and the names that people's scripts have are the same recipe."""
+    config = load_config([*OWN, "reward.answer_key=answer"], config_name="ppo")
+    assert (config.data.max_response_length, config.data.val_files, config.distillation.enabled) == (1024, [], False)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    names = ("gkd_trainer", "on_policy_distill_trainer.yaml", "gkd.yaml")
+    assert [load_config(OWN, config_name=name) for name in names] == [load_config(OWN, config_name="gkd")] * 3
+
+
+def test_null_for_the_size_of_a_request_is_the_default():
+    teacher = load_config([*OWN, "actor_rollout_ref.teacher.num_microbatches=null"]).actor_rollout_ref.teacher
+    assert teacher.num_microbatches == 8
 
 
 def test_precedence_is_defaults_then_yaml_then_overrides(tmp_path):
