@@ -260,6 +260,8 @@ class ActorRolloutRefConfig:
     nccl_timeout: float = field(default=600.0, metadata=rules.POSITIVE)
     """Seconds that a collective, or a call to a worker, may take before the run ends with an error; in a generation,
     the inactivity timeout of a worker (with rollout.name=hf, of one batch)."""
+    load_timeout: float = field(default=1800.0, metadata=rules.POSITIVE)
+    """Seconds that the workers may take to start and to load their models, and to read or write a checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -332,6 +334,8 @@ class RewardConfig:
     answer_key: str | None = None
     """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+    timeout: float = field(default=60.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
+    """Seconds that a function of your own may take for one response before the run ends with an error; .inf: any."""
 
 
 @dataclass
@@ -402,6 +406,8 @@ class RayInitConfig:
     """Address of a running cluster; null starts one on this machine for the length of the run."""
     num_cpus: int | None = field(default=None, metadata=rules.POSITIVE)
     """CPUs that a local cluster offers; null takes all."""
+    placement_timeout: float = field(default=30.0, metadata=rules.POSITIVE)
+    """Seconds for the cluster to have room for the workers; more where it grows or others are about to leave."""
 
 
 @dataclass

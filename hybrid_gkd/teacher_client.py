@@ -32,6 +32,7 @@ from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.waiting import Timeout, waiting
 
 MAX_WAITING_TOKENS = 1 << 24
 """Of sequences that are not in flight yet; `submit` waits when there are more."""
@@ -68,7 +69,8 @@ class TeacherClient:
         for address in endpoints:
             network.endpoint_url(address)  # a bad one is an error before anything is opened
         self._endpoints, self._topk, self._temperature, self._vocab_size = endpoints, topk, temperature, vocab_size
-        self._connect_timeout, self._request_timeout = connect_timeout, request_timeout
+        self._connect_timeout = Timeout(connect_timeout, "actor_rollout_ref.teacher.connect_timeout")
+        self._request_timeout = Timeout(request_timeout, "actor_rollout_ref.teacher.request_timeout")
         self._max_retries, self._max_in_flight = max_retries, n_server_workers
         self._keys = load_keys(keys) if keys is not None else None
         self._changed = threading.Condition()
@@ -111,7 +113,7 @@ class TeacherClient:
         )
         connections, timeout = self._connections, self._connect_timeout
         with self._changed:
-            self._wait_for(lambda: all(each.model or each.problem for each in connections), timeout)
+            self._wait_for(lambda: all(each.model or each.problem for each in connections), timeout, "its handshake")
             self._served = {each.address: each.require_model(timeout) for each in connections}
             for address, model in self._served.items():
                 self._check_fit(address, model, needs)
@@ -127,12 +129,12 @@ class TeacherClient:
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
         with self._changed:
             for sequence, future in zip(sequences, futures, strict=True):
-                if self._waiting.num_tokens >= MAX_WAITING_TOKENS:
+                if not self._has_room():
                     self._wake()
-                if not self._wait_for(lambda: self._waiting.num_tokens < MAX_WAITING_TOKENS, self._request_timeout):
+                if not self._wait_for(self._has_room, self._request_timeout, "room for more sequences"):
                     raise TeacherTimeout(
-                        f"{', '.join(self._endpoints)}: waited {self._request_timeout:g} s to queue "
-                        f"{len(sequences)} sequences, {self._waiting.num_tokens} tokens are still waiting to be sent"
+                        f"{', '.join(self._endpoints)}: waited {self._request_timeout} to queue {len(sequences)} "
+                        f"sequences, {self._waiting.num_tokens} tokens are still waiting to be sent; {self.describe()}"
                     )
                 if self._needs is None:
                     raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
@@ -148,7 +150,12 @@ class TeacherClient:
 
     def status(self) -> dict[str, Status]:
         """Current state of every server by address. Raises TeacherUnreachable."""
-        return {address: query_status(address, self._connect_timeout, self._keys) for address in self._endpoints}
+        limit = self._connect_timeout
+        return {each: query_status(each, limit.seconds, self._keys, limit.key) for each in self._endpoints}
+
+    def describe(self) -> str:
+        """What is known of every server now: "10.0.0.5:15555: connection refused, it last answered at 12:03:11"."""
+        return "; ".join(f"{each.address}: {each.describe()}" for each in self._connections)
 
     def drain_metrics(self) -> TeacherMetrics:
         """Counters since the last call."""
@@ -182,9 +189,14 @@ class TeacherClient:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake up anyway; closed: it has ended
             self._wake_writer.send(b"x")
 
-    def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Whether the condition was met within `timeout` seconds; raises the error that ended the thread."""
-        self._changed.wait_for(lambda: self._failure or condition(), timeout)
+    def _has_room(self) -> bool:
+        return self._waiting.num_tokens < MAX_WAITING_TOKENS
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: Timeout, what: str) -> bool:
+        """Whether the condition was met within `timeout`; raises the error that ended the thread."""
+        if not condition():
+            with waiting(f"the teacher: {what}", timeout, self.describe):
+                self._changed.wait_for(lambda: self._failure or condition(), timeout.seconds)
         if self._failure is not None:
             raise self._failure
         return condition()
@@ -261,6 +273,7 @@ class TeacherClient:
         return pause
 
     def _handle(self, connection: Connection, message: AnyMessage, frames: list[Buffer]) -> None:
+        connection.last_message = time.monotonic()
         known = connection.instance if connection.model else None
         if known and isinstance(message, protocol.Welcome | protocol.Pong) and message.instance != known:
             self._lose(connection, f"{connection.address} was restarted")
@@ -272,7 +285,7 @@ class TeacherClient:
             case protocol.Pong() if connection.model is not None:
                 self._on_pong(connection, message)
             case ScoreResult():
-                self._on_result(message, frames)
+                self._on_result(connection, message, frames)
             case ScoreError():
                 self._on_error(connection, message)
 
@@ -295,6 +308,7 @@ class TeacherClient:
                 self._repeat(request, problem)
 
     def _on_pong(self, connection: Connection, pong: protocol.Pong) -> None:
+        connection.queue_length = pong.queue_length
         self._metrics.queue_lengths.append(pong.queue_length)
         self._metrics.engine_busy.append(pong.engine_busy)
         for request in self._in_flight.values():
@@ -302,7 +316,7 @@ class TeacherClient:
             if request.connection is connection and lost:
                 self._repeat(request, f"{connection.address} lost the request or its reply")
 
-    def _on_result(self, result: ScoreResult, frames: list[Buffer]) -> None:
+    def _on_result(self, connection: Connection, result: ScoreResult, frames: list[Buffer]) -> None:
         request = self._in_flight.get(result.id)
         if request is None:
             return  # a second reply, or one after the deadline
@@ -315,6 +329,7 @@ class TeacherClient:
             if result.attempt == request.attempt:  # else a newer attempt is under way already
                 self._fail_attempt(request, BadTeacherReply(f"attempt {result.attempt}: {error}"))
             return
+        connection.num_answers += 1
         self._metrics.requests.append((request.started, time.monotonic()))
         self._metrics.tokens += request.num_tokens
         self._metrics.response_tokens += sum(request.response_lengths)
@@ -354,9 +369,11 @@ class TeacherClient:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        servers = ""
         for request in list(self._in_flight.values()):
             if request.deadline <= now:
-                self._fail(request, TeacherTimeout(request.why_late(self._connections)))
+                servers = servers or self.describe()  # which may take a second each
+                self._fail(request, TeacherTimeout(request.why_late(self._request_timeout, servers)))
             elif request.connection is not None and request.attempt_deadline <= now:
                 self._repeat(request, f"{request.connection.address} did not answer attempt {request.attempt}")
 
@@ -373,7 +390,7 @@ class TeacherClient:
                 request_id = f"{self._name}-{next(self._ids)}"
                 self._in_flight[request_id] = Request(
                     id=request_id, sequences=sequences, futures=futures, started=now,
-                    deadline=now + self._request_timeout,
+                    deadline=now + self._request_timeout.seconds,
                 )
         return POLL_SECONDS
 
@@ -385,15 +402,15 @@ class TeacherClient:
                 continue
             load = {each: sum(other.connection is each for other in self._in_flight.values()) for each in alive}
             connection = min(alive, key=lambda each: (each is request.last_connection, load[each]))
-            request.attempt += 1
             message = ScoreRequest(
-                id=request.id, attempt=request.attempt, timeout_seconds=request.deadline - now, topk=self._topk,
+                id=request.id, attempt=request.attempt + 1, timeout_seconds=request.deadline - now, topk=self._topk,
                 temperature=self._temperature, prompt_lengths=[len(each.prompt_ids) for each in request.sequences],
                 response_lengths=request.response_lengths,
             )
             token_ids = protocol.request_array([(each.prompt_ids, each.response_ids) for each in request.sequences])
             if not connection.send(message, [token_ids]):
                 continue  # disconnected this moment; the missing pongs or a reconnect settle it
+            request.attempt += 1
             request.connection = request.last_connection = connection
             request.sent_at_ping = connection.ping_number
-            request.attempt_deadline = now + self._request_timeout / (self._max_retries + 1)
+            request.attempt_deadline = now + self._request_timeout.seconds / (self._max_retries + 1)

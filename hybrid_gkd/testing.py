@@ -240,6 +240,9 @@ class LocalTeacher:
         for index in indices or list(self.waiting):
             self._answer(*self.waiting.pop(index))
 
+    def describe(self) -> str:
+        return "a stand-in"
+
     def _answer(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
         try:
             if future.set_running_or_notify_cancel():

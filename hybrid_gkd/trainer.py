@@ -26,6 +26,7 @@ from hybrid_gkd.errors import TeacherTimeout, TrainingError
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.waiting import Timeout, waiting
 
 LATE_SECONDS = 30.0
 """Grace period: the client ends every request before its own deadline; this much later it is taken for dead."""
@@ -136,21 +137,30 @@ class GKDTrainer(PPOTrainer):
 
         The inactivity timeout is that of a request. Raises the client's errors.
         """
-        timeout = self.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
-        deadline = time.monotonic() + timeout
+        seconds = self.config.actor_rollout_ref.teacher.request_timeout
+        limit = Timeout(seconds, "actor_rollout_ref.teacher.request_timeout")
+        late = Timeout(limit.seconds + LATE_SECONDS, f"{limit.key}, a grace period")
+        deadline = time.monotonic() + late.seconds
         found: dict[int, TeacherTopK] = {}
-        while True:
-            arrived = [index for index, future in scoring.items() if future.done()]
-            found |= {index: scoring.pop(index).result(0) for index in arrived}
-            if len(found) >= enough:
-                return found
-            if arrived:
-                deadline = time.monotonic() + timeout
-            elif time.monotonic() > deadline:
-                raise TeacherTimeout(f"{len(scoring)} sequences were not scored and not refused in {timeout:.0f} s")
-            self.check_teacher()
-            until = FIRST_EXCEPTION if len(found) + len(scoring) == enough else FIRST_COMPLETED
-            wait(scoring.values(), timeout=CHECK_SECONDS, return_when=until)
+        total = len(scoring)
+
+        def detail() -> str:
+            return f"{len(scoring)} of {total} sequences are not scored yet; {self.teacher.describe()}"
+
+        with waiting("the teacher", limit, detail) as waited:
+            while True:
+                arrived = [index for index, future in scoring.items() if future.done()]
+                found |= {index: scoring.pop(index).result(0) for index in arrived}
+                if len(found) >= enough:
+                    return found
+                if arrived:
+                    deadline = time.monotonic() + late.seconds
+                    waited.restart_timeout()
+                elif time.monotonic() > deadline:
+                    raise TeacherTimeout(f"{len(scoring)} sequences were not scored and not refused in {late}")
+                self.check_teacher()
+                until = FIRST_EXCEPTION if len(found) + len(scoring) == enough else FIRST_COMPLETED
+                wait(scoring.values(), timeout=CHECK_SECONDS, return_when=until)
 
     def _held_out_divergence(self, sequences: list[Sequence]) -> dict[str, float]:
         """Forward and reverse KL of the answers of a validation: means over all of their tokens.

@@ -28,18 +28,21 @@ class Timeout:
     """Configuration key; empty where nothing sets it."""
 
     def __str__(self) -> str:
-        return f"{self.seconds:g} s ({self.key or 'fixed'})"
+        return f"{self.rounded} s ({self.key or 'fixed'})"
+
+    @property
+    def rounded(self) -> str:
+        return f"{self.seconds:.0f}" if self.seconds >= 10 else f"{self.seconds:.2g}"
 
 
 class Wait:
     """A wait under way; see `waiting`."""
 
-    def __init__(self, whom: str, timeout: Timeout | None, detail: Callable[[], str]):
+    def __init__(self, whom: str, timeout: Timeout | None, detail: Callable[[], str], since: float | None):
         self.whom, self._timeout, self._detail = whom, timeout, detail
-        self.started = time.monotonic()
+        self.started = self._timeout_began = time.monotonic() if since is None else since
         self._over = threading.Event()
         self.was_said = False
-        self.restart_timeout()
 
     def restart_timeout(self) -> None:
         """There was progress, and the timeout is one of inactivity."""
@@ -50,14 +53,14 @@ class Wait:
         since = f"since {clock_time(self.started)}, for {time.monotonic() - self.started:.0f} s now"
         until = ""
         if self._timeout is not None:
-            limit = f"{self._timeout.key}={self._timeout.seconds:g}" if self._timeout.key else str(self._timeout)
+            limit = f"{self._timeout.key}={self._timeout.rounded}" if self._timeout.key else str(self._timeout)
             until = f", until {clock_time(self._timeout_began + self._timeout.seconds)} ({limit})"
         return f"waiting for {self.whom}{': ' if detail else ''}{detail}; {since}{until}"
 
     def say_until_over(self) -> None:
         pause = FIRST_SECONDS
         while not self._over.wait(pause):
-            logger.info("%s", self)
+            logger.info("%s", str(self))  # as it is now, not when a handler gets to it
             self.was_said, pause = True, EVERY_SECONDS
 
     def end(self) -> None:
@@ -65,15 +68,18 @@ class Wait:
 
 
 @contextlib.contextmanager
-def waiting(whom: str, timeout: Timeout | None = None, detail: Callable[[], str] = lambda: "") -> Iterator[Wait]:
+def waiting(
+    whom: str, timeout: Timeout | None = None, detail: Callable[[], str] = lambda: "", since: float | None = None
+) -> Iterator[Wait]:
     """Say what the block waits for if it takes long, and at the end how long it took; an error says that by itself.
 
     Args:
         whom: that is waited for, "the teacher at host:port".
         timeout: which the block keeps, or a library that it calls; None: a library has one of its own.
         detail: asked in another thread for what is still missing whenever it is said.
+        since: when it began, by time.monotonic; None: now.
     """
-    wait = Wait(whom, timeout, detail)
+    wait = Wait(whom, timeout, detail, since)
     threading.Thread(target=wait.say_until_over, name="waiting", daemon=True).start()
     try:
         yield wait

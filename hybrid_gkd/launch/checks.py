@@ -13,6 +13,7 @@ from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.types import Prompt
+from hybrid_gkd.waiting import waiting
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Report:
                 self._say("skip", check.name, f"needs the check {missing[0]}")
                 continue
             try:
-                self._say("ok", check.name, check.function(facts))
+                with waiting(f"the check of {check.name}"):
+                    self._say("ok", check.name, check.function(facts))
             except HybridGKDError as error:
                 self._say("FAIL", check.name, "\n".join(map(str, all_of([error]))))
             except Exception as error:  # whatever a library raises, the other checks are of use

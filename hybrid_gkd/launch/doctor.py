@@ -20,6 +20,7 @@ from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 ALL_REDUCE_SECONDS = 60.0
@@ -56,7 +57,7 @@ class PlacedWorkers:
 
     def all_reduce(self, facts: Facts) -> str:
         """Raises WorkerError that names the worker that did not answer."""
-        self.group.all_reduce(ALL_REDUCE_SECONDS)
+        self.group.all_reduce(Timeout(ALL_REDUCE_SECONDS))
         shutil.rmtree(self.logs, ignore_errors=True)  # an error would have named its files
         return "; ".join(f"{pool.size} {pool.role}(s) reach each other" for pool in self.group.pools)
 
@@ -65,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments, "python -m hybrid_gkd.doctor")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("hybrid_gkd.waiting").setLevel(logging.INFO)
     end_on_sigterm()
     try:
         config = load(options)

@@ -31,6 +31,7 @@ from hybrid_gkd.ppo.rewards import load_reward
 from hybrid_gkd.ppo.trainer import state_to_resume
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
+from hybrid_gkd.waiting import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def check_all(config: Config) -> Facts:
             failed.add(check.name)
             continue
         try:
-            logger.info("%s: %s", check.name, check.function(facts))
+            with waiting(f"the check of {check.name}"):
+                logger.info("%s: %s", check.name, check.function(facts))
         except HybridGKDError as error:
             errors.append(error)
             failed.add(check.name)
@@ -99,7 +101,8 @@ def reward(facts: Facts) -> str:
     if section.answer_key is None:
         return "none, since reward.answer_key names no column"
     custom = section.custom_reward_function
-    facts.reward = load_reward(section.name, custom.path, custom.name if custom.path else None)
+    function = custom.name if custom.path else None
+    facts.reward = load_reward(section.name, custom.path, function, section.timeout)
     return f"{custom.path}:{custom.name}" if custom.path else section.name
 
 

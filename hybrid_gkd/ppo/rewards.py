@@ -9,15 +9,20 @@ A reward of one's own is a function in a Python file:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import numbers
 import re
-from collections.abc import Callable
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 
 from hybrid_gkd.errors import ConfigError, DataError, TrainingError
 from hybrid_gkd.imports import load_object
+from hybrid_gkd.waiting import Timeout
 
 Reward = Callable[[str, str], float]
 
@@ -59,11 +64,12 @@ def _final_number(text: str) -> Decimal | None:
 BUILTIN_REWARDS: dict[str, Reward] = {"exact_match": exact_match, "gsm8k": gsm8k}
 
 
-def load_reward(name: str, path: str | None, function: str | None) -> Reward:
+def load_reward(name: str, path: str | None, function: str | None, timeout: float = math.inf) -> Reward:
     """The reward of the section `reward`: a built-in name, or a function of a Python file, which is executed.
 
     Raises ConfigError: an unknown name, a file that is missing or fails to import, a function that the file lacks. A
-    user's function that raises, or returns something else than a finite number, raises TrainingError when it is called.
+    user's function that raises, takes longer than `timeout` seconds, or returns something else than a finite number,
+    raises TrainingError when it is called.
     """
     if path is None:
         if function is not None:
@@ -72,14 +78,56 @@ def load_reward(name: str, path: str | None, function: str | None) -> Reward:
             raise ConfigError("reward.name", f"must be one of {', '.join(BUILTIN_REWARDS)}", name)
         return BUILTIN_REWARDS[name]
     import_path = f"{path}:{function}"
-    return _checked(load_object("reward.custom_reward_function.path", import_path), import_path)
+    return _checked(load_object("reward.custom_reward_function.path", import_path), import_path, timeout)
 
 
-def _checked(function: Callable[[str, str], object], label: str) -> Reward:
+class _TimeIsUp(BaseException):
+    """No Exception, which the function that it interrupts may catch."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _TimeIsUp in the block after so many seconds, and then every second, should the block catch it.
+
+    By SIGALRM, which ends a sleep, a wait for a socket or process, and a loop in Python. C code that never returns to
+    Python is not interrupted; a block that uses SIGALRM itself has to keep a timeout of its own. Raises TrainingError
+    in another thread than the main one, where Python handles no signals.
+    """
+    if seconds == math.inf:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise TrainingError("reward.timeout is kept in the main thread only; set it to .inf to train in another thread")
+
+    def expire(*_: object) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:  # also where the alarm interrupts the line above
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _checked(function: Callable[[str, str], object], label: str, timeout: float) -> Reward:
     @functools.wraps(function)
     def reward(response: str, answer: str) -> float:
         try:
-            value = function(response, answer)
+            with _limited(timeout):
+                value = function(response, answer)
+        except _TimeIsUp as error:
+            at, limit = traceback.extract_tb(error.__traceback__)[-2], Timeout(timeout, "reward.timeout")
+            raise TrainingError(
+                f"the reward {label} did not return within {limit} for the answer {answer[:80]!r} and a response that "
+                f"starts with {response[:80]!r}; it was at {at.filename}:{at.lineno}"
+            ) from error
+        except TrainingError:
+            raise
         except Exception as error:
             raise TrainingError(
                 f"the reward {label} raised {type(error).__name__}: {error} for a response that starts with "

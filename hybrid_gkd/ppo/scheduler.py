@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.spans import Clock
 from hybrid_gkd.types import Rollout
+from hybrid_gkd.waiting import Timeout
 
 CHECK_SECONDS = 1.0
 """How often a wait for a rollout looks at its deadline."""
@@ -24,12 +25,12 @@ class RolloutsAhead:
         depth: how many batches generation runs ahead of the update, and so the largest staleness.
         in_background: generate in a background thread, so that generation and update overlap; otherwise they take
             turns.
-        inactivity_timeout: seconds that a generation in the background may go on without `progress`.
+        inactivity_timeout: that a generation in the background may go on without `progress`.
         clock: gets the spans `wait_prev_gen`.
     """
 
     def __init__(
-        self, generate: Callable[[int], Rollout], *, depth: int, in_background: bool, inactivity_timeout: float,
+        self, generate: Callable[[int], Rollout], *, depth: int, in_background: bool, inactivity_timeout: Timeout,
         clock: Clock,
     ):  # fmt: skip
         self._generate = generate
@@ -85,6 +86,6 @@ class RolloutsAhead:
     def _wait_for(self, rollout: Future[Rollout]) -> Rollout:
         with self._clock.span("wait_prev_gen"):
             while not wait([rollout], timeout=CHECK_SECONDS).done:
-                if time.monotonic() > self._last_progress + self._inactivity_timeout:
-                    raise WorkerError(f"generate: no response and no error in {self._inactivity_timeout:.0f} s")
+                if time.monotonic() > self._last_progress + self._inactivity_timeout.seconds:
+                    raise WorkerError(f"generate: no response and no error in {self._inactivity_timeout}")
         return rollout.result()

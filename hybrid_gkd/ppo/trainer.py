@@ -41,6 +41,7 @@ from hybrid_gkd.types import (
     Sequence,
     TrainSequence,
 )
+from hybrid_gkd.waiting import Timeout, waiting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,7 +107,9 @@ class PPOTrainer:
         self._rollouts = RolloutsAhead(
             self._generate, depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
-            inactivity_timeout=config.actor_rollout_ref.nccl_timeout + LATE_SECONDS,
+            inactivity_timeout=Timeout(
+                config.actor_rollout_ref.nccl_timeout + LATE_SECONDS, "actor_rollout_ref.nccl_timeout, a grace period"
+            ),
         )
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
@@ -146,7 +149,8 @@ class PPOTrainer:
     def _with_advantages(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
         """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
         n = self.config.actor_rollout_ref.rollout.n
-        rewards = np.array([self._score(rollout.prompts[s.index // n], s) for s in rollout.sequences], np.float32)
+        pairs = [(rollout.prompts[sequence.index // n], sequence) for sequence in rollout.sequences]
+        rewards = np.array(self._rewards(pairs), np.float32)
         advantages = group_relative_advantages(rewards, n, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo)
         sequences = [
             TrainSequence(sequence=s, advantages=np.full(len(s.response_ids), advantage, np.float32))
@@ -269,9 +273,10 @@ class PPOTrainer:
             if self.validators:
                 self._refill_engine()
         pairs = list(zip(self.val_prompts, found, strict=True))
-        rewards = [None if self.reward is None else self._score(*pair) for pair in pairs]
+        rewards: list[float | None] = [None] * len(pairs)
         if self.reward is not None:
-            metrics["val/accuracy"] = float(np.mean([reward for reward in rewards if reward is not None]))
+            rewards[:] = found_rewards = self._rewards(pairs)
+            metrics["val/accuracy"] = float(np.mean(found_rewards))
         samples = [
             Generation(prompt=prompt.text, response=self._decode(sequence), answer=prompt.answer, reward=reward)
             for (prompt, sequence), reward in zip(pairs, rewards, strict=True)
@@ -279,11 +284,31 @@ class PPOTrainer:
         self.tracking.log_generations(samples[: self.config.trainer.log_val_generations], self.step)
         return metrics
 
+    def _rewards(self, pairs: list[tuple[Prompt, Sequence]]) -> list[float]:
+        """Of responses to their prompts. Raises TrainingError that names the row of the data."""
+        rewards: list[float] = []
+        own, seconds = self.config.reward.custom_reward_function, self.config.reward.timeout
+        limit = Timeout(seconds, "reward.timeout") if own.path and math.isfinite(seconds) else None
+
+        def detail() -> str:
+            row = pairs[min(len(rewards), len(pairs) - 1)][0].index
+            return f"{len(rewards)} of {len(pairs)} responses are scored, now one to row {row} of the data"
+
+        whom = f"{own.path}:{own.name}" if own.path else self.config.reward.name
+        with waiting(f"the reward function {whom}", limit, detail) as wait:
+            for prompt, sequence in pairs:
+                wait.restart_timeout()
+                rewards.append(self._score(prompt, sequence))
+        return rewards
+
     def _score(self, prompt: Prompt, sequence: Sequence) -> float:
         if prompt.answer is None:
             raise TrainingError(f"row {prompt.index} of the data has no answer to compute a reward from")
         assert self.reward is not None
-        return self.reward(self._decode(sequence), prompt.answer)
+        try:
+            return self.reward(self._decode(sequence), prompt.answer)
+        except TrainingError as error:
+            raise TrainingError(f"row {prompt.index} of the data: {error}") from error
 
     def _decode(self, sequence: Sequence) -> str:
         return self.tokenizer.decode(sequence.response_ids.tolist(), skip_special_tokens=True)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
+from hybrid_gkd.waiting import Timeout, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,13 @@ class Wandb:
         id_file = info.run_dir / "wandb_run_id"
         history = info.run_dir / "metrics.jsonl"
         resumes = info.resume and id_file.exists() and (not offline or history.exists())
-        self._run = wandb.init(
-            project=info.project_name, name=info.experiment_name, dir=str(info.run_dir), config=dict(info.config),
-            id=id_file.read_text().strip() if resumes else None, mode="offline" if offline else None,
-            resume="allow" if resumes and not offline else None,
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=WANDB_FINISH_SECONDS),
-        )
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=WANDB_FINISH_SECONDS)
+        with waiting("wandb to start"):
+            self._run = wandb.init(
+                project=info.project_name, name=info.experiment_name, dir=str(info.run_dir), config=dict(info.config),
+                id=id_file.read_text().strip() if resumes else None, mode="offline" if offline else None,
+                resume="allow" if resumes and not offline else None, settings=settings,
+            )
         try:
             id_file.write_text(self._run.id + "\n")
             if offline:
@@ -69,7 +71,8 @@ class Wandb:
         try:
             if self._samples:
                 self._run.log(self._take_samples())
-            self._run.finish(exit_code=1 if failed else 0)
+            with waiting("wandb to upload what is left", Timeout(WANDB_FINISH_SECONDS)):
+                self._run.finish(exit_code=1 if failed else 0)
         finally:
             # Ends wandb's own process, and exits with its code, which is not this run's where a signal has ended both.
             try:

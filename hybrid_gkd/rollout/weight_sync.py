@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.rollout.weights import Layout, Names, cut
+from hybrid_gkd.waiting import Timeout
 
 Bucket = list[tuple[Names, Tensor]]
 POLL_SECONDS = 2e-4
@@ -58,7 +59,13 @@ class WeightSync:
             # Connect now, so that an unreachable address shows at the start of a run.
             self._finish([], self._broadcast(torch.zeros(1, device=device)), time.monotonic() + timeout)
         except RuntimeError as error:
-            raise WorkerError(f"the group for weights did not form at {address[0]}:{address[1]}: {error}") from error
+            raise WorkerError(
+                f"the group for weights did not form at {address[0]}:{address[1]} within {self._limit}: {error}"
+            ) from error
+
+    @property
+    def _limit(self) -> Timeout:
+        return Timeout(self.timeout, "actor_rollout_ref.nccl_timeout")
 
     @torch.no_grad()
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -116,7 +123,7 @@ class WeightSync:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 self._group.abort()
-                raise WorkerError(f"weights were not passed on within {self.timeout:g} s: a worker of the group hangs")
+                raise WorkerError(f"weights were not passed on within {self._limit}: a worker of the group hangs")
             time.sleep(POLL_SECONDS)
         try:
             work.wait()

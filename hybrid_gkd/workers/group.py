@@ -23,8 +23,19 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
-from hybrid_gkd.workers.pool import CAUSE_SECONDS, Calls, Pool, WorkerDiedError, find_dead, gather
+from hybrid_gkd.workers.pool import (
+    CAUSE_SECONDS,
+    LONG_NAMES,
+    NCCL_KEY,
+    Calls,
+    Pool,
+    WorkerDiedError,
+    find_dead,
+    gather,
+    name_workers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +75,7 @@ class WorkerGroup:
             for pool in self.pools:
                 pool.place(device, needed)
             for pool in self.pools:
-                pool.placements = pool.call("placement")
+                pool.placements = pool.call("placement", timeout=pool.load_timeout)
             self.placements = [place for pool in self.pools for place in pool.placements]
             """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
@@ -91,7 +102,7 @@ class WorkerGroup:
         calls: Calls = {}
         for pool in self.pools:
             calls |= pool.start("initialize", pool.rendezvous(), num_updates=num_updates, stop_token_ids=stop_token_ids)
-        results = gather("initialize", calls, self.timeout + CAUSE_SECONDS)
+        results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS)
         self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
         """Of each worker that trains: its device and versions, and the engine that generates for it."""
         self.attention_cost = attention_cost(int(results[0]["hidden_size"]))
@@ -104,9 +115,9 @@ class WorkerGroup:
                 pool.workers[own_rank].join_weight_sync.remote(address, rank=rank, **options): (pool, own_rank)
                 for rank, (pool, own_rank) in enumerate(members)
             }
-            gather("join_weight_sync", joins, self.timeout + CAUSE_SECONDS)
+            gather("join_weight_sync", joins, grace_period=CAUSE_SECONDS)
 
-    def all_reduce(self, timeout: float) -> None:
+    def all_reduce(self, timeout: Timeout) -> None:
         """Check that the workers of each pool reach each other. Raises WorkerError that names the silent ones."""
         for pool in self.pools:
             pool.all_reduce(timeout)
@@ -122,33 +133,45 @@ class WorkerGroup:
         streams = pool.start("generate", sampling, shares=shares)
         missing = len(requests)
         last_progress = dict.fromkeys(streams, time.monotonic())
-        while last_progress:
-            ready: list[Any]
-            now = time.monotonic()
-            overdue = [stream for stream, progress in last_progress.items() if now >= progress + self.timeout]
-            waiting = overdue or list(last_progress)  # an overdue one may have made progress not looked at yet
-            remaining = max(POLL_SECONDS, min(last_progress.values()) + self.timeout - now)
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=remaining, fetch_local=False)
-            if not ready:
-                if overdue:
-                    raise pool.timeout_error("generate", [streams[stream][1] for stream in overdue])
-                continue
-            stream, (_, rank) = ready[0], streams[ready[0]]
-            last_progress[stream] = time.monotonic()
-            try:
-                finished = pool.get("generate", next(stream), rank)
-            except StopIteration:
-                del last_progress[stream]
-                continue
-            except WorkerDiedError:
-                raise
-            except WorkerError as error:  # perhaps only because a worker that shares the engine with it has died
-                peers = {ref: at for ref, at in pool.start("placement").items() if at != (pool, rank)}
-                raise (find_dead("generate", peers)[0] or error) from error
-            missing -= len(finished)
-            yield finished
+
+        def detail() -> str:
+            at_work = {stream: streams[stream] for stream in list(last_progress)}
+            return f"{missing} of {len(requests)} responses are not finished yet, at {name_workers(at_work)}"
+
+        with waiting(LONG_NAMES["generate"], Timeout(self.timeout, NCCL_KEY), detail) as wait:
+            while last_progress:
+                stream = self._next_stream(streams, last_progress)
+                if stream is None:
+                    continue
+                _, rank = streams[stream]
+                last_progress[stream] = time.monotonic()
+                wait.restart_timeout()
+                try:
+                    finished = pool.get("generate", next(stream), rank)
+                except StopIteration:
+                    del last_progress[stream]
+                    continue
+                except WorkerDiedError:
+                    raise
+                except WorkerError as error:  # perhaps only because a worker that shares the engine with it has died
+                    peers = {ref: at for ref, at in pool.start("placement").items() if at != (pool, rank)}
+                    raise (find_dead("generate", peers)[0] or error) from error
+                missing -= len(finished)
+                yield finished
         if missing:
             raise WorkerError(f"generate: {missing} of {len(requests)} sequences did not come back")
+
+    def _next_stream(self, streams: Calls, last_progress: dict[Any, float]) -> Any | None:
+        """One of the streams that has something, or None a moment later. Raises WorkerError where one is overdue."""
+        now = time.monotonic()
+        overdue = [stream for stream, progress in last_progress.items() if now >= progress + self.timeout]
+        candidates = overdue or list(last_progress)  # an overdue one may have made progress not looked at yet
+        remaining = max(POLL_SECONDS, min(last_progress.values()) + self.timeout - now)
+        ready: list[Any]
+        ready, _ = ray.wait(candidates, num_returns=1, timeout=remaining, fetch_local=False)
+        if not ready and overdue:
+            raise self.rollouts.timeout_error("generate", [streams[stream][1] for stream in overdue])
+        return ready[0] if ready else None
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
         """Forward and backward of a part of a mini-batch, each worker its share; the last part goes to `update`."""
@@ -194,11 +217,13 @@ class WorkerGroup:
                 still_sending.discard(ref)
                 if not still_sending:
                     logger.info("Actor weight sync completed")
-                    logger.info("Waiting for rollout weight sync with timeout=%.0fs...", self.timeout)
+                    text = "Waiting for rollout weight sync with timeout=%.0fs... (%s)"
+                    logger.info(text, self.timeout, NCCL_KEY)
 
         try:
             # At the timeout a waiting worker raises; one that stays silent is what the others waited for.
-            seconds = gather("weight sync", sending | receiving, self.timeout + CAUSE_SECONDS, on_answer)
+            limit = Timeout(self.timeout, NCCL_KEY)
+            seconds = gather("weight sync", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
         except HybridGKDError as error:
             logger.error("Rollout weight sync failed after %.2fs: %s", time.monotonic() - started, error)
             raise
@@ -207,11 +232,12 @@ class WorkerGroup:
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
         """Write all parts of a checkpoint into `folder`, which all workers see."""
-        self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path)
+        timeout = self.actors.load_timeout
+        self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint. Call `publish` next."""
-        self.actors.call("load_checkpoint", str(folder))
+        self.actors.call("load_checkpoint", str(folder), timeout=self.actors.load_timeout)
 
     def can_save(self) -> bool:
         """After a failure: whether the student's workers still answer. A pool that only generates is stopped first."""
@@ -235,7 +261,7 @@ class WorkerGroup:
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            logger.warning("Ray did not answer within %.0f s while the workers were stopped", CLOSE_SECONDS)
+            logger.warning("Ray did not answer within %s while the workers were stopped", Timeout(CLOSE_SECONDS))
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:
@@ -283,7 +309,8 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         options |= {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**options)
+        with waiting(f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"):
+            ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
     if threading.current_thread() is threading.main_thread():

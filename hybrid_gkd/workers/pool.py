@@ -1,7 +1,8 @@
 """Workers of one role on Ray: placement, remote calls, deadlines.
 
-A call goes to every worker and is waited for, never longer than `actor_rollout_ref.nccl_timeout`. The first worker
-that fails ends the wait at once: its peers may sit in a collective that can no longer complete.
+A call goes to every worker and is waited for, never longer than `actor_rollout_ref.nccl_timeout`, or `load_timeout`
+where it waits for a disk. The first worker that fails ends the wait at once: its peers may sit in a collective that can
+no longer complete.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 
-PLACEMENT_SECONDS = 30
-"""Timeout for the cluster to find room for the workers."""
 CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
+NCCL_KEY = "actor_rollout_ref.nccl_timeout"
+LONG_NAMES = {
+    "placement": "the start of their processes", "initialize": "loading student and rollout engine",
+    "publish": "the weight sync", "load_checkpoint": "reading the checkpoint",
+    "save_checkpoint": "writing the checkpoint", "memory_metrics": "memory metrics",
+    "compute_logprobs": "log-probabilities", "generate": "the generation",
+}
+"""Methods of a worker, where their name alone would not say what is waited for."""
 
 
 Calls = dict[Any, tuple["Pool", int]]
@@ -66,10 +74,14 @@ class Pool:
             )
         on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
         self._group = placement_group([on_a_node] * self.nodes, strategy="STRICT_SPREAD")
-        if not self._group.wait(timeout_seconds=PLACEMENT_SECONDS):
+        limit = Timeout(self.config.ray_init.placement_timeout, "ray_init.placement_timeout")
+        whom = f"the Ray cluster to have room for {self.size} {self.role}(s), {bundle} each"
+        with waiting(whom, limit, free_resources):
+            is_placed = self._group.wait(timeout_seconds=limit.seconds)
+        if not is_placed:
             raise WorkerError(
                 f"{keys}: {self.size} {self.role}s need {bundle} each; the Ray "
-                f"cluster had no room for them within {PLACEMENT_SECONDS} s, free are {ray.available_resources()}"
+                f"cluster had no room for them within {limit}, {free_resources()}"
             )
         for rank in range(self.size):
             remote = ray.remote(Worker).options(
@@ -80,27 +92,33 @@ class Pool:
             arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "log_file": log_file}
             self.workers.append(remote.remote(self.config, **arguments))
 
-    def rendezvous(self, timeout: float | None = None) -> tuple[str, int]:
+    def rendezvous(self, timeout: Timeout | None = None) -> tuple[str, int]:
         """Host and a free port of the first worker."""
         address: tuple[str, int] = gather("address", {self.workers[0].address.remote(): (self, 0)}, timeout)[0]
         return address
 
-    def all_reduce(self, timeout: float) -> None:
+    def all_reduce(self, timeout: Timeout) -> None:
         """Check that the workers reach each other. Raises WorkerError that names the ones that did not answer.
 
         Args:
-            timeout: seconds for the collective; a worker that stays silent for twice as long is taken for hung.
+            timeout: of the collective; a worker that stays silent for twice as long is taken for hung.
         """
-        calls = self.start("all_reduce", self.rendezvous(timeout), timeout)
+        calls, twice = self.start("all_reduce", self.rendezvous(timeout), timeout), 2 * timeout.seconds
         # A waiting worker raises at its timeout; one that stays silent is what the others waited for.
-        _, silent = ray.wait(list(calls), num_returns=len(calls), timeout=2 * timeout)
+        with waiting(f"all_reduce of {self.size} {self.role}(s)", timeout):
+            _, silent = ray.wait(list(calls), num_returns=len(calls), timeout=twice)
         if silent:
-            raise self.timeout_error("all_reduce", [calls[ref][1] for ref in silent], 2 * timeout)
+            raise self.timeout_error("all_reduce", [calls[ref][1] for ref in silent], Timeout(twice, timeout.key))
         gather("all_reduce", calls)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    @property
+    def load_timeout(self) -> Timeout:
+        """Of a call that waits for a disk."""
+        return Timeout(self.config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
+
+    def call(self, method: str, *args: Any, timeout: Timeout | None = None, **kwargs: Any) -> list[Any]:
         """`start` a method and wait for the results, by rank. Raises as `gather`."""
-        return gather(method, self.start(method, *args, **kwargs))
+        return gather(method, self.start(method, *args, **kwargs), timeout)
 
     def start(self, method: str, *args: Any, shares: Sequence[Any] | None = None, **kwargs: Any) -> Calls:
         """Call a method on every worker without waiting; with `shares`, its own one comes before the arguments."""
@@ -140,7 +158,7 @@ class Pool:
         # They may also have been idle for long.
         remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
         try:
-            gather("placement", self.start("placement"), remaining)
+            gather("placement", self.start("placement"), Timeout(remaining, NCCL_KEY))
         except WorkerError:
             return False
         return True
@@ -153,13 +171,12 @@ class Pool:
             remove_placement_group(self._group)
             self._group = None
 
-    def timeout_error(self, method: str, ranks: list[int], timeout: float | None = None) -> WorkerError:
+    def timeout_error(self, method: str, ranks: list[int], timeout: Timeout | None = None) -> WorkerError:
         """An error which says that these workers did not answer in time, with their places."""
-        key = " (actor_rollout_ref.nccl_timeout)" if timeout is None else ""
         where = "; ".join(map(self.name_of, ranks))
         return WorkerError(
             f"no answer to {method} from {self.role} {', '.join(map(str, ranks))} within "
-            f"{timeout or self.timeout:.0f} s{key}: {where}"
+            f"{timeout or Timeout(self.timeout, NCCL_KEY)}: {where}"
         )
 
     def name_of(self, rank: int) -> str:
@@ -171,37 +188,53 @@ class Pool:
         return f"{place}log: {self.log_files[rank]}"
 
 
+def free_resources() -> str:
+    return f"free are {ray.available_resources()}"
+
+
+def name_workers(calls: Calls) -> str:
+    """The first workers of these calls, and how many there are: "worker 0, 1, 2, 3 (of 8)"."""
+    ranks: dict[str, list[int]] = {}
+    for pool, rank in calls.values():
+        ranks.setdefault(pool.role, []).append(rank)
+    shown = [f"{role} {', '.join(map(str, some[:4]))}{' ...' if len(some) > 4 else ''}" for role, some in ranks.items()]
+    return f"{' and '.join(shown)} ({len(calls)} in all)" if len(calls) > 1 else " and ".join(shown)
+
+
 def gather(
-    method: str, calls: Calls, timeout: float | None = None, on_answer: Callable[[Any], None] = lambda ref: None
+    method: str, calls: Calls, timeout: Timeout | None = None, on_answer: Callable[[Any], None] = lambda ref: None,
+    grace_period: float = 0.0,
 ) -> list[Any]:
     """Results of calls in their order, to one or several pools; a failure is raised without waiting for the others.
 
     Args:
         method: its name, for messages.
-        timeout: seconds for all of them together; None is the pools' own.
+        timeout: for all of them together; None is the pools' own.
         on_answer: called with each call that has ended well.
+        grace_period: seconds more, for workers that keep the same timeout to say so themselves.
 
     Raises:
         WorkerError: a worker died, failed or did not answer in time.
         HybridGKDError: raised by a worker.
     """
-    waiting, results = dict(calls), dict[Any, Any]()
-    some_pool = next(iter(calls.values()))[0]
-    deadline = time.monotonic() + (timeout or some_pool.timeout)
-    while waiting:
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            by_pool: dict[Pool, list[int]] = {}
-            for pool, rank in waiting.values():
-                by_pool.setdefault(pool, []).append(rank)
-            errors = [str(pool.timeout_error(method, sorted(ranks), timeout)) for pool, ranks in by_pool.items()]
-            raise WorkerError("; ".join(errors))
-        pool, rank = waiting.pop(ready[0])
-        try:
-            results[ready[0]] = pool.get(method, ready[0], rank)
-        except WorkerError as error:
-            raise _cause(method, error, waiting) from error
-        on_answer(ready[0])
+    left, results = dict(calls), dict[Any, Any]()
+    limit = timeout or Timeout(next(iter(calls.values()))[0].timeout, NCCL_KEY)
+    deadline = time.monotonic() + limit.seconds + grace_period
+    with waiting(LONG_NAMES.get(method, method), limit, lambda: f"no answer yet from {name_workers(dict(left))}"):
+        while left:
+            ready, _ = ray.wait(list(left), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                by_pool: dict[Pool, list[int]] = {}
+                for pool, rank in left.values():
+                    by_pool.setdefault(pool, []).append(rank)
+                errors = [str(pool.timeout_error(method, sorted(ranks), limit)) for pool, ranks in by_pool.items()]
+                raise WorkerError("; ".join(errors))
+            pool, rank = left.pop(ready[0])
+            try:
+                results[ready[0]] = pool.get(method, ready[0], rank)
+            except WorkerError as error:
+                raise _cause(method, error, left) from error
+            on_answer(ready[0])
     return [results[ref] for ref in calls]
 
 

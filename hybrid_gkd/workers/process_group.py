@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Role, threads_per_process
 
 
@@ -36,8 +37,8 @@ class GroupMember:
     def _on_one_host(self) -> bool:
         return self.config.ray_init.address is None or (self.config.trainer.nnodes == 1 and self.role == "worker")
 
-    def join(self, address: tuple[str, int], timeout: float) -> None:
-        """Meet the others at `address`, within `timeout` seconds."""
+    def join(self, address: tuple[str, int], timeout: Timeout) -> None:
+        """Meet the others at `address`. Raises WorkerError if they do not come within `timeout`."""
         os.environ.update(
             RANK=str(self.rank), WORLD_SIZE=str(self.size), LOCAL_RANK="0",
             MASTER_ADDR=address[0], MASTER_PORT=str(address[1]),
@@ -53,31 +54,38 @@ class GroupMember:
 
         if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
+        try:
+            store = dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout.seconds))
+        except RuntimeError as error:
+            raise WorkerError(
+                f"{self.role} {self.rank}: the {self.size} {self.role}s did not meet at {address[0]}:{address[1]} "
+                f"within {timeout}: {str(error).splitlines()[0]}"
+            ) from error
         # Collectives are given longer than the caller waits for them and than a weight sync between pools may take:
         # a worker that waits for a late rank must still be there when the student is saved.
+        longest = max(timeout.seconds, self.config.actor_rollout_ref.nccl_timeout) + ABORT_SECONDS
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo",
-            store=dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout)),
-            rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout + ABORT_SECONDS),
+            store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=longest),
         )
 
-    def all_reduce(self, address: tuple[str, int], timeout: float) -> None:
+    def all_reduce(self, address: tuple[str, int], timeout: Timeout) -> None:
         """One number summed over all workers, on their devices; joins the group first where that was not done.
 
         Raises:
-            WorkerError: not within `timeout` seconds, or with a wrong sum.
+            WorkerError: not within `timeout`, or with a wrong sum.
         """
         import torch
         import torch.distributed as dist
 
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout.seconds
         if not dist.is_initialized():
             self.join(address, timeout)
         number = torch.tensor([self.rank + 1.0], device=self.device_type)
         work = dist.all_reduce(number, async_op=True)
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise WorkerError(f"{self.role} {self.rank} waited {timeout:g} s for the others in an all-reduce")
+                raise WorkerError(f"{self.role} {self.rank} waited {timeout} for the others in an all-reduce")
             time.sleep(0.01)
         work.wait()
         expected = self.size * (self.size + 1) / 2

@@ -23,6 +23,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
 
@@ -55,9 +56,9 @@ class Worker(GroupMember):
         Raises:
             WorkerError: the others were not reached.
         """
-        timeout = self.config.actor_rollout_ref.nccl_timeout
+        arr = self.config.actor_rollout_ref
         with quick_imports():
-            self.join(address, timeout)
+            self.join(address, Timeout(arr.load_timeout, "actor_rollout_ref.load_timeout"))
             import torch
 
             from hybrid_gkd.offload.device import SharedDevice
@@ -65,8 +66,7 @@ class Worker(GroupMember):
             from hybrid_gkd.student.actor import Actor
             from hybrid_gkd.workers.updater import Updater
         if self.size > 1:
-            self.all_reduce(address, timeout)
-
+            self.all_reduce(address, Timeout(arr.nccl_timeout, "actor_rollout_ref.nccl_timeout"))
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
         self.shared = SharedDevice(self.device_type)
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"

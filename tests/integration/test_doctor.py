@@ -21,6 +21,7 @@ from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import gather
@@ -121,7 +122,7 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
         ray_cluster(config, "cpu"),
         contextlib.closing(WorkerGroup(config, device="cpu", load=False, log_folder=tmp_path)) as group,
     ):
-        group.all_reduce(60)
+        group.all_reduce(Timeout(60))
         pid = group.placements[1].pid
         os.kill(pid, signal.SIGSTOP)
         calls = group.actors.start("__ray_call__", closed)
@@ -131,7 +132,7 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
                 gather("update", calls)
             message = r"no answer to all_reduce from worker 1 within .*: worker 1 \(.* cpu, log: .*worker_1\.log"
             with pytest.raises(WorkerError, match=message):
-                group.all_reduce(3)
+                group.all_reduce(Timeout(3))
         finally:
             os.kill(pid, signal.SIGKILL)
         (again, _), (_, pending) = group.actors.start("__ray_call__", closed).items(), calls.items()

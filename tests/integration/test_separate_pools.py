@@ -84,7 +84,7 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
     lines = [record.getMessage() for record in caplog.records]
     assert lines.count("Starting rollout weight synchronization...") == 2
     assert lines.count("Actor weight sync completed") == 2
-    assert lines.count("Waiting for rollout weight sync with timeout=120s...") == 2
+    assert lines.count("Waiting for rollout weight sync with timeout=120s... (actor_rollout_ref.nccl_timeout)") == 2
     assert sum(line.startswith("Rollout weight sync completed in ") for line in lines) == 2
 
 
@@ -148,13 +148,17 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("sent", "seen"), [(signal.SIGKILL, "rollout worker 0 died in "), (signal.SIGSTOP, "from rollout worker 0 within ")]
+    ("sent", "seen"),
+    [
+        (signal.SIGKILL, "rollout worker 0 died in "),
+        (signal.SIGSTOP, r"from rollout worker 0 within 6 s \(actor_rollout_ref\.load_timeout\)"),
+    ],
 )
 def test_a_rollout_worker_lost_while_it_loads_is_named(sent, seen, model, tmp_path):
     def lose(placements):
         os.kill(next(place.pid for place in placements if place.role == "rollout worker"), sent)
 
-    config = separate(model, tmp_path, 1, 1, "actor_rollout_ref.nccl_timeout=6")
+    config = separate(model, tmp_path, 1, 1, "actor_rollout_ref.load_timeout=6")
     with pytest.raises(WorkerError, match=rf"{seen}.*rollout_0\.log"):
         WorkerGroup(config, device="cpu", on_placed=lose)
 

@@ -296,13 +296,13 @@ def test_a_cluster_without_the_resources_is_refused_by_name_at_once(model, tmp_p
         WorkerGroup(make_config(model, tmp_path), device="cuda", num_updates=2, stop_token_ids=[256])
 
 
-def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_gkd.workers.pool.PLACEMENT_SECONDS", 2)
+def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path):
     taken = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     assert taken.wait(timeout_seconds=60)
     try:
-        with pytest.raises(WorkerError, match=r"trainer\.n_gpus_per_node.*no room for them within 2 s"):
-            make_group(make_config(model, tmp_path))
+        limit = r"within 2 s \(ray_init\.placement_timeout\)"
+        with pytest.raises(WorkerError, match=rf"trainer\.n_gpus_per_node.*no room for them {limit}"):
+            make_group(make_config(model, tmp_path, "ray_init.placement_timeout=2"))
     finally:
         remove_placement_group(taken)
 

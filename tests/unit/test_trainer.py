@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
+import re
+import time
 
 import numpy as np
 import pytest
 
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.errors import BadTeacherReply, TeacherError
+from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
@@ -192,6 +194,53 @@ def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
     trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=teacher)
     with pytest.raises(TeacherError, match="6 sequences"):
         trainer._update_actor(rollout)
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What is waited for, said at once."""
+    monkeypatch.setattr("hybrid_gkd.waiting.FIRST_SECONDS", 0.001)
+    caplog.set_level("INFO", "hybrid_gkd.waiting")
+    return caplog
+
+
+def wait_for_a_line(said):
+    deadline = time.monotonic() + 60
+    while not said.messages:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_wait_for_scores_says_how_many_are_missing_and_until_when(said):
+    teacher = LocalTeacher(scores, delay=None)
+
+    def check():
+        wait_for_a_line(said)
+        teacher.answer()
+
+    trainer, _, rollout = make(GKDTrainer, teacher=teacher, check_teacher=check)
+    trainer._update_actor(rollout)
+    assert re.fullmatch(
+        r"waiting for the teacher: 6 of 6 sequences are not scored yet; a stand-in; since \S+, for 0 s now, until \S+ "
+        r"\(actor_rollout_ref\.teacher\.request_timeout=600\)", said.messages[0],
+    )
+
+
+def test_a_reward_that_takes_long_is_said_with_its_row_and_what_it_raises_names_the_row(said):
+    def reward(response, answer):
+        wait_for_a_line(said)
+        raise TrainingError("the reward failed")
+
+    overrides = "reward.answer_key=a", "reward.custom_reward_function.path=/mine.py"
+    trainer, group, rollout = make(PPOTrainer, *overrides)
+    trainer.reward = reward
+    with pytest.raises(TrainingError, match=r"^row 0 of the data: the reward failed$"):
+        trainer._update_actor(rollout)
+    assert group.updates == []
+    assert re.fullmatch(
+        r"waiting for the reward function /mine\.py:compute_score: 0 of 6 responses are scored, now one to row 0 of "
+        r"the data; since \S+, for 0 s now, until \S+ \(reward\.timeout=60\)", said.messages[0],
+    )
 
 
 def test_ppo_gives_each_sequence_its_group_relative_advantage():

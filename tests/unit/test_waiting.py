@@ -1,14 +1,19 @@
 """What is waited for is said, with since when and until when; a short wait is not."""
 
+import ast
 import contextlib
+import dataclasses
 import logging
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import hybrid_gkd
 from hybrid_gkd import waiting as module
+from hybrid_gkd.config import Config
 from hybrid_gkd.waiting import Timeout, waiting
 
 TEACHER = "the teacher at 10.0.0.5:15555"
@@ -81,3 +86,56 @@ def test_a_limit_names_the_key_that_sets_it():
     assert str(Timeout(30.0)) == "30 s (fixed)"
     with waiting("Ray to start") as wait:
         assert re.fullmatch(r"waiting for Ray to start; since \d\d:\d\d:\d\d, for 0 s now", str(wait))
+
+
+TREES = {file: ast.parse(file.read_text()) for file in sorted(Path(hybrid_gkd.__file__).parent.rglob("*.py"))}
+FIXED = {"ALL_REDUCE_SECONDS", "CLOSE_SECONDS", "WANDB_FINISH_SECONDS"}
+"""Timeouts that no key sets: of the doctor, of the end of a run."""
+NO_DEADLINES = {
+    "waited {time.monotonic() - self.started} s for its scores",  # what it was; the limit follows
+    "waited %.0f s for %s", "has not answered %.0f s after the end of a client's request_timeout",
+}
+
+
+def keys_of(section, prefix=""):
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        is_section = dataclasses.is_dataclass(value)
+        yield from keys_of(value, f"{prefix}{field.name}.") if is_section else [f"{prefix}{field.name}"]
+
+
+def texts(tree):
+    """Every text of a module but its docstrings, with expressions in braces."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            pairs = [(part, isinstance(part, ast.Constant)) for part in node.values]
+            yield "".join(part.value if plain else f"{{{ast.unparse(part.value)}}}" for part, plain in pairs)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+
+
+def test_every_timeout_has_the_key_that_sets_it_and_every_such_key_its_timeout():
+    named, keys = set(), set(keys_of(Config()))
+    assigned = [node for tree in TREES.values() for node in tree.body if isinstance(node, ast.Assign)]
+    constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
+    for tree in TREES.values():
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != "Timeout":
+                continue
+            if len(call.args) == 1:
+                assert ast.unparse(call.args[0]) in FIXED, ast.unparse(call)
+                continue
+            key = ast.unparse(call.args[1])
+            if re.search(r"\bkey\b|_key$", key):  # that of another one
+                continue
+            named.add(ast.literal_eval(constants.get(key, call.args[1])).removesuffix(", a grace period"))
+    assert named == {key for key in keys if key.endswith("timeout")}
+
+
+def test_no_message_states_the_seconds_of_a_deadline_without_its_key():
+    """A `Timeout` in a message names it; a bare number of seconds is something that has happened."""
+    stated = re.compile(r"(within|waited|not ready after|limit is|and no error in|answered) ?(\{[^}]*\}|%\S+) s\b")
+    found = {text for tree in TREES.values() for text in texts(tree) if stated.search(text)}
+    assert not [text for text in found if not any(known in text for known in NO_DEADLINES)]
+    assert all(any(known in text for text in found) for known in NO_DEADLINES)

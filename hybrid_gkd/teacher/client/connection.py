@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
 from dataclasses import dataclass
 
@@ -13,6 +15,10 @@ from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
 from hybrid_gkd.teacher.protocol import ModelInfo
+from hybrid_gkd.waiting import Timeout, clock_time
+
+PROBE_SECONDS = 1.0
+"""For a plain connection, which tells why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,10 @@ class Connection(Dealer):
         self.instance = ""
         """Changes when the server is restarted."""
         self.ping_number, self._last_beat = 0, 0.0
-        self._welcomed = False
+        self.queue_length = self.num_answers = 0
+        """Requests that wait at the server for a worker, by its last pong; requests that it has scored for us."""
+        self.last_message: float | None = None
+        self._began = time.monotonic()
 
     @property
     def problem(self) -> str:
@@ -60,22 +69,33 @@ class Connection(Dealer):
             return f"protocol version: the teacher speaks {self.foreign_version}, the student {ours}"
         return self.refused
 
-    def require_model(self, waited: float) -> ModelInfo:
-        """Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited` seconds."""
+    def describe(self) -> str:
+        """What is known of the server now, for a message; asks by a plain connection where it is silent."""
+        before = f", it scored {self.num_answers} request(s) before" if self.num_answers else ""
+        last = self.last_message
+        if self.problem:
+            return f"{self.problem}{before}"
+        if last is not None and time.monotonic() - last < protocol.LIVENESS_SECONDS:
+            state = f"{self.queue_length} request(s) wait there for a worker" if self.model else "no worker is ready"
+            return f"it answers, and {state}{before}"
+        state = connection_error(self.address) or "connected, but no answer"
+        return f"{state} since {clock_time(self._began if last is None else last)}{before}"
+
+    def require_model(self, waited: Timeout) -> ModelInfo:
+        """Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited`."""
         if self.foreign_version is not None:
             raise TeacherMismatch(f"{self.address}: {self.problem}")
         if self.model is not None:
             return self.model
         if self.problem:
             raise TeacherUnreachable(f"{self.address}: no handshake with the teacher: {self.problem}")
-        found = "the server has no worker ready" if self._welcomed else "nothing answered"
         raise TeacherUnreachable(
-            f"{self.address}: waited {waited:g} s for the teacher's handshake, {found}; "
+            f"{self.address}: waited {waited} for the teacher's handshake: {self.describe()}; "
             f"see python -m hybrid_gkd.teacher status --addr {self.address}"
         )
 
     def on_welcome(self, welcome: protocol.Welcome) -> None:
-        self._welcomed, self.foreign_version = True, None
+        self.foreign_version = None
         if welcome.model is not None and welcome.num_workers > 0:  # else it is asked again with the next hello
             self.instance, self.model = welcome.instance, welcome.model
 
@@ -87,7 +107,22 @@ class Connection(Dealer):
             self.send(protocol.Ping(number=self.ping_number) if self.model else protocol.Hello())
 
 
-def query_status(address: str, timeout: float = 2.0, keys: Keys | None = None) -> protocol.Status:
+def connection_error(address: str) -> str:
+    """Why no plain connection can be made ("connection refused"); empty where one can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
+    except TimeoutError:
+        return "no answer to a connection"
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
+        return (reason or str(error)).lower()
+    return ""
+
+
+def query_status(
+    address: str, timeout: float = 2.0, keys: Keys | None = None, timeout_key: str = ""
+) -> protocol.Status:
     """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds, earlier if keys do not fit."""
     deadline, asked = time.monotonic() + timeout, False
     with zmq.Context() as context, contextlib.closing(Connection(context, address, keys)) as connection:
@@ -98,5 +133,6 @@ def query_status(address: str, timeout: float = 2.0, keys: Keys | None = None) -
             for message, _ in connection.receive():
                 if isinstance(message, protocol.Status):
                     return message
-    reason = connection.problem or f"no teacher server answered the status request within {timeout:.0f} s"
+    limit = Timeout(timeout, timeout_key)
+    reason = connection.problem or f"no teacher server answered the status request within {limit}"
     raise TeacherUnreachable(f"{address}: {reason}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.waiting import Timeout
 
 GROUP_WAIT_SECONDS = 0.005
 """A request that is not full leaves when its first sequence has waited this long."""
@@ -113,14 +114,9 @@ class Request:
         where = ", ".join(each.address for each in ([self.last_connection] if self.last_connection else connections))
         return (
             f"{where}: request {self.id} ({len(self.sequences)} sequences, {self.num_tokens} tokens): "
-            f"waited {time.monotonic() - self.started:.1f} s for its scores, {self.attempt} attempts"
+            f"waited {time.monotonic() - self.started:.1f} s for its scores, sent {self.attempt} time(s)"
         )
 
-    def why_late(self, connections: list[Connection]) -> str:
-        """Why there was no answer before the deadline, as far as it is known."""
-        reasons = ["it was never sent: no server was alive"]
-        if (last := self.last_connection) is not None:
-            seconds = time.monotonic() - last.heard
-            reasons = [f"the last attempt got no answer; last heard of {last.address} {seconds:.1f} s ago"]
-        reasons += [f"{each.address}: {each.problem}" for each in connections if each.problem]
-        return "; ".join(reasons + ([f"before that: {self.problem}"] if self.problem else []))
+    def why_late(self, limit: Timeout, servers: str) -> str:
+        """Why there was no answer before the deadline; `servers` says what is known of them now."""
+        return f"the limit is {limit}; {servers}" + (f"; the last attempt: {self.problem}" if self.problem else "")

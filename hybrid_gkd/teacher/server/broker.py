@@ -338,7 +338,7 @@ class Broker:
         for ticket in [each for each in self._tickets.values() if each.deadline <= now]:
             self.counters["expired"] += 1
             where = "waiting for a worker" if ticket.worker is None else "at a worker"
-            self._fail(ticket, "expired", f"the deadline passed while the request was {where}")
+            self._fail(ticket, "expired", f"the client's request_timeout passed while the request was {where}")
 
     def _drop_worker(self, worker: WorkerRecord, *, died: bool = True) -> None:
         del self._workers[worker.identity]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hybrid_gkd
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.waiting import Timeout, waiting
 
 
 class TeacherProcess:
@@ -27,7 +28,8 @@ class TeacherProcess:
         options: list[str] | None = None, environment: dict[str, str] | None = None, start_timeout: float = 900.0,
     ):
         self._environment = {**child_environment(), **(environment or {})}
-        self._log_path, self._start_timeout, self._deadline = Path(log_path), start_timeout, 0.0
+        self._log_path, self._started = Path(log_path), 0.0
+        self._start_timeout = Timeout(start_timeout, "actor_rollout_ref.teacher.start_timeout")
         self._ready_folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")
         self._ready_file = Path(self._ready_folder.name) / "ready.json"
         self._command = [
@@ -41,7 +43,7 @@ class TeacherProcess:
 
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._deadline = time.monotonic() + self._start_timeout
+        self._started = time.monotonic()
         with open(self._log_path, "wb") as log:
             # Its own session: a Ctrl-C in the terminal reaches the trainer, which stops the teacher last.
             self._process = subprocess.Popen(
@@ -57,12 +59,14 @@ class TeacherProcess:
 
     def wait_ready(self) -> None:
         """Until the service has answered a test request. Raises TeacherError if it ends or `start_timeout` passes."""
-        late = f"the teacher was not ready after {self._start_timeout:g} s; its log: {self._log_path}"
-        while not self._ready_file.exists():
-            self.check()
-            if time.monotonic() > self._deadline:
-                raise TeacherError(late)
-            time.sleep(0.1)
+        late = f"the teacher was not ready after {self._start_timeout}; its log: {self._log_path}"
+        whom, detail = "the teacher of this run to load its model", f"its log is {self._log_path}"
+        with waiting(whom, self._start_timeout, lambda: detail, since=self._started):
+            while not self._ready_file.exists():
+                self.check()
+                if time.monotonic() > self._started + self._start_timeout.seconds:
+                    raise TeacherError(late)
+                time.sleep(0.1)
         ready = json.loads(self._ready_file.read_text())
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 

@@ -105,8 +105,8 @@ class Link:
                 broker.reopen_if_stuck(now)
                 # An engine that keeps a request long after its deadline will never give it back.
                 if min(self._held.values(), default=now) < now - HUNG_SECONDS:
-                    seconds = HUNG_SECONDS
-                    log.critical("the engine has not answered %.0f s after a request's deadline: it hangs", seconds)
+                    text = "the engine has not answered %.0f s after the end of a client's request_timeout: it hangs"
+                    log.critical(text, HUNG_SECONDS)
                     os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be asked
         except BaseException as error:
             self.inbox.put(error)
@@ -184,7 +184,8 @@ class ScoringWorker:
                 batch.append(work)
                 num_tokens += work.request.num_tokens
             else:  # the broker has answered it already; this frees the credit
-                self._link.reply(_error(work.request, "expired", "the deadline passed at the worker"), [])
+                late = "the client's request_timeout passed at the worker"
+                self._link.reply(_error(work.request, "expired", late), [])
         return batch
 
     def _one_by_one(self, error: Exception, batch: list[Work]) -> Iterator[tuple[Work, list[TeacherTopK]]]:

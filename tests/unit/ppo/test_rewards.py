@@ -1,7 +1,9 @@
 """Rule rewards on real notation, and loading a user's own from a file."""
 
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -116,6 +118,52 @@ def test_a_function_that_raises_is_named(write):
     reward = load_reward("", write("def score(response, answer): return int(response)"), "score")
     with pytest.raises(TrainingError, match=r"my_reward\.py:score raised ValueError: .* that starts with 'the resp"):
         reward("the response", "the answer")
+
+
+ENDLESS = {
+    "sleeps": "    time.sleep(1000)",
+    "spins": "    while True: pass",
+    "catches every Exception": "    try:\n        time.sleep(1000)\n    except Exception:\n        return 1.0",
+    "waits for a process": "    subprocess.run(['sleep', '1000'])",
+    "searches without end": "    re.match('(a+)+b', 'a' * 100)",
+}
+
+
+@pytest.mark.parametrize("body", ENDLESS.values(), ids=list(ENDLESS))
+def test_a_function_that_does_not_end_is_named_with_the_answer_and_the_key(write, body):
+    head = "import re, subprocess, time\ndef score(response, answer):\n"
+    reward = load_reward("", write(head + body), "score", timeout=0.05)
+    handler = signal.getsignal(signal.SIGALRM)
+    limit = r"0\.05 s \(reward\.timeout\)"
+    with pytest.raises(
+        TrainingError,
+        match=rf"my_reward\.py:score did not return within {limit} for the answer 'the answer' and a response that "
+        r"starts with 'the response'; it was at .*\.py:\d+$",
+    ):
+        reward("the response", "the answer")
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_a_function_that_catches_everything_is_interrupted_again(write):
+    body = "import time\ndef score(response, answer):\n    try: time.sleep(1000)\n    except: time.sleep(1000)"
+    with pytest.raises(TrainingError, match=r"reward\.timeout"):
+        load_reward("", write(body), "score", timeout=0.01)("", "")
+
+
+def test_a_function_that_ends_in_time_is_not_interrupted_later(write):
+    reward = load_reward("", write("def score(response, answer): return 1"), "score", timeout=0.05)
+    assert reward("", "") == 1.0
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_timeout_needs_the_main_thread(write):
+    path = write("def score(response, answer): return 1")
+    with ThreadPoolExecutor() as pool:
+        with pytest.raises(TrainingError, match=r"reward\.timeout is kept in the main thread only; set it to \.inf"):
+            pool.submit(load_reward("", path, "score", timeout=1.0), "", "").result()
+        assert pool.submit(load_reward("", path, "score"), "", "").result() == 1.0
 
 
 @pytest.mark.parametrize("value", ["True", "1", "np.float32(1)", "np.int64(1)"])

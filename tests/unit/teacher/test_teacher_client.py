@@ -1,6 +1,7 @@
 """The client against a scripted server: every fault ends in scores or in the right error, never in silence."""
 
 import contextlib
+import re
 import threading
 import time
 
@@ -73,12 +74,15 @@ class Server:
     def __exit__(self, *exc_info):
         self._stopping.set()
         self._thread.join(TIMEOUT)
-        self._context.destroy(linger=0)
         assert not self._thread.is_alive()
+        self._context.destroy(linger=0)
 
     def _run(self):
         while not self._stopping.is_set():
             if not self._socket.poll(20):
+                continue
+            if self.script is None:  # hung
+                self._stopping.wait(0.01)
                 continue
             client, header, *frames = self._socket.recv_multipart()
             if self.foreign:
@@ -346,7 +350,8 @@ def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
         assert 0 < max(most) <= 30 + 9
     with Server(*[silence] * 60) as server, connect(server, num_microbatches=1, request_timeout=1.0) as submitter:
         submitter.handshake(**STUDENT)
-        with pytest.raises(TeacherTimeout, match=r"waited 1 s to queue 60 sequences, \d+ tokens are still waiting"):
+        limit = r"1 s \(actor_rollout_ref\.teacher\.request_timeout\)"
+        with pytest.raises(TeacherTimeout, match=rf"waited {limit} to queue 60 sequences, \d+ tokens are still"):
             submitter.submit(batch)
 
 
@@ -393,6 +398,50 @@ def test_timeout_names_server_request_and_wait():
                 future.result(TIMEOUT)
             assert server.address in str(caught.value)
         assert server.requests[0].id in str(caught.value)
+
+
+def lost(change, **options):
+    """The error of a request that is sent after one was scored and `change(server)` has happened."""
+    batch = sequences(2)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server())
+        client = stack.enter_context(connect(server, request_timeout=3.0, **options))
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(batch), batch)
+        change(server)
+        error = client.submit(batch)[0].exception(TIMEOUT)
+        assert isinstance(error, TeacherTimeout)
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        pytest.param(lambda server: server.__exit__(), "connection refused since", id="killed"),
+        pytest.param(lambda server: setattr(server, "script", None), "connected, but no answer since", id="hung"),
+        pytest.param(lambda server: setattr(server, "script", [silence] * 99), "it answers, and 3 .* wait", id="slow"),
+    ],
+)
+def test_the_error_says_what_happened_to_the_server(change, state):
+    message = lost(change)
+    limit = r"the limit is 3 s \(actor_rollout_ref\.teacher\.request_timeout\)"
+    assert re.search(rf"sent [0-4] time\(s\): {limit}; 127\.0\.0\.1:\d+: {state}", message)
+    assert "it scored 1 request(s) before" in message
+    if "since" in state:
+        assert re.search(rf"{state} \d\d:\d\d:\d\d", message)
+
+
+def test_a_wait_for_the_handshake_is_said(monkeypatch, caplog):
+    monkeypatch.setattr("hybrid_gkd.waiting.FIRST_SECONDS", 0.01)
+    caplog.set_level("INFO", "hybrid_gkd.waiting")
+    with TeacherClient(["127.0.0.1:1"], topk=1, vocab_size=2, connect_timeout=0.3) as client:
+        with pytest.raises(TeacherUnreachable):
+            client.handshake(**STUDENT)
+    assert re.fullmatch(
+        r"waiting for the teacher: its handshake: 127\.0\.0\.1:1: connection refused since \S+; since \S+, for 0 s "
+        r"now, until \S+ \(actor_rollout_ref\.teacher\.connect_timeout=0\.3\)", caplog.messages[0],
+    )
 
 
 @pytest.mark.slow
@@ -482,7 +531,8 @@ def test_servers_of_different_models():
 
 def test_nobody_there():
     with TeacherClient(["127.0.0.1:1"], topk=1, vocab_size=2, connect_timeout=0.3) as client:
-        with pytest.raises(TeacherUnreachable, match=r"127\.0\.0\.1:1: waited 0\.3 s .* nothing answered"):
+        limit = r"waited 0\.3 s \(actor_rollout_ref\.teacher\.connect_timeout\)"
+        with pytest.raises(TeacherUnreachable, match=rf"127\.0\.0\.1:1: {limit} .*: connection refused since \d\d:"):
             client.handshake(**STUDENT)
         with pytest.raises(TeacherError, match="before handshake"):
             client.submit(sequences())
