@@ -24,6 +24,7 @@ contestants:
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def three_products(hidden: Tensor, weight: Tensor, _ids: Tensor, _teacher: Tenso
 def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
     """The training path of a distillation loss."""
     topk = ids.shape[1]
-    loss_fn = OBJECTIVE.loss_fn(Targets(teacher_logprobs=teacher, teacher_sampled=teacher[:, 0]))
+    tail = teacher.new_full([len(teacher)], math.log1p(-math.exp(-0.105)))
+    loss_fn = OBJECTIVE.loss_fn(Targets(teacher_logprobs=teacher, teacher_tail=tail, teacher_sampled=teacher[:, 0]))
     loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk, tail_topk=topk)
     loss.backward()
     return loss.detach()

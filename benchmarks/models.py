@@ -74,7 +74,8 @@ def random_scores(rng: np.random.Generator, count: int, vocabulary: int, topk: i
     first = rng.integers(0, vocabulary - topk, count)
     ids = (first[:, None] + np.arange(topk)).astype(np.int32)
     logprobs = np.full((count, topk), np.log(0.9 / topk), np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+    tail = np.full(count, np.log(0.1), np.float32)
+    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
 
 if __name__ == "__main__":

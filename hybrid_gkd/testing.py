@@ -34,6 +34,12 @@ Respond = Callable[[GenerationRequest, int], np.ndarray]
 """A request and the version of the weights that is asked -> response ids, int32 [R]."""
 
 
+def tail_of(logprobs: np.ndarray) -> np.ndarray:
+    """What `TeacherTopK.tail_logprobs` is for made-up candidates [R, K]: the log of the mass that they leave, [R]."""
+    with np.errstate(divide="ignore"):
+        return np.log(np.maximum(0, 1 - np.exp(logprobs.astype(np.float64)).sum(1))).astype(np.float32)
+
+
 def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> Any:
     """A byte-level tokenizer: 256 bytes, `num_words` tokens that no text gives, three special tokens, no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -81,6 +81,8 @@ class TeacherTopK:
     """[R, K], distinct within a row, most likely first."""
     logprobs: np.ndarray
     """[R, K], normalised over the whole vocabulary."""
+    tail_logprobs: np.ndarray
+    """[R], log of the mass on all other ids together; -inf where there is none."""
     sampled_logprobs: np.ndarray
     """Of the response token itself."""
 

@@ -30,6 +30,7 @@ from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.server import broker, worker
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Sequence, TeacherTopK
 
 TIMEOUT = 120.0
@@ -48,10 +49,10 @@ def expected_scores(prompt_ids, response_ids, topk=TOPK):
     """Scores that differ between any two sequences, positions and prompts."""
     state = (np.cumsum(response_ids.astype(np.int64)) * 31 + int(prompt_ids.astype(np.int64).sum()) * 7) % VOCAB
     ids = (state[:, None] + 13 * np.arange(topk)) % VOCAB
-    logprobs = -3.0 - (state[:, None] % 64) / 64 - np.arange(topk) / 8
+    logprobs = (-3.0 - (state[:, None] % 64) / 64 - np.arange(topk) / 8).astype(np.float16).astype(np.float32)
     sampled = -1.0 - state / VOCAB
     return TeacherTopK(
-        ids=ids.astype(np.int32), logprobs=logprobs.astype(np.float16).astype(np.float32),
+        ids=ids.astype(np.int32), logprobs=logprobs, tail_logprobs=tail_of(logprobs),
         sampled_logprobs=sampled.astype(np.float32),
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ def compute(case, folder):
 
     from hybrid_gkd.config_loading import load_config
     from hybrid_gkd.ppo.trainer import PPOTrainer
-    from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, make_tiny_model, single_process_group
+    from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, make_tiny_model, single_process_group, tail_of
     from hybrid_gkd.trainer import GKDTrainer
     from hybrid_gkd.types import Prompt, TeacherTopK
 
@@ -80,7 +80,9 @@ def compute(case, folder):
         ids = np.stack([source.permutation(VOCAB)[:TOPK] for _ in range(rows)]).astype(np.int32)
         shares = source.dirichlet(np.full(TOPK + 2, 0.5), rows)
         logprobs = np.log(np.maximum(-np.sort(-shares[:, :TOPK], 1), 1e-5)).astype(np.float32)
-        return TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=np.log(shares[:, -1] + 1e-5).astype(np.float32))
+        tail = tail_of(logprobs)
+        sampled = np.log(shares[:, -1] + 1e-5).astype(np.float32)
+        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
 
     class Tokenizer:
         def decode(self, ids, skip_special_tokens):

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import zmq
 
-VERSION = 2
+VERSION = 3
 TYPES = {"int32": "<i4", "float16": "<f2", "float32": "<f4"}
 
 
@@ -78,13 +78,14 @@ class PlainClient:
         )  # fmt: skip
 
     def scores(self):
-        """(id, [(ids, log-probabilities, log-probabilities of the response)] for each response row) or the error."""
+        """(id, [(ids, log-probabilities, of the tail, of the response)] for each response row) or the error."""
         fields, arrays = self.receive("result", "error")
         if fields["kind"] == "error":
             return fields
-        ids, logprobs, sampled = arrays
+        ids, logprobs, tail, sampled = arrays
         assert ids.dtype == np.int32
         assert logprobs.dtype == np.float16
-        assert sampled.dtype == np.float32
+        assert tail.dtype == sampled.dtype == np.float32
+        assert tail.shape == sampled.shape
         assert ids.shape == logprobs.shape == (len(sampled), ids.shape[1])
-        return fields | {"ids": ids, "logprobs": logprobs.astype(np.float32), "sampled": sampled}
+        return fields | {"ids": ids, "logprobs": logprobs.astype(np.float32), "tail": tail, "sampled": sampled}

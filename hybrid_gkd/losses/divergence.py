@@ -12,17 +12,23 @@ come normalised over the whole vocabulary V. `tail` decides about the rest of th
 With K = V the three agree. The functions return one value per row; the caller divides their sum over
 valid response tokens by the number of those tokens in the global batch.
 
-A tail's mass is taken to be at least TAIL_FLOOR, so "bucket" is exact for tails above it and, below it, off by at
-most about TAIL_FLOOR log(1 / TAIL_FLOOR) in value. A student's tail that the head has summed by itself (`student_tail`)
-is exact down to TAIL_FLOOR squared, where the teacher's is above TAIL_FLOOR. One that is 1 - Q of a float32 head is
-noisy: the pull on it is off by about TAIL_FLOOR / (1 - Q) of its size, and below TAIL_FLOOR it keeps its direction but
-only (1 - Q) / TAIL_FLOOR of its size, so that forward_kl's logit gradient is off by up to about 3 (1 - P) in L1 norm.
+The logs of the tails, log(1 - P) and log(1 - Q), are summed outside of S by the scoring engine and by the head: no
+difference of near numbers, so "bucket" is as exact as their float32 and the float16 of the candidates. A log tail
+counts as -TAIL_LIMIT at least, a mass of 2e-35: below it, also with K = V, both sides are equal, and reverse_kl stays
+finite where the teacher has nothing outside of S, and the student has.
+
+A caller without a tail (None) gets 1 - P or 1 - Q of the log-probabilities, at least TAIL_FLOOR. forward_kl is then off
+by at most about TAIL_FLOOR log(1 / TAIL_FLOOR) for the teacher's, reverse_kl by (1 - Q) log(TAIL_FLOOR / (1 - P)). A
+student's tail that is 1 - Q of a float32 head is noisy: the pull on it is off by about TAIL_FLOOR / (1 - Q) of its
+size, and below TAIL_FLOOR it keeps its direction but only (1 - Q) / TAIL_FLOOR of its size, so that forward_kl's logit
+gradient is off by up to about 3 (1 - P) in L1 norm.
 
 Shapes: T rows (packed response tokens), K teacher candidates.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -30,45 +36,50 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.losses.head_torch import MASKED_LOGIT, TAIL_LIMIT
 
 TAIL_FLOOR = 1e-6
-"""Smallest mass of a tail that enters a logarithm; about the noise of 1 - Q from a float32 head."""
+"""Smallest mass of a tail that is 1 - P or 1 - Q; about the noise of 1 - Q from a float32 head."""
 
 
 def forward_kl(
-    teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, student_tail: Tensor | None = None
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, teacher_tail: Tensor | None = None,
+    student_tail: Tensor | None = None,
 ) -> Tensor:
     """KL(teacher || student) per row, [T], in nats: sum p log(p / q) over the outcomes that `tail` names.
 
     Args:
         teacher_logprobs: [T, K], finite, without gradient. They arrive in float16, so P may come out slightly
-            above 1; the teacher's tail is then empty.
+            wrong: with "bucket", P and the tail are scaled to 1 together.
         student_logprobs: [T, K] of the same ids; they receive the gradient.
-        tail: "bucket" (at least 0 up to rounding and TAIL_FLOOR), "none" (any sign) or "renormalise", see above.
-        student_tail: [T], log(1 - Q) as `head_loss` gives it, which receives a gradient as well; None takes it from
-            the student's log-probabilities. Only "bucket" uses it.
+        tail: "bucket" (at least 0 up to rounding), "none" (any sign) or "renormalise", see above.
+        teacher_tail: [T], log(1 - P) as the teacher sends it, -inf where it has nothing outside of S.
+        student_tail: [T], log(1 - Q) as `head_loss` gives it, which receives a gradient as well. Only "bucket" uses the
+            two; None takes a tail from the log-probabilities, see above.
 
     Raises:
         ValueError: the shapes differ, or an unknown `tail`.
 
     Source: Hinton et al., arXiv 1503.02531, for the full-vocabulary loss that K = V gives.
     """
-    return _kl(*_outcomes(teacher_logprobs, student_logprobs, tail, student_tail))
+    return _kl(*_outcomes(teacher_logprobs, student_logprobs, tail, teacher_tail, student_tail))
 
 
 def reverse_kl(
-    teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, student_tail: Tensor | None = None
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, tail: str, teacher_tail: Tensor | None = None,
+    student_tail: Tensor | None = None,
 ) -> Tensor:
     """KL(student || teacher) per row, in nats: sum q log(q / p). Arguments, result, errors: as `forward_kl`.
 
     Source: Gu et al., MiniLLM, arXiv 2306.08543, for the full vocabulary.
     """
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, teacher_tail, student_tail)
     return _kl(student, teacher)
 
 
 def jsd(
-    teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail: str, student_tail: Tensor | None = None
+    teacher_logprobs: Tensor, student_logprobs: Tensor, *, beta: float, tail: str, teacher_tail: Tensor | None = None,
+    student_tail: Tensor | None = None,
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence per row, in nats. Other arguments, result, errors: as `forward_kl`.
 
@@ -81,16 +92,18 @@ def jsd(
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be between 0 and 1; got {beta}")
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, student_tail)
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, tail, teacher_tail, student_tail)
     if beta in (0, 1):
         return _kl(teacher, student) if beta == 0 else _kl(student, teacher)
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def kl_both_ways(teacher_logprobs: Tensor, student_logprobs: Tensor, student_tail: Tensor) -> tuple[Tensor, Tensor]:
+def kl_both_ways(
+    teacher_logprobs: Tensor, student_logprobs: Tensor, teacher_tail: Tensor, student_tail: Tensor
+) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `reverse_kl` with the bucket, [T] each, for little more than the price of one."""
-    teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket", student_tail)
+    teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket", teacher_tail, student_tail)
     log_ratio = teacher - student
     return (teacher.exp() * log_ratio).sum(-1), -(student.exp() * log_ratio).sum(-1)
 
@@ -130,6 +143,13 @@ def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Ten
     return log_ratio.square() / 2 + log_ratio if estimator == "k2" else log_ratio
 
 
+def tails_for(function: Callable[..., Tensor], teacher_tail: Tensor, student_tail: Tensor) -> dict[str, Tensor]:
+    """Both tails as keyword arguments of a divergence; one's own need not take `teacher_tail`."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_it = any(each.name == "teacher_tail" or each.kind is each.VAR_KEYWORD for each in parameters)
+    return {"student_tail": student_tail} | ({"teacher_tail": teacher_tail} if takes_it else {})
+
+
 def check_loss_fn(function: Callable[..., Tensor], *, tail: str) -> None:
     """Try out `distillation.loss_fn`, a function like `forward_kl`, on random rows before anything starts.
 
@@ -147,9 +167,9 @@ def check_loss_fn(function: Callable[..., Tensor], *, tail: str) -> None:
 
     def evaluate(rows: slice) -> tuple[Tensor, Tensor]:
         teacher, student = together[0, rows], together[1, rows].clone().requires_grad_()
-        student_tail = (1 - student.exp().sum(-1)).log()
+        tails = [(1 - support_mass(logprobs)).log() for logprobs in (teacher, student)]
         try:
-            values = function(teacher, student, tail=tail, student_tail=student_tail)
+            values = function(teacher, student, tail=tail, **tails_for(function, *tails))
         except Exception as error:  # whatever the user's code raises
             raise refusal(f"raised {type(error).__name__} when it was tried: {error}") from error
         if not isinstance(values, Tensor) or values.shape != student.shape[:1]:
@@ -181,7 +201,9 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _outcomes(teacher: Tensor, student: Tensor, tail: str, student_tail: Tensor | None) -> tuple[Tensor, Tensor]:
+def _outcomes(
+    teacher: Tensor, student: Tensor, tail: str, teacher_tail: Tensor | None, student_tail: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the compared outcomes: K tokens, and with "bucket" the rest; two [T, K or K + 1]."""
     if teacher.ndim != 2:
         raise ValueError(f"log-probabilities must both be [T, K]; got {tuple(teacher.shape)} (teacher)")
@@ -192,13 +214,10 @@ def _outcomes(teacher: Tensor, student: Tensor, tail: str, student_tail: Tensor 
         return teacher.log_softmax(-1), student.log_softmax(-1)
     if tail != "bucket":
         raise ValueError(f"tail must be 'bucket', 'none' or 'renormalise'; got {tail!r}")
-    rest = 1 - support_mass(teacher)[:, None]
-    if student_tail is None:
-        student = _with_tail(student, 1 - support_mass(student)[:, None], TAIL_FLOOR)
-    else:  # two tails below the floor are equal, as the teacher's is not known better
-        floor = torch.where(rest > TAIL_FLOOR, TAIL_FLOOR**2, TAIL_FLOOR)
-        student = _with_tail(student, student_tail.exp()[:, None], floor)
-    return _with_tail(teacher, rest, TAIL_FLOOR), student
+    teacher = torch.cat([teacher, _log_tail(teacher, teacher_tail)], -1)
+    if teacher_tail is not None:  # float16 has moved P by up to entropy / 2048, and 0 is to be the least divergence
+        teacher = teacher.log_softmax(-1)
+    return teacher, torch.cat([student, _log_tail(student, student_tail)], -1)
 
 
 def _aligned(teacher: Tensor, student: Tensor) -> Tensor:
@@ -209,10 +228,13 @@ def _aligned(teacher: Tensor, student: Tensor) -> Tensor:
     return teacher.to(student.dtype)
 
 
-def _with_tail(logprobs: Tensor, mass: Tensor, floor: float | Tensor) -> Tensor:
-    """Append log(mass), [T, K] and [T, 1] -> [T, K + 1]."""
+def _log_tail(logprobs: Tensor, tail: Tensor | None) -> Tensor:
+    """The log of the mass outside of S, [T, 1], bounded from below; `tail` [T] if it is known by itself."""
+    # A plain clamp would also cut the gradient, just where the student must learn that mass outside of S exists.
+    if tail is not None:
+        tail = tail[:, None].to(logprobs.dtype).clamp(min=MASKED_LOGIT)  # -inf minus itself would be NaN
+        return tail.detach().clamp(min=-TAIL_LIMIT) + (tail - tail.detach())
     # Near 0, 1 - Q of a float32 head is noise of either sign, which log and 1/x would turn into the loss: the floor
-    # bounds both. A plain clamp would also cut the gradient, just where the student must learn that mass outside S
-    # exists; with the detached shortfall added, value and slope are those of max(mass, floor) and still reach Q.
-    mass = mass + (floor - mass).clamp(min=0).detach()
-    return torch.cat([logprobs, mass.log()], -1)
+    # bounds both. With the detached shortfall added, value and slope are those of max(mass, floor) and still reach Q.
+    mass = 1 - support_mass(logprobs)[:, None]
+    return (mass + (TAIL_FLOOR - mass).clamp(min=0).detach()).log()

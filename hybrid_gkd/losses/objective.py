@@ -27,6 +27,7 @@ class Targets:
     """Learning signal of the response tokens of a micro-batch; None where the run has no such signal."""
 
     teacher_logprobs: Tensor | None = None  # [R, K], of the teacher's candidates
+    teacher_tail: Tensor | None = None  # [R], log of the teacher's mass outside of them
     teacher_sampled: Tensor | None = None  # [R], the teacher's log-probability of the sampled token
     advantages: Tensor | None = None  # [R], from task rewards
     old_logprobs: Tensor | None = None  # [R], see `TrainSequence`
@@ -51,7 +52,7 @@ class Objective:
         self.uses_sampled = on_rewards or any(row.signal == "sampled" for _, row in self._terms)
         """Whether the last column of the log-probabilities must be the sampled token."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
-        teacher = {"teacher_logprobs": row, "teacher_sampled": none} if config.enabled else {}
+        teacher = {"teacher_logprobs": row, "teacher_tail": none, "teacher_sampled": none} if config.enabled else {}
         nothing = Targets(**teacher, advantages=none if on_rewards else None)
         self.reported = list(self.loss_fn(nothing)(torch.zeros(0, 3), slice(None))[1])
         """Names of the metrics of `loss_fn`."""
@@ -79,11 +80,12 @@ class Objective:
 
     def _distillation(self, chunk: Targets, logprobs: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """The weighted sum of the configured divergences, or its policy gradient, [r]."""
-        teacher, sampled, config = chunk.teacher_logprobs, logprobs[:, -1], self.config
+        teacher, teacher_tail, config = chunk.teacher_logprobs, chunk.teacher_tail, self.config
         assert teacher is not None
-        student, tail = logprobs[:, : teacher.shape[1]], logprobs[:, teacher.shape[1]]
+        assert teacher_tail is not None
+        student, tail, sampled = logprobs[:, : teacher.shape[1]], logprobs[:, teacher.shape[1]], logprobs[:, -1]
         # In every mode, so that runs with different losses can be compared.
-        forward, reverse = divergence.kl_both_ways(teacher, student, tail)
+        forward, reverse = divergence.kl_both_ways(teacher, student, teacher_tail, tail)
         known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
         terms = []
         for factor, row in self._terms:
@@ -93,13 +95,14 @@ class Objective:
                 value = row.function(chunk.teacher_sampled, sampled)
             else:
                 options = {name: getattr(config, name) for name in row.options}
-                value = row.function(teacher, student, student_tail=tail, **options)
+                tails = divergence.tails_for(row.function, teacher_tail, tail)
+                value = row.function(teacher, student, **tails, **options)
             terms.append(factor * value)
         value = torch.stack(terms).sum(0)
         parts["actor/kl_loss"] = value
         parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
         parts["actor/distillation/student_mass"] = divergence.support_mass(student.detach())
-        parts["actor/distillation/teacher_mass"] = divergence.support_mass(teacher.to(student.dtype))
+        parts["actor/distillation/teacher_mass"] = -teacher_tail.expm1()  # float16 has rounded the candidates' own
         limit, weight = config.loss_max_clamp, value
         if config.use_policy_gradient:
             assert chunk.teacher_sampled is not None

@@ -132,8 +132,9 @@ class Actor(ShardedModel):
         columns, values = [], dict[str, Tensor]()
         teacher = [item.teacher for item in micro_batch if item.teacher is not None]
         if self.topk and teacher:
-            columns.append(joined([t.ids[:, : self.topk] for t in teacher], dtype=torch.int64))
-            values["teacher_logprobs"] = joined([t.logprobs[:, : self.topk] for t in teacher])
+            columns.append(joined([t.ids for t in teacher], dtype=torch.int64))
+            values["teacher_logprobs"] = joined([t.logprobs for t in teacher])
+            values["teacher_tail"] = joined([t.tail_logprobs for t in teacher])
             values["teacher_sampled"] = joined([t.sampled_logprobs for t in teacher])
         for name in ("advantages", "old_logprobs", "importance_weights"):
             found = [value for item in micro_batch if (value := getattr(item, name)) is not None]

@@ -5,7 +5,7 @@ of its arrays, whose dtype, shape and CRC-32 the header carries. Nothing that co
 docs/teacher_protocol.md says who sends which message when, and how lost requests are found.
 
 Shapes: P prompt and R response tokens of one sequence, K candidates. Only response positions travel back: token ids
-int32, log-probabilities of candidates float16, of the response's own tokens float32.
+int32, log-probabilities of candidates float16, of all other ids together and of the response's own tokens float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from hybrid_gkd.errors import BadTeacherReply, TeacherError
 from hybrid_gkd.types import TeacherTopK
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"GKD"
 PREFIX_BYTES = 8
 """Magic, version (1 byte), CRC-32 of magic, version and map (little endian)."""
@@ -31,7 +31,7 @@ LIVENESS_SECONDS = 4.0
 TEST_ID = "test"
 """Of the request that every new worker has to answer."""
 MAX_HEADER_BYTES = 1 << 20
-MAX_ARRAYS = 3
+MAX_ARRAYS = 4
 MAX_REQUEST_BYTES = 16 << 20
 """Largest frame that a broker takes from a client, and the arrays of one request; they hold token ids only."""
 MAX_REPLY_BYTES = 1 << 30
@@ -118,7 +118,7 @@ class ScoreRequest(Message, tag="score"):
 
 
 class ScoreResult(Message, tag="result"):
-    """Arrays: ids int32 [sum R, K], log-probabilities float16 [sum R, K], sampled float32 [sum R]."""
+    """Arrays: ids int32 [sum R, K], log-probabilities float16 [sum R, K], tail and sampled float32 [sum R] each."""
 
     id: RequestId
     attempt: Count
@@ -292,7 +292,8 @@ def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
     with np.errstate(over="ignore"):  # an overflow becomes Inf, which the client's check names
         logprobs = np.concatenate([score.logprobs for score in scores]).astype(np.float16)
     ids = np.concatenate([score.ids for score in scores]).astype(np.int32, copy=False)
-    return [ids, logprobs, np.concatenate([score.sampled_logprobs for score in scores]).astype(np.float32, copy=False)]
+    rest = [[score.tail_logprobs for score in scores], [score.sampled_logprobs for score in scores]]
+    return [ids, logprobs, *(np.concatenate(each).astype(np.float32, copy=False) for each in rest)]
 
 
 def unpack_result(
@@ -300,8 +301,8 @@ def unpack_result(
 ) -> list[TeacherTopK]:
     """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""
     arrays = decode_arrays(result, frames)
-    if [array.dtype.name for array in arrays] != ["int32", "float16", "float32"]:
-        raise ProtocolError(f"a result needs ids, log-probabilities and sampled; got {result.arrays}")
+    if [array.dtype.name for array in arrays] != ["int32", "float16", "float32", "float32"]:
+        raise ProtocolError(f"a result needs ids, log-probabilities, tail and sampled; got {result.arrays}")
     arrays[1] = arrays[1].astype(np.float32)  # float16 is slow to compute with
     check_topk(
         *arrays, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size,
@@ -310,17 +311,21 @@ def unpack_result(
     ends = np.cumsum(response_lengths)[:-1]
     # Copies, so that one long-lived sequence does not keep the whole message in memory.
     parts = zip(*([part.copy() for part in np.split(array, ends)] for array in arrays), strict=True)
-    return [TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=sampled) for ids, logprobs, sampled in parts]
+    return [
+        TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+        for ids, logprobs, tail, sampled in parts
+    ]
 
 
 def check_topk(
-    ids: np.ndarray, logprobs: np.ndarray, sampled_logprobs: np.ndarray, *, num_rows: int, topk: int, vocab_size: int,
-    server: str, request: str,
+    ids: np.ndarray, logprobs: np.ndarray, tail_logprobs: np.ndarray, sampled_logprobs: np.ndarray, *, num_rows: int,
+    topk: int, vocab_size: int, server: str, request: str,
 ) -> None:
     """Refuse unusable scores before they reach a loss: BadTeacherReply with server, request, row and value.
 
     Usable are ids in [0, vocab_size), distinct within a row, int32 [num_rows, topk]; log-probabilities that are
-    finite and not positive, float [num_rows, topk] of mass 1 at most, and [num_rows] of the sampled tokens.
+    finite and not positive, float [num_rows, topk] and [num_rows] of the sampled tokens; and the log of the mass that
+    is left for all other ids, [num_rows], which is minus infinity where there is none.
     """
 
     def fail(what: str, bad: np.ndarray, values: np.ndarray) -> None:
@@ -330,7 +335,8 @@ def check_topk(
 
     shape = (num_rows, topk)
     for name, array, expected in (
-        ("ids", ids, shape), ("logprobs", logprobs, shape), ("sampled_logprobs", sampled_logprobs, shape[:1])
+        ("ids", ids, shape), ("logprobs", logprobs, shape), ("tail_logprobs", tail_logprobs, shape[:1]),
+        ("sampled_logprobs", sampled_logprobs, shape[:1]),
     ):
         if array.shape != expected:
             raise BadTeacherReply(f"{server}: request {request}: {name} has shape {array.shape}, expected {expected}")
@@ -339,12 +345,17 @@ def check_topk(
             fail(f"{name} is NaN", np.isnan(values), values)
             fail(f"{name} is infinite", np.isinf(values), values)
             fail(f"{name} is positive", values > 1e-3, values)
+    fail("log-probability of the tail is NaN", np.isnan(tail_logprobs), tail_logprobs)
+    fail("log-probability of the tail is positive", tail_logprobs > 1e-3, tail_logprobs)
     fail(f"token id outside the vocabulary of {vocab_size}", (ids < 0) | (ids >= vocab_size), ids)
     ordered = np.sort(ids, axis=1)
     fail("token id appears twice", ordered[:, 1:] == ordered[:, :-1], ordered)
     mass = np.exp(logprobs, dtype=np.float32).sum(axis=1)
     # Rounding to float16 moves log p by |log p| / 2048 at most, so the mass by entropy / 2048 at most.
-    fail("probabilities sum to more than 1", mass > 1.001 + (1 + math.log(topk)) / 2048, mass)
+    tolerance = 0.001 + (1 + math.log(topk)) / 2048
+    fail("probabilities sum to more than 1", mass > 1 + tolerance, mass)
+    total = mass + np.exp(tail_logprobs, dtype=np.float32)
+    fail("probabilities of candidates and tail do not sum to 1", np.abs(total - 1) > tolerance, total)
 
 
 def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:

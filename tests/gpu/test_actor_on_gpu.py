@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.student.actor import Actor
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,7 +26,8 @@ def random_batch(seed):
         )
         ids = np.stack([rng.permutation(256)[:8] for _ in response]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(9), len(response))[:, :8]).astype(np.float32)
-        teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        tail = tail_of(logprobs)
+        teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
         micro_batches.append((TrainSequence(sequence=sequence, teacher=teacher),))
     return MiniBatch(micro_batches=tuple(micro_batches), num_tokens=153)
 

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.testing import make_tokenizer
+from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -61,7 +61,8 @@ def distil(sequences, step):
     for s in sequences:
         ids = np.stack([rng.choice(151936, TOPK, replace=False) for _ in s.response_ids]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(TOPK + 1), len(ids))[:, :TOPK]).astype(np.float32)
-        teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        tail = tail_of(logprobs)
+        teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
         batch.append(TrainSequence(sequence=s, teacher=teacher))
     num_tokens = sum(len(s.response_ids) for s in sequences)
     half = len(batch) // 2

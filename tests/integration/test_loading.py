@@ -21,7 +21,7 @@ from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import loading
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 NUM_RANKS = 2
@@ -350,7 +350,7 @@ def random_mini_batch(seed):
         )
         ids = np.stack([rng.permutation(256)[:4] for _ in response]).astype(np.int32)
         scores = np.log(rng.dirichlet(np.ones(5), len(response))[:, :4]).astype(np.float32)
-        teacher = TeacherTopK(ids=ids, logprobs=scores, sampled_logprobs=scores[:, 0])
+        teacher = TeacherTopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
         micro_batches.append((TrainSequence(sequence=sequence, teacher=teacher),))
     return MiniBatch(micro_batches=tuple(micro_batches), num_tokens=24)
 

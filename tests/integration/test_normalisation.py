@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.testing import make_tokenizer
+from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 TOPK = 8
@@ -82,15 +82,16 @@ def random_batch(name, loss):
     tokens = [rng.integers(0, 259, 40).astype(np.int32) for _ in BATCHES[name]]
     batch = []
     for index, (prompt, response) in enumerate(BATCHES[name]):
-        ids = np.stack([rng.permutation(259)[: TOPK + 2] for _ in range(response)]).astype(np.int32)  # two too many
-        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 3), response)[:, : TOPK + 2]).astype(np.float32)
+        ids = np.stack([rng.permutation(259)[:TOPK] for _ in range(response)]).astype(np.int32)
+        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 3), response)[:, :TOPK]).astype(np.float32)
         sequence = Sequence(
             index=index, prompt_ids=tokens[index][:prompt], response_ids=tokens[index][prompt : prompt + response],
             weight_version=0, finish_reason="stop",
         )
         item = TrainSequence(sequence=sequence)
         if "ppo" not in loss:
-            teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0] - 1)
+            tail = tail_of(logprobs)
+            teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0] - 1)
             item = dataclasses.replace(item, teacher=teacher)
         if "ppo" in loss or "rewards" in loss:
             item = dataclasses.replace(item, advantages=rng.normal(size=response).astype(np.float32))
@@ -184,8 +185,8 @@ def naive_losses(loss, item, logits):
     teacher_sampled = torch.from_numpy(item.teacher.sampled_logprobs).double()
     if loss == "k1 policy":
         return policy((teacher_sampled - sampled).detach())
-    ids = torch.from_numpy(item.teacher.ids[:, :TOPK]).long()
-    p, q = torch.from_numpy(item.teacher.logprobs[:, :TOPK]).double().exp(), logprobs.exp().gather(1, ids)
+    ids = torch.from_numpy(item.teacher.ids).long()
+    p, q = torch.from_numpy(item.teacher.logprobs).double().exp(), logprobs.exp().gather(1, ids)
     p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], 1) for x in (p, q))
     if loss == "forward_kl":
         return (p * (p / q).log()).sum(-1)

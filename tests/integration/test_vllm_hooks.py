@@ -38,11 +38,12 @@ def hidden_states(spans):
 
 def check(found, names):
     assert list(found) == names
-    for name, (ids, logprobs, sampled, *_) in found.items():
+    for name, (ids, logprobs, (tail, sampled), *_) in found.items():
         expected = (HIDDEN["ab".index(name), FIRST_ROW:] / 2).log_softmax(1)
         top, places = expected.topk(4)
         assert torch.equal(ids, places.int())
         torch.testing.assert_close(logprobs, top)
+        torch.testing.assert_close(tail, expected.scatter(1, places, -torch.inf).logsumexp(1))
         torch.testing.assert_close(sampled, expected[range(len(TARGETS)), TARGETS])
 
 

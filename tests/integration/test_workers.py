@@ -16,7 +16,7 @@ from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tail_of
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster, refuse_shared_gpus
 from hybrid_gkd.workers.placement import Placement
@@ -68,7 +68,8 @@ def random_batch(step, count=12):
         sequence = Sequence(
             index=index, prompt_ids=prompt, response_ids=response, weight_version=step, finish_reason="stop"
         )
-        teacher = TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        tail = tail_of(logprobs)
+        teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
         batch.append(TrainSequence(sequence=sequence, teacher=teacher))
     return batch
 

@@ -65,8 +65,11 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
         logprobs, ids = distribution(teacher, sequence).sort(descending=True)
         drawn = torch.from_numpy(sequence.response_ids.astype(np.int64))
         sampled = distribution(teacher, sequence).gather(1, drawn[:, None])
-        arrays = (ids.int().numpy(), logprobs.float().numpy(), sampled[:, 0].float().numpy())
-        return TeacherTopK(**dict(zip(("ids", "logprobs", "sampled_logprobs"), arrays, strict=True)))
+        nothing = np.full(len(ids), -np.inf, np.float32)
+        return TeacherTopK(
+            ids=ids.int().numpy(), logprobs=logprobs.float().numpy(), tail_logprobs=nothing,
+            sampled_logprobs=sampled[:, 0].float().numpy(),
+        )
 
     config, tracking = configure(student), MetricRows()
     with testing.single_process_group():
@@ -93,7 +96,8 @@ class CountingTeacher(LocalTeacher):
 
     def score(self, sequence):
         logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
-        return TeacherTopK(ids=sequence.response_ids[:, None], logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        ids, tail = sequence.response_ids[:, None], testing.tail_of(logprobs)
+        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     def submit(self, sequences):
         self.asked += [(self.counts, sequence.index) for sequence in sequences]

@@ -14,7 +14,7 @@ from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup
+from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
 
@@ -38,7 +38,7 @@ def scores(sequence):
     """Scores that name the sequence."""
     ids = np.full((len(sequence.response_ids), 1), sequence.index, np.int32)
     logprobs = np.full(ids.shape, -0.5, np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
 
 
 def make(cls, *overrides, **options):

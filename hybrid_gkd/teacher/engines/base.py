@@ -64,7 +64,7 @@ class ScoringEngine(ABC):
         """Compute a little; returns the jobs that are done by now, often none.
 
         One entry per sequence: ids int32 [R, k] (most likely first, below `info.vocab_size`), logprobs float32
-        [R, k] over the whole vocabulary, and sampled_logprobs float32 [R], all at the job's temperature.
+        [R, k] over the whole vocabulary, tail_logprobs and sampled_logprobs float32 [R], all at the job's temperature.
         """
         done = []
         for item, scores in self._step():

@@ -137,16 +137,17 @@ def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tupl
     event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
     if event is not None:
         event.record(torch.cuda.current_stream(top.ids.device))
+    sizes = [len(item.response_ids) for item in items]
 
     def wait() -> list[tuple[Item, TeacherTopK]]:
         if event is not None:
             event.synchronize()
-        ends = np.cumsum([len(item.response_ids) for item in items])[:-1]
-        parts = zip(items, *(np.split(part.numpy(), ends) for part in host), strict=True)
-        return [
-            (item, TeacherTopK(ids=ids[:, : item.k], logprobs=logprobs[:, : item.k], sampled_logprobs=sampled))
-            for item, ids, logprobs, sampled in parts
-        ]
+        found = []
+        for item, *part in zip(items, *(part.split(sizes) for part in host), strict=True):
+            ids, logprobs, tail, sampled = (each.numpy() for each in TopLogprobs(*part).first(item.k))
+            scores = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+            found.append((item, scores))
+        return found
 
     return wait
 

@@ -1,8 +1,11 @@
-"""From hidden states to the K most likely ids, their log-probabilities and that of the sampled token.
+"""From hidden states to the K most likely ids, their log-probabilities, that of all others and of the sampled token.
 
 A model's matrix often has more rows than its tokenizer has tokens. These padding rows take part in the softmax of
 teacher and student alike, so log-probabilities are normalised over all rows. But they stand for no token, and a
 student with the same tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
+
+The tail is the log-sum-exp of what was not chosen. Taken as 1 minus the mass of the candidates it would be rounding
+alone below 1e-7, and reverse_kl has its logarithm.
 
 Shapes: R rows, D hidden size, V columns of logits, K candidates.
 """
@@ -21,11 +24,17 @@ HEAD_ROWS = 1024
 
 
 class TopLogprobs(NamedTuple):
-    """int32 [R, K], most likely first; float32 [R, K]; float32 [R], log-probabilities of the sampled tokens."""
+    """int32 [R, K], most likely first; float32 [R, K]; float32 [R] each, of all other ids and of the sampled tokens."""
 
     ids: Tensor
     logprobs: Tensor
+    tail: Tensor
     sampled: Tensor
+
+    def first(self, k: int) -> TopLogprobs:
+        """With the first k candidates; the others join the tail."""
+        tail = torch.cat([self.tail[:, None], self.logprobs[:, k:]], dim=1).logsumexp(1)
+        return TopLogprobs(self.ids[:, :k], self.logprobs[:, :k], tail, self.sampled)
 
 
 class Shard(NamedTuple):
@@ -55,31 +64,34 @@ def top_logprobs(
     inverse, targets, num_ids = temperatures.reciprocal(), targets - first_id, num_ids - first_id
     chunks = [slice(start, start + HEAD_ROWS) for start in range(0, len(hidden), HEAD_ROWS)]
     parts = [_of_logits(head(hidden[rows])[:, :width], targets[rows], inverse[rows], k, num_ids) for rows in chunks]
-    ids, values, normalizers, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    normalizer = normalizers.logsumexp(1)
+    ids, values, others, sampled = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if shard is not None:  # k candidates of every rank; as bits of floats, as not every backend gathers integers
-        numbers = torch.cat([(ids + first_id).view(torch.float32), values, normalizer[:, None], sampled], dim=1)
+        other = others.logsumexp(1, keepdim=True)
+        numbers = torch.cat([(ids + first_id).view(torch.float32), values, other, sampled], dim=1)
         gathered = shard.gather(numbers).unflatten(1, (-1, 2 * k + 2)).split([k, k, 1, 1], dim=2)
         ids, values = gathered[0].flatten(1).view(torch.int32), gathered[1].flatten(1)
-        normalizer, sampled = gathered[2][..., 0].logsumexp(1), gathered[3][..., 0].amax(1, keepdim=True)
+        others, sampled = gathered[2].flatten(1), gathered[3][..., 0].amax(1, keepdim=True)
     values, order = values.sort(dim=1, descending=True)
-    logprobs, sampled = (each * inverse[:, None] - normalizer[:, None] for each in (values[:, :k], sampled))
-    return TopLogprobs(ids.gather(1, order)[:, :k], logprobs, sampled[:, 0])
+    scaled = values * inverse[:, None]
+    tail = torch.cat([others, scaled[:, k:]], dim=1).logsumexp(1, keepdim=True)  # ranks send more than k together
+    normalizer = torch.logaddexp(tail, scaled[:, :k].logsumexp(1, keepdim=True))
+    logprobs, sampled = scaled[:, :k] - normalizer, sampled * inverse[:, None] - normalizer
+    return TopLogprobs(ids.gather(1, order)[:, :k], logprobs, (tail - normalizer)[:, 0], sampled[:, 0])
 
 
 def _of_logits(logits: Tensor, targets: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tensor, ...]:
-    """ids int32 [r, k] in any order, their logits float32 [r, k], normalisers float32 [r, n], targets' logits [r, 1].
+    """ids int32 [r, k] in any order, their logits float32 [r, k], others float32 [r, n], targets' logits [r, 1].
 
-    The log-sum-exp at the temperature is that of the n normalisers. Of a shard that has fewer than k candidates
-    the rest are minus infinity, as is the logit of a target that it does not have.
+    The log-sum-exp of all other columns at the temperature is that of the n `others`. Of a shard that has fewer than k
+    candidates the rest are minus infinity, as is the logit of a target that it does not have.
     """
     num_columns = logits.shape[1]
     num_ids = max(0, min(num_ids, num_columns))
-    ids, values, normalizers = _select(logits, inverse, min(k, num_ids), num_ids)
+    ids, values, others = _select(logits, inverse, min(k, num_ids), num_ids)
     sampled = logits.gather(1, targets.clamp(0, num_columns - 1)[:, None]).float()
     sampled.masked_fill_(((targets < 0) | (targets >= num_columns))[:, None], -torch.inf)
     missing = (0, k - ids.shape[1])
-    return pad(ids, missing), pad(values, missing, value=-torch.inf), normalizers, sampled
+    return pad(ids, missing), pad(values, missing, value=-torch.inf), others, sampled
 
 
 def _select(logits: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,4 +104,5 @@ def _select(logits: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tens
                 return topk_triton.select(logits, inverse, k, num_ids)
     logits = logits.float()
     values, ids = logits[:, :num_ids].topk(k, dim=1, sorted=False)
-    return ids.int(), values, torch.logsumexp(logits * inverse[:, None], dim=1, keepdim=True)
+    others = (logits * inverse[:, None]).scatter_(1, ids, -torch.inf)
+    return ids.int(), values, others.logsumexp(1, keepdim=True)

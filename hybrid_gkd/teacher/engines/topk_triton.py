@@ -1,10 +1,10 @@
-"""Triton kernels for the K largest logits of every row and the log-sum-exp, in one pass over the logits.
+"""Triton kernels for the K largest logits of every row and the log-sum-exp of the others, in one pass over the logits.
 
-The vocabulary is cut into blocks of BLOCK columns. One kernel reads the logits once: the maximum of every
-block, and what the log-sum-exp needs. The K largest logits lie in the K blocks with the largest maxima (each of
-them holds an element that is at least as large as the K-th maximum), so the second kernel chooses those blocks
-and the third reads them again and chooses among their elements. Choosing is a search for the K-th largest value,
-bit by bit on the order-preserving integer image of a float.
+The vocabulary is cut into blocks of BLOCK columns. One kernel reads the logits once: the maximum and the log-sum-exp
+of every block. The K largest logits lie in the K blocks with the largest maxima (each of them holds an element that is
+at least as large as the K-th maximum), so the second kernel chooses those blocks, and sums the others; the third reads
+the chosen ones again, chooses among their elements, and sums the other elements. Choosing is a search for the K-th
+largest value, bit by bit on the order-preserving integer image of a float.
 
 Shapes: R rows, V columns (logits), N columns that may be chosen, B blocks.
 """
@@ -25,7 +25,7 @@ MAX_TOPK = 512
 
 
 def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of the first N columns of every row, in any order, and the normalisers of all columns.
+    """The k largest of the first N columns of every row, in any order, and the log-sum-exps of all other columns.
 
     Args:
         logits: [R, V] on a GPU, columns contiguous
@@ -34,49 +34,60 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
         num_ids: N <= V
 
     Returns:
-        ids int32 [R, k]; their logits float32 [R, k], not scaled; the log-sum-exp of every tile float32 [R, tiles]
+        ids int32 [R, k]; their logits float32 [R, k], not scaled; the log-sum-exps of the others in blocks without and
+        with a chosen one, float32 [R, 2]
     """
     num_rows, num_columns = logits.shape
     block = 64 if k <= 64 else 32  # many small blocks and few candidates, or the other way round
     num_tiles, num_blocks = triton.cdiv(num_columns, TILE), triton.cdiv(num_ids, block)
+    all_blocks = num_tiles * (TILE // block)
     assert logits.stride(1) == 1, logits.stride()
     assert 1 <= k <= min(MAX_TOPK, num_ids // 64), (k, num_ids)
-    maxima = logits.new_empty(num_rows, num_tiles * (TILE // block), dtype=torch.float32)
-    normalizers = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
+    maxima, sums = logits.new_empty(2, num_rows, all_blocks, dtype=torch.float32)
+    others = logits.new_empty(num_rows, 2, dtype=torch.float32)
     _block_statistics[(num_rows, num_tiles)](
-        logits, logits.stride(0), inverse_temperatures, maxima, normalizers, num_columns, num_ids,
+        logits, logits.stride(0), inverse_temperatures, maxima, sums, num_columns, num_ids,
         TILE=TILE, BLOCK=block, num_warps=4,
     )
     blocks, ids = logits.new_empty(2, num_rows, k, dtype=torch.int32)
     values = logits.new_empty(num_rows, k, dtype=torch.float32)
-    width = triton.next_power_of_2(num_blocks)
+    width = triton.next_power_of_2(all_blocks)
     warps = 4 if width <= 8192 else 16
-    _choose_blocks[(num_rows,)](maxima, maxima.stride(0), blocks, num_blocks, k, WIDTH=width, num_warps=warps)
+    _choose_blocks[(num_rows,)](
+        maxima, sums, blocks, others, num_blocks, all_blocks, k, WIDTH=width, num_warps=warps
+    )
     width = triton.next_power_of_2(k * block)
     warps = 4 if width <= 8192 else 16
     _choose_elements[(num_rows,)](
-        logits, logits.stride(0), blocks, ids, values, num_ids, k, BLOCK=block, WIDTH=width, num_warps=warps
+        logits, logits.stride(0), inverse_temperatures, blocks, ids, values, others, num_columns, num_ids, k,
+        BLOCK=block, WIDTH=width, num_warps=warps,
     )
-    return ids, values, normalizers
+    return ids, values, others
+
+
+@triton.jit
+def _log_sum_exp(values, axis: tl.constexpr):
+    """Along the last axis; minus infinity where there is nothing."""
+    largest = tl.max(values, axis=axis, keep_dims=True)
+    safe = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.sum(tl.exp(values - safe), axis=axis, keep_dims=True)
+    return tl.max(safe + tl.log(total), axis=axis)  # of one value
 
 
 @triton.jit
 def _block_statistics(
-    logits, row_stride, inverse_temperatures, maxima, normalizers, num_columns, num_ids,
+    logits, row_stride, inverse_temperatures, maxima, sums, num_columns, num_ids,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Largest element of every block; log-sum-exp of every tile at the row's temperature."""
+    """Of every block the largest element that may be chosen, and the log-sum-exp at the row's temperature."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
     candidates = tl.reshape(tl.where(columns < num_ids, z, -float("inf")), (TILE // BLOCK, BLOCK))
     place = (row * tl.num_programs(1) + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     tl.store(maxima + place, tl.max(candidates, axis=1))
-    scaled = z * tl.load(inverse_temperatures + row)
-    largest = tl.max(scaled, axis=0)
-    safe = tl.where(largest == -float("inf"), 0.0, largest)
-    normalizer = safe + tl.log(tl.sum(tl.exp(scaled - safe), axis=0))
-    tl.store(normalizers + row * tl.num_programs(1) + tile, normalizer)
+    scaled = tl.reshape(z * tl.load(inverse_temperatures + row), (TILE // BLOCK, BLOCK))
+    tl.store(sums + place, _log_sum_exp(scaled, 1))
 
 
 @triton.jit
@@ -98,22 +109,29 @@ def _places(values, valid, k):
 
 
 @triton.jit
-def _choose_blocks(maxima, row_stride, blocks, num_blocks, k, WIDTH: tl.constexpr):
+def _choose_blocks(maxima, sums, blocks, others, num_blocks, all_blocks, k, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
-    values = tl.load(maxima + row * row_stride + index, mask=index < num_blocks, other=0.0)
+    values = tl.load(maxima + row * all_blocks + index, mask=index < num_blocks, other=0.0)
     places = _places(values, index < num_blocks, k)
     tl.store(blocks + row * k + places, index, mask=places >= 0)
+    rest = tl.load(sums + row * all_blocks + index, mask=(index < all_blocks) & (places < 0), other=-float("inf"))
+    tl.store(others + row * 2, _log_sum_exp(rest, 0))
 
 
 @triton.jit
-def _choose_elements(logits, row_stride, blocks, ids, values, num_ids, k, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _choose_elements(
+    logits, row_stride, inverse_temperatures, blocks, ids, values, others, num_columns, num_ids, k,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     inside = index < k * BLOCK
     columns = tl.load(blocks + row * k + index // BLOCK, mask=inside, other=0) * BLOCK + index % BLOCK
-    inside &= columns < num_ids
-    z = tl.load(logits + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    places = _places(z, inside, k)
+    inside &= columns < num_columns
+    z = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    places = _places(z, inside & (columns < num_ids), k)
     tl.store(ids + row * k + places, columns, mask=places >= 0)
     tl.store(values + row * k + places, z, mask=places >= 0)
+    rest = tl.where(places < 0, z * tl.load(inverse_temperatures + row), -float("inf"))
+    tl.store(others + row * 2 + 1, _log_sum_exp(rest, 0))

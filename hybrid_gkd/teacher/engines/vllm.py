@@ -101,9 +101,10 @@ class VLLMScoringEngine(ScoringEngine):
             item = self._items.pop(output.request_id)
             if output.prompt_logprobs is None:
                 raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a sequence without its scores")
-            ids, logprobs, sampled = output.prompt_logprobs
+            ids, logprobs, (tail, sampled) = output.prompt_logprobs
             assert ids.shape == (len(item.response_ids), item.k), ids.shape
-            done.append((item, TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=sampled)))
+            scores = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+            done.append((item, scores))
         if self._items and not self._engine.has_unfinished_requests():
             raise TeacherError(f"vLLM {vllm_compat.vllm_version()} lost {len(self._items)} sequences")
         return done
@@ -158,7 +159,7 @@ class ResponseScorer:
 
     @torch.inference_mode()
     def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
-        """As vllm_compat.PromptScorer says; the three arrays are those of TopLogprobs."""
+        """As vllm_compat.PromptScorer says; the arrays are those of TopLogprobs, tail and sampled as one [2, R]."""
         found = []  # (request id, request, rows of `hidden`, their places within the response)
         for name, first, count, row in spans:
             request = self._requests.get(name)
@@ -181,11 +182,12 @@ class ResponseScorer:
             hidden[to_device(np.concatenate(all_rows), device)], self._head, to_device(targets, device),
             to_device(temperatures, device), max(request.k for request in requests), self._num_ids, self._shard,
         )
-        complete = {}
+        complete = dict[str, tuple[Tensor, ...]]()
         parts_of_all = zip(*(part.split(sizes) for part in top), strict=True)
-        for (name, request, _, part), (ids, logprobs, sampled) in zip(found, parts_of_all, strict=True):
-            request.parts.append(TopLogprobs(ids[:, : request.k], logprobs[:, : request.k], sampled))
+        for (name, request, _, part), scores in zip(found, parts_of_all, strict=True):
+            request.parts.append(TopLogprobs(*scores).first(request.k))
             if part.stop == len(request.targets):
-                parts, request.parts = request.parts, []
-                complete[name] = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+                ids, logprobs, *others = map(torch.cat, zip(*request.parts, strict=True))
+                request.parts = []
+                complete[name] = ids, logprobs, torch.stack(others)
         return complete

@@ -63,6 +63,8 @@ class Problem:
         values = {}
         if loss.enabled:
             values["teacher_logprobs"] = self.teacher.gather(1, self.topk_ids)
+            outside = self.teacher.scatter(1, self.topk_ids, -torch.inf)
+            values["teacher_tail"] = outside.logsumexp(1)
             values["teacher_sampled"] = self.teacher.gather(1, self.sampled[:, None])[:, 0]
         if not loss.enabled or loss.use_task_rewards:
             values["advantages"] = self.advantages
@@ -273,6 +275,7 @@ class Exact:
         ids = torch.arange(7)[:, None]
         targets = Targets(
             teacher_logprobs=self.teacher.amax(-1, keepdim=True).expand(7, 1), teacher_sampled=self.teacher[0],
+            teacher_tail=(1 - self.teacher.amax(-1).exp()).log().expand(7),
             old_logprobs=None if old is None else old[0], importance_weights=sampled_from[0].exp(),
         )
         first = self.teacher.argmax(-1, keepdim=True).expand(7, 1)

@@ -20,8 +20,9 @@ PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
 def test_a_row_fits_its_function_and_the_documentation(name):
     row = DIVERGENCES[name]
     keywords = {p.name for p in inspect.signature(row.function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert keywords - {"student_tail"} == set(row.options)
-    assert ("student_tail" in keywords) == (row.signal == "topk")
+    tails = {"teacher_tail", "student_tail"}
+    assert keywords - tails == set(row.options)
+    assert keywords & tails == (tails if row.signal == "topk" else set())
     assert f"\n| `{name}` |" in PAGE
     assert all(hasattr(DistillationConfig(), option) for option in row.options)
 
@@ -64,7 +65,7 @@ def test_the_objective_trains_on_a_loss_of_ones_own(tmp_path):
     check_loss_fn(squared, tail="bucket")
     objective = Objective(DistillationConfig(loss_fn=f"{__file__}:squared"), clip_ratio=0.2)
     teacher, student = torch.randn(2, 3, 5).log_softmax(-1)
-    targets = Targets(teacher_logprobs=teacher[:, :4], teacher_sampled=teacher[:, 4])
+    targets = Targets(teacher_logprobs=teacher[:, :4], teacher_tail=teacher[:, 4], teacher_sampled=teacher[:, 4])
     loss, parts = objective.loss_fn(targets)(student, slice(None))
     assert torch.equal(loss, squared(teacher[:, :4], student[:, :4], tail="bucket"))
     assert torch.equal(parts["actor/kl_loss"], loss)

@@ -14,7 +14,7 @@ from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, Trai
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.trainer import request_seeds
-from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup
+from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, TeacherTopK
 
@@ -32,7 +32,8 @@ def make_teacher(fails_at=None):
         if sequence.response_ids[0] == fails_at:
             raise BadTeacherReply("row 1 holds NaN")
         logprobs = np.full((2, 1), -0.5, np.float32)
-        return TeacherTopK(ids=sequence.response_ids[:, None], logprobs=logprobs, sampled_logprobs=logprobs[:, 0])
+        ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
+        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     return LocalTeacher(score, delay=0.01)
 

@@ -8,7 +8,7 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import load_model, save_model
-from hybrid_gkd.testing import make_tiny_model, single_process_group
+from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 
@@ -32,7 +32,7 @@ def random_batch(seed):
     )
     ids = np.stack([rng.permutation(256)[:4] for _ in response]).astype(np.int32)
     scores = np.log(rng.dirichlet(np.ones(5), len(response))[:, :4]).astype(np.float32)
-    teacher = TeacherTopK(ids=ids, logprobs=scores, sampled_logprobs=scores[:, 0])
+    teacher = TeacherTopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
     item = TrainSequence(sequence=sequence, teacher=teacher)
     return MiniBatch(micro_batches=((item,),), num_tokens=len(response))
 

@@ -6,6 +6,7 @@ import pytest
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import TeacherTopK
 
 SEQUENCES = [
@@ -36,20 +37,22 @@ def test_request_round_trip():
         np.testing.assert_array_equal(response, expected_response)
 
 
-def test_result_round_trip_is_float16_for_candidates_and_float32_for_samples():
+def test_result_round_trip_is_float16_for_candidates_and_float32_for_all_else():
     rng = np.random.default_rng(0)
     scores = []
     for num_rows in (3, 1, 5):
         logprobs = np.log(rng.dirichlet(np.ones(7), num_rows)).astype(np.float32)[:, :4]
         ids = np.stack([rng.permutation(50)[:4] for _ in range(num_rows)]).astype(np.int32)
-        scores.append(TeacherTopK(ids=ids, logprobs=logprobs, sampled_logprobs=logprobs[:, 1].copy()))
+        tail, sampled = tail_of(logprobs), logprobs[:, 1].copy()
+        scores.append(TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled))
     frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays(scores))
     header, raw = over_the_wire(frames)
-    assert [len(frame) for frame in raw] == [9 * 4 * 4, 9 * 4 * 2, 9 * 4]
+    assert [len(frame) for frame in raw] == [9 * 4 * 4, 9 * 4 * 2, 9 * 4, 9 * 4]
     received = protocol.unpack_result(header, raw, topk=4, vocab_size=50, response_lengths=[3, 1, 5])
     for score, expected in zip(received, scores, strict=True):
         np.testing.assert_array_equal(score.ids, expected.ids)
         np.testing.assert_allclose(score.logprobs, expected.logprobs, rtol=1e-3)
+        np.testing.assert_array_equal(score.tail_logprobs, expected.tail_logprobs)
         np.testing.assert_array_equal(score.sampled_logprobs, expected.sampled_logprobs)
         assert score.logprobs.dtype == np.float32
         assert score.ids.flags.writeable

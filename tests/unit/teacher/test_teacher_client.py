@@ -21,6 +21,7 @@ from hybrid_gkd.errors import (
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client import requests
 from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Sequence, TeacherTopK
 
 TIMEOUT = 30.0  # seconds; no test waits for it
@@ -37,13 +38,13 @@ def model_info(**changes):
 
 def scores_of(pairs, topk):
     """Scores that depend on the tokens, so that a mix-up would show."""
+    logprobs = [np.full((len(response), topk), -3.0, np.float32) for _, response in pairs]
     return [
         TeacherTopK(
-            ids=(response[:, None] + np.arange(topk)).astype(np.int32) % 50,
-            logprobs=np.full((len(response), topk), -3.0, np.float32),
+            ids=(response[:, None] + np.arange(topk)).astype(np.int32) % 50, logprobs=each, tail_logprobs=tail_of(each),
             sampled_logprobs=-(prompt.sum() + response).astype(np.float32),
         )
-        for prompt, response in pairs
+        for (prompt, response), each in zip(pairs, logprobs, strict=True)
     ]
 
 

@@ -11,6 +11,7 @@ from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, ScoreResult
 from hybrid_gkd.teacher.server import worker as worker_module
 from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, ScoringWorker, Work
+from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import TeacherTopK
 
 INFO = ModelInfo(
@@ -35,7 +36,8 @@ class Engine(ScoringEngine):
         shape = (len(item.response_ids), item.k)
         ids = np.broadcast_to(np.arange(item.k, dtype=np.int32), shape)
         first = np.full(shape, -item.prompt_ids[0], np.float32)
-        return [(item, TeacherTopK(ids=ids, logprobs=first, sampled_logprobs=first[:, 0]))]
+        scores = TeacherTopK(ids=ids, logprobs=first, tail_logprobs=tail_of(first), sampled_logprobs=first[:, 0])
+        return [(item, scores)]
 
 
 class Link:

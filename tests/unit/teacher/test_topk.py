@@ -29,6 +29,8 @@ def expect(found, k, num_ids, hidden, weight, targets, temperatures):
     assert found.ids.dtype == torch.int32
     assert torch.equal(found.ids.long(), ids[:, :k])  # no ties in this case
     torch.testing.assert_close(found.logprobs, top[:, :k], atol=1e-5, rtol=0)
+    tail = logprobs.double().scatter(1, ids[:, :k], -torch.inf).logsumexp(1).float()
+    torch.testing.assert_close(found.tail, tail, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.sampled, logprobs.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
 
 
@@ -69,12 +71,12 @@ for num_columns, num_ids, k in ((5000, 5000, 1), (9001, 8999, 64), (17001, 16400
     logits[0] = logits[0].round()  # many ties
     logits[1, 100:400] += 20  # the largest in few blocks
     inverse = torch.tensor([1.0, 0.5, 2.0])
-    ids, values, normalizers = select(logits, inverse, k, num_ids)
+    ids, values, others = select(logits, inverse, k, num_ids)
     assert torch.equal(values.sort(descending=True).values, logits[:, :num_ids].topk(k).values), (num_columns, k)
     assert torch.equal(logits.gather(1, ids.long()), values)
     assert all(len(set(row)) == k for row in ids.tolist())
-    expected = (logits * inverse[:, None]).logsumexp(1)
-    assert (normalizers.logsumexp(1) - expected).abs().max() < 1e-5
+    expected = (logits * inverse[:, None]).scatter(1, ids.long(), -torch.inf).logsumexp(1)
+    assert (others.logsumexp(1) - expected).abs().max() < 1e-5
 print("right")
 """
 
