@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Start a teacher on this machine: bash hybrid_gkd/teacher/start_server.sh --ckpt-path MODEL [further options]
+# In the environment that run_gkd.sh uses: see there.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-[ -x "$root/.venv/bin/python" ] && default="$root/.venv/bin/python" || default=python3
-exec "${PYTHON:-$default}" -m hybrid_gkd.teacher serve "$@"
+python=$(bash "$root/run_gkd.sh" --install-only)
+exec "$python" -m hybrid_gkd.teacher serve "$@"

@@ -42,7 +42,6 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("PYTHON", sys.executable)  # for the scripts of the teacher
         yield folder
 
 

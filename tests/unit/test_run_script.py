@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TEACHER_SCRIPTS = {"hybrid_gkd/teacher/start_server.sh": "serve", "hybrid_gkd/teacher/join_server.sh": "join"}
+"""Script -> the command that it runs."""
 MODULES = {"pyzmq": "zmq"}
 """Distribution -> what it is imported as, where that differs."""
 
@@ -36,13 +38,14 @@ def start(tmp_path):
     (tmp_path / "bin").mkdir()
     project = tmp_path / "a project"
     project.mkdir()
-    for name in ("run_gkd.sh", "setup.cfg"):
+    (project / "hybrid_gkd" / "teacher").mkdir(parents=True)
+    for name in ("run_gkd.sh", "setup.cfg", *TEACHER_SCRIPTS):
         (project / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / "bin" / "stand-in"
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def run(*arguments, gpu=False, **variables):
+    def run(*arguments, gpu=False, script="run_gkd.sh", **variables):
         smi = tmp_path / "bin" / "nvidia-smi"
         smi.write_text("#!/bin/bash\necho 'GPU 0: a card'\n" if gpu else "#!/bin/bash\nexit 9\n")
         smi.chmod(0o755)
@@ -51,7 +54,7 @@ def start(tmp_path):
         environment = {
             "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PYTHON": str(python), "CALLS": str(calls), **variables
         }
-        command = ["bash", str(project / "run_gkd.sh"), *arguments]
+        command = ["bash", str(project / script), *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
         return done, calls.read_text().splitlines()
 
@@ -179,3 +182,25 @@ def test_a_python_that_has_everything_is_used_as_it_is(start, tmp_path):
     done, calls = start("--install-only", HYBRID_GKD_VENV="own")  # relative, and incomplete
     assert done.stdout == f"{own}\n"
     assert len(installs(calls)) == 1
+
+
+@pytest.mark.parametrize("script", TEACHER_SCRIPTS)
+@pytest.mark.parametrize("case", ["named", "active", "a container's", "none"])
+def test_a_teacher_runs_in_the_environment_of_run_gkd(start, tmp_path, script, case):
+    own = tmp_path / "own" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text(PYTHON.replace('echo "PYTHONPATH', 'echo "own PYTHONPATH'))
+    own.chmod(0o755)
+    variables = {
+        "named": {"HYBRID_GKD_VENV": str(tmp_path / "own")}, "active": {"VIRTUAL_ENV": str(tmp_path / "own")},
+        "a container's": {"PYTHON": str(own), "COMPLETE": "0"}, "none": {},
+    }[case]  # fmt: skip
+    done, calls = start("--ckpt-path", "a model", script=script, **variables)
+    assert done.returncode == 0, done.stderr
+    whose = "" if case == "none" else "own "
+    arguments = f"-m hybrid_gkd.teacher {TEACHER_SCRIPTS[script]} --ckpt-path a model"
+    assert done.stdout == f"{whose}PYTHONPATH={start.venv.parent} lock= {arguments}\n"
+    assert bool(installs(calls)) == (case != "a container's")
+    done, _ = start(script=script, REFUSED=" install ", HYBRID_GKD_VENV=str(tmp_path / "other"))
+    assert done.returncode == 1
+    assert "installation failed" in done.stderr
