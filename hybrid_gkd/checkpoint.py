@@ -1,29 +1,36 @@
-"""The checkpoints of a run: names, atomic writes, which is the newest. `student/checkpoint_io.py` fills them.
+"""The checkpoints of a run: names, atomic writes, checksums. `student/checkpoint_io.py` fills them.
 
     <run folder>/
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint
       global_step_N/
-        actor/            torch.distributed.checkpoint: weights, optimizer state
-        huggingface/      config, safetensors, tokenizer
+        actor/              weights and optimizer state: a safetensors file of each rank, see student/shard_files.py
+        huggingface/        config, safetensors, tokenizer
         trainer_state.json  see TrainerState
+        manifest.json       every other file with its size and checksum
 
-A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete.
+A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete. It is numbers and
+JSON: nothing in it is executed when it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.files import FileSum
 
-LATEST = "latest_checkpointed_iteration.txt"
+LATEST, STATE, MANIFEST = "latest_checkpointed_iteration.txt", "trainer_state.json", "manifest.json"
+READERS = 8
+"""Files that are checked at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,8 @@ class TrainerState:
     """Settings that the position in the data also depends on; with other values a resume would train other batches."""
     first_metrics: dict[str, float]
     """Metrics of the first step and of the validation before training, for the final report."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What decided the learning, see ppo/resuming.py; empty where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +55,25 @@ class CheckpointStore:
     keep: int | None
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None. Raises CheckpointError if the pointer leads nowhere."""
-        pointer = self.run_dir / LATEST
-        if not pointer.is_file():
-            return None
-        folder, replaced = self._folders(pointer.read_text().strip())
-        if not folder.exists() and replaced.exists():  # a run was killed while it wrote this step anew
-            os.rename(replaced, folder)
-        if not (folder / "trainer_state.json").is_file():
-            raise CheckpointError(f"{pointer} names {folder.name}, which is missing or incomplete")
-        return folder
+        """The newest checkpoint, or None. What it holds is not looked at."""
+        return next(iter(self.newest_first()), None)
+
+    def newest_first(self) -> list[Path]:
+        """The checkpoint that the pointer names, be it there or not, and those of the steps before it."""
+        pointer, steps = self.run_dir / LATEST, self._steps()
+        if pointer.is_file() and (text := pointer.read_bytes().strip()).isdigit():
+            named = int(text)
+            folder, replaced = self._folders(named)
+            if not folder.exists() and replaced.exists():  # a run was killed while it wrote this step anew
+                os.rename(replaced, folder)
+            steps = [*(step for step in steps if step < named), named]
+        return [self._folders(step)[0] for step in reversed(steps)]
 
     @contextlib.contextmanager
-    def writing(self, state: TrainerState) -> Iterator[Path]:
+    def writing(self, state: TrainerState, sums: dict[str, FileSum] | None = None) -> Iterator[Path]:
         """Yield a folder to write into; make it `global_step_<step>` when the block ends without an exception.
 
+        `sums`, by the path in the folder: what the block has computed while it wrote; other files are read for it.
         Raises CheckpointError if the disk is full or not writable; earlier checkpoints are as they were.
         """
         final, replaced = self._folders(state.step)
@@ -69,7 +82,8 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             yield folder
-            (folder / "trainer_state.json").write_text(json.dumps(asdict(state), indent=2))
+            (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
+            write_manifest(folder, sums or {})
             _sync(folder)
             shutil.rmtree(replaced, ignore_errors=True)
             if final.exists():  # of a run that was resumed from an earlier step
@@ -84,25 +98,67 @@ class CheckpointStore:
         if self.keep is not None:
             self._prune(state.step, self.keep)
 
-    def _folders(self, step: int | str) -> tuple[Path, Path]:
+    def _folders(self, step: int) -> tuple[Path, Path]:
         """Of a checkpoint, and where it waits while a new one of the same step takes its place."""
         return self.run_dir / f"global_step_{step}", self.run_dir / f".global_step_{step}.replaced"
 
-    def _prune(self, newest: int, keep: int) -> None:
+    def _steps(self) -> list[int]:
         names = (path.name.removeprefix("global_step_") for path in self.run_dir.glob("global_step_*"))
-        steps = sorted(int(name) for name in names if name.isdecimal() and int(name) <= newest)
-        for step in steps[:-keep]:
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _prune(self, newest: int, keep: int) -> None:
+        for step in [step for step in self._steps() if step <= newest][:-keep]:
             shutil.rmtree(self.run_dir / f"global_step_{step}")
 
 
 def load_state(folder: Path) -> TrainerState:
     """Read `trainer_state.json`. Raises CheckpointError."""
-    file = folder / "trainer_state.json"
+    file = folder / STATE
     try:
         return TrainerState(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        keys = "trainer.resume_mode, trainer.resume_from_path"
-        raise CheckpointError(f"{keys}: {file} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
+    """List all files of a checkpoint; those that are not in `sums` are read. Raises OSError."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(READERS) as readers:
+        found = readers.map(lambda name: sums.get(name) or FileSum.of(folder / name), names)
+    listed = {name: asdict(each) for name, each in zip(names, found, strict=True)}
+    (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=2))
+
+
+def find_damage(folder: Path, *, largest: float = math.inf) -> dict[str, str]:
+    """What is wrong with files of a checkpoint, by their path in it.
+
+    All sizes are compared, and the checksums of files up to `largest` bytes. Raises CheckpointError if the manifest
+    cannot be read.
+    """
+    file = folder / MANIFEST
+    try:
+        wanted = {name: FileSum(**entry) for name, entry in json.loads(file.read_text())["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+    def problem(name: str) -> str | None:
+        try:
+            size = (folder / name).stat().st_size
+            if size != wanted[name].size:
+                return f"has {size} bytes instead of {wanted[name].size}"
+            if size <= largest and FileSum.of(folder / name) != wanted[name]:
+                return "has another checksum than when it was written"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return None
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return {name: reason for name, reason in zip(wanted, readers.map(problem, wanted), strict=True) if reason}
+
+
+def is_old_format(folder: Path) -> bool:
+    """Whether a checkpoint was written by a version whose checkpoints hold a pickle."""
+    return (folder / "actor" / ".metadata").exists()
 
 
 def _sync(folder: Path) -> None:

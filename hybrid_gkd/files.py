@@ -1,4 +1,4 @@
-"""Names of files, and files of JSON lines."""
+"""Names of files, checksums, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,35 @@ import contextlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+READ_BYTES = 4 * 2**20
 
 
 def free_path(stem: Path, suffix: str = "") -> Path:
     """`<stem>.N<suffix>` with the first N from 1 on under which nothing exists."""
     return next(p for n in itertools.count(1) if not (p := Path(f"{stem}.{n}{suffix}")).exists())
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Length and checksum of a file, to find accidents: a CRC-32 is the fastest there is without a dependency."""
+
+    size: int
+    crc32: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileSum:
+        """Read a file for it. Raises OSError."""
+        size = crc32 = 0
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(READ_BYTES):
+                size, crc32 = size + len(block), zlib.crc32(block, crc32)
+        return cls(size, crc32)
 
 
 class JsonLinesFile:

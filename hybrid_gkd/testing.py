@@ -26,6 +26,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
+from hybrid_gkd.files import FileSum
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 
@@ -180,8 +181,9 @@ class RecordingGroup:
         self.events.append(("evaluate", self._version, sum(len(m) for share in shares for m in share.micro_batches)))
         return {"actor/distillation/forward_kl": 0.5, "actor/distillation/reverse_kl": 0.25}
 
-    def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
+    def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
         self.saved.append(len(self.updates))
+        return {}
 
     def load_checkpoint(self, folder: Path) -> None:
         pass

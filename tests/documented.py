@@ -67,6 +67,8 @@ RUN_ELSEWHERE = {
     f".venv/bin/python -m hybrid_gkd.doctor {QWEN} {LARGE} {FILES}": _DOCTOR,
     ".venv/bin/python -m hybrid_gkd.doctor": _DOCTOR,
     ".venv/bin/python -m hybrid_gkd.metrics": _METRICS,
+    ".venv/bin/python -m hybrid_gkd.convert_checkpoint global_step_100 global_step_100_converted":
+        "tests/unit/student/test_convert_checkpoint.py::test_what_is_converted_goes_on_as_it_would_have",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
 }
 """Command -> the test that runs it with models and data of its own."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.types import Prompt
@@ -38,10 +38,20 @@ class Facts:
     val_prompts: list[Prompt] = field(default_factory=list)
     steps: int | None = None
     """Training steps of the whole run."""
-    steps_done: int | None = None
-    """Those of the checkpoint to continue from."""
-    resume_from: Path | None = None
-    """Checkpoint to continue from."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What decides the learning: `learning_settings`."""
+    resumption: Resumption | None = None
+    """Checkpoint to continue from; None for a new run."""
+
+    @property
+    def steps_done(self) -> int:
+        """Those of the checkpoint to continue from."""
+        return 0 if self.resumption is None else self.resumption.state.step
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the run are done."""
+        return self.steps is not None and self.steps_done >= self.steps
 
 
 @dataclass(frozen=True)

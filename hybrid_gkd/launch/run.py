@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_gkd.checkpoint import CheckpointStore, load_state
+from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
@@ -48,14 +48,34 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> str:
     """
     started = time.monotonic()
     facts = check_all(config)
+    if facts.finished:
+        return nothing_left(facts)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
-        (config.run_dir / "config.yaml").write_text(to_yaml(config))
+        keep_config(config)
         with failure_logged():
             trainer = assemble(facts, stack)
             trainer.fit()
     return summarise(trainer, started, teacher_accuracy)
+
+
+def nothing_left(facts: Facts) -> str:
+    """What is said of a run that has done all its steps."""
+    assert facts.resumption is not None
+    return (
+        f"nothing to do: {facts.config.run_dir} has done all {facts.steps} steps (the last checkpoint is "
+        f"{facts.resumption.folder.name}), and nothing was changed. To train on, ask for more steps "
+        "(trainer.total_training_steps, trainer.total_epochs); for a run of its own, trainer.experiment_name=..."
+    )
+
+
+def keep_config(config: Config) -> None:
+    """Write config.yaml; the one of an earlier start, where it differs, stays as config.N.yaml."""
+    file, text = config.run_dir / "config.yaml", to_yaml(config)
+    if file.is_file() and file.read_text() != text:
+        file.rename(free_path(config.run_dir / "config", ".yaml"))
+    file.write_text(text)
 
 
 def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
@@ -82,7 +102,8 @@ def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
         "val_prompts": facts.val_prompts, "reward": facts.reward,
         "tracking": stack.enter_context(start_tracking(facts)),
         "store": CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep),
-        "resume_from": facts.resume_from, "clock": clock,
+        "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
+        "clock": clock,
     }
     if teacher is None:
         return PPOTrainer(config, **arguments)
@@ -123,8 +144,8 @@ def start_tracking(facts: Facts) -> Tracking:
     assert facts.steps is not None
     info = RunInfo(
         project_name=config.trainer.project_name, experiment_name=config.trainer.experiment_name,
-        run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps, resume=facts.resume_from is not None,
-        start_step=load_state(facts.resume_from).step if facts.resume_from else 0,
+        run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps, resume=facts.resumption is not None,
+        start_step=facts.resumption.state.step if facts.resumption else 0,
     )
     return Tracking(config.trainer.logger, info)
 

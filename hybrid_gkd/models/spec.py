@@ -26,8 +26,6 @@ class ModelSpec:
     and three of the intermediate size; with activation checkpointing its input."""
     embedding_parameters: int = 0
     """Of the input embedding and the output head; counted once where they are tied."""
-    tied_parameters: int = 0
-    """Of the output head where it is the input embedding; a checkpoint has both names."""
     stored_itemsize: int = 4
     """Bytes of one parameter in the model's stored type."""
     head_parameters: int = 0
@@ -61,13 +59,11 @@ def model_spec(
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = text.hidden_size
     kept = width if checkpointing else 6 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width)
-    parameters = sum(p.numel() for p in model.parameters())
     return ModelSpec(
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
         activation_bytes_per_token=2 * text.num_hidden_layers * kept,
         embedding_parameters=sum(p.numel() for p in torch.nn.ModuleList(ends).parameters()),
-        tied_parameters=sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - parameters,
         stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
         head_parameters=text.vocab_size * text.hidden_size,
         attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,

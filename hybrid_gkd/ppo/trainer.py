@@ -12,20 +12,21 @@ import dataclasses
 import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
+from hybrid_gkd.checkpoint import CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import CheckpointError, TrainingError
+from hybrid_gkd.errors import TrainingError
+from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.advantages import group_relative_advantages
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
+from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
@@ -71,6 +72,7 @@ class PPOTrainer:
         reward: score of a response given the answer; None where the data has no answers.
         tracking, store, clock: take metrics, checkpoints, spans.
         resume_from: a checkpoint folder to continue from, or None.
+        settings: those of `learning_settings`, which checkpoints keep.
 
     Raises DataError: fewer prompts than one batch; CheckpointError: it cannot be loaded or belongs to other data.
     """
@@ -78,11 +80,11 @@ class PPOTrainer:
     def __init__(
         self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Prompt],
         val_prompts: list[Prompt], reward: Reward | None, tracking: MetricLog, store: CheckpointStore,
-        resume_from: Path | None = None, clock: Clock | None = None,
+        resume_from: Path | None = None, settings: dict[str, Any] | None = None, clock: Clock | None = None,
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
         self.train_prompts, self.val_prompts, self.reward = train_prompts, val_prompts, reward
-        self.tracking, self.store = tracking, store
+        self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.clock = clock or Clock()
         self.sampler = make_sampler(config, len(train_prompts))
         self.total_steps = total_steps(config, len(train_prompts))
@@ -368,10 +370,12 @@ class PPOTrainer:
 
     def _write_checkpoint(self) -> None:
         data = data_state(self.config, len(self.train_prompts))
-        state = TrainerState(step=self.step, data=data, first_metrics=self.first_metrics)
-        model = self.config.actor_rollout_ref.model
-        with self.store.writing(state) as folder:
-            self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
+        state = TrainerState(
+            step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings
+        )
+        model, sums = self.config.actor_rollout_ref.model, dict[str, FileSum]()
+        with self.store.writing(state, sums) as folder:
+            sums |= self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
         self.checkpoint, self._saved_step = self.store.latest(), self.step
 
     def _resume(self, folder: Path) -> None:
@@ -380,25 +384,6 @@ class PPOTrainer:
         self.step = self._saved_step = state.step
         self.first_metrics = dict(state.first_metrics)
         self.checkpoint = folder
-
-
-def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
-    """The settings that, with the step, decide which prompts and seeds come next."""
-    keys = [f"data.{key}" for key in ("train_batch_size", "shuffle", "seed")]
-    keys += [f"actor_rollout_ref.{key}" for key in ("model.path", "rollout.n", "rollout.seed")]
-    return {key: operator.attrgetter(key)(config) for key in keys} | {"num_prompts": num_prompts}
-
-
-def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:
-    """Of a checkpoint. Raises CheckpointError if it cannot be read, or belongs to a run on other data."""
-    state = load_state(folder)
-    for key, now in data_state(config, num_prompts).items():
-        if state.data.get(key) != now:
-            raise CheckpointError(
-                f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, so it would not "
-                "go on with the same batches; use trainer.resume_mode=disable or another trainer.experiment_name"
-            )
-    return state
 
 
 def make_sampler(config: Config, num_prompts: int) -> PromptSampler:

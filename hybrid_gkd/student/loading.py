@@ -147,7 +147,7 @@ def load_shards(model: Any, path: str) -> None:
 @torch.no_grad()
 def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any]) -> None:
     """Copy this rank's rows from the first of `sources` (sliced like a tensor); the others must be equal."""
-    local, rows = _local_rows(tensor)
+    local, rows = local_rows(tensor)
     if not local.numel():
         return
     first, *others = (source[rows] for source in sources)
@@ -159,7 +159,7 @@ def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any]) -> None:
     local.copy_(first)
 
 
-def _local_rows(tensor: Tensor) -> tuple[Tensor, Any]:
+def local_rows(tensor: Tensor) -> tuple[Tensor, Any]:
     """This rank's memory, which FSDP2 reads too, and the rows of the whole tensor that are its: as torch.chunk cuts."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -216,7 +216,7 @@ def _mismatch(model: Any, weights: list[Weight], checkpoint: dict[str, Any]) -> 
 def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str) -> None:
     """Let transformers load, rename and convert the whole model on rank 0's host; broadcast each tensor."""
     state: dict[str, Tensor] = {}
-    device = _local_rows(weights[0][1])[0].device
+    device = local_rows(weights[0][1])[0].device
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         logger.warning(

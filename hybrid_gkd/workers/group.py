@@ -22,6 +22,7 @@ import ray
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.files import FileSum
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
@@ -230,10 +231,11 @@ class WorkerGroup:
         logger.info("Rollout weight sync completed in %.2fs", time.monotonic() - started)
         return seconds
 
-    def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> None:
-        """Write all parts of a checkpoint into `folder`, which all workers see."""
+    def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
+        """Write all parts of a checkpoint into `folder`, which all workers see; checksums of shards by path in it."""
         timeout = self.actors.load_timeout
-        self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
+        written = self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
+        return {name: each for part in written for name, each in part.items()}
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint. Call `publish` next."""

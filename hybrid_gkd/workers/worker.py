@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
@@ -193,18 +194,19 @@ class Worker(GroupMember):
             self.engine.verify_weights(weights())
         return seconds
 
-    def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> None:
-        """Write this rank's part of a checkpoint into `folder`."""
+    def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> dict[str, FileSum]:
+        """Write this rank's part of a checkpoint into `folder`; checksums of its shards by their path in it."""
         from hybrid_gkd.student.checkpoint_io import export_huggingface, save_model
 
         self.residency.enter("optimizer_step")
-        save_model(self.actor, Path(folder, "actor"))
+        written = save_model(self.actor, Path(folder, "actor"))
         arr = self.config.actor_rollout_ref
         if arr.actor.checkpoint.save_hf_model:
             export_huggingface(
                 self.actor, Path(folder, "huggingface"), tokenizer_path=tokenizer_path,
                 trust_remote_code=arr.model.trust_remote_code,
             )
+        return {f"actor/{name}": each for name, each in written.items()}
 
     def load_checkpoint(self, folder: str) -> None:
         """Restore model, optimizer and schedule. Call `publish` next."""

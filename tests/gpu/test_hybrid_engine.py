@@ -11,6 +11,7 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hybrid_gkd.checkpoint import find_damage, write_manifest
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
@@ -186,6 +187,51 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
     print("logprob differences", differences)
     assert max(differences) < ROUTED_LOGPROB_DIFFERENCE
     assert drawn[0] != drawn[1] != drawn[2]
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path):
+    """Weights and optimizer state go from the card to the files and, through another process, back.
+
+    What is on the host afterwards is what was loaded: the student computes the same after a rollout phase.
+    """
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = config_for(model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
+    rng = np.random.default_rng(0)
+    fixed = [
+        Sequence(
+            index=i, prompt_ids=rng.integers(0, 151936, 20 + i).astype(np.int32),
+            response_ids=rng.integers(0, 151936, 40 + 3 * i).astype(np.int32), weight_version=0, finish_reason="stop",
+        )
+        for i in range(8)
+    ]
+    requests = [GenerationRequest(index=s.index, prompt_ids=s.prompt_ids, seed=s.index) for s in fixed]
+    folder = tmp_path / "checkpoint"
+    found = []
+    for resumes in (False, True):
+        with ray_cluster(config, "cuda"), contextlib.closing(
+            WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        ) as group:
+            if resumes:
+                group.load_checkpoint(folder)
+            for step in range(0 if resumes else 2):
+                group.publish(step)
+                group.update(distil(fixed, step))
+            if not resumes:
+                sums = group.save_checkpoint(folder, tokenizer_path=str(model))
+                assert sums.keys() == {"actor/rank_0_of_1.safetensors"}
+                write_manifest(folder, sums)
+                assert find_damage(folder) == {}
+            group.publish(2)
+            drawn = [s for part in group.generate(requests, SamplingParams(max_tokens=16)) for s in part]
+            assert len(drawn) == len(fixed)
+            logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in fixed),)])
+            metrics = [group.update(distil(fixed, step))[0] for step in (2, 3)]
+            found.append((np.concatenate([logprobs[s.index] for s in fixed]), metrics))
+    (expected, whole), (logprobs, resumed) = found
+    np.testing.assert_array_equal(logprobs, expected)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one["actor/kl_loss"] == pytest.approx(other["actor/kl_loss"], rel=1e-4)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=5e-3)  # bf16, any order of sums
 
 
 def in_use(group):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from hybrid_gkd.checkpoint import find_damage
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.reporting.trace import write_trace
 from hybrid_gkd.spans import Span, hidden_seconds, seconds
@@ -226,6 +227,22 @@ def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, t
     assert [rows[s]["prompt_length/mean"] for s in range(1, 5)] == [whole[s]["prompt_length/mean"] for s in range(1, 5)]
     after = 0 if interrupted else 2
     assert [rows[s]["training/staleness"] for s in range(1, 5)] == [0, 1, after, min(after + 1, 2)]
+
+
+def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, world):
+    """Also with another loss, which it refuses."""
+    run_dir = finished[0] / "hybrid_gkd" / "gkd"
+    assert find_damage(run_dir / "global_step_4") == {}
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    code, text, errors = run(arguments(world, finished[0]))
+    assert code == 0, errors
+    assert "nothing to do" in text
+    assert "has done all 4 steps" in text
+    code, _, errors = run(arguments(world, finished[0], "distillation.loss_mode=reverse_kl"))
+    assert code == 1
+    assert "trainer.allow_changed_config" in errors
+    assert "distillation.loss_mode: forward_kl -> reverse_kl" in errors
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
 def test_resuming_with_other_data_is_refused(finished, world):

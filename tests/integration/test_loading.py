@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hybrid_gkd.config_loading import load_config
@@ -21,7 +22,7 @@ from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import loading
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
-from hybrid_gkd.testing import make_tiny_model, tail_of
+from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 NUM_RANKS = 2
@@ -359,16 +360,53 @@ def load_damaged(config, folder):
     actor = Actor(config, device=CPU, num_updates=1)
     actor.update(random_mini_batch(dist.get_rank()))
     save_model(actor, folder)
-    shard = folder / f"__{dist.get_rank()}_0.distcp"
+    shard = folder / f"rank_{dist.get_rank()}_of_2.safetensors"
     os.truncate(shard, shard.stat().st_size // 2)
     dist.barrier()
     load_model(actor, folder)
 
 
 def test_a_damaged_checkpoint_is_named(ranks, tmp_path):
-    with pytest.raises(CheckpointError, match=r"saved/actor cannot be loaded: \w+") as caught:
+    with pytest.raises(CheckpointError, match=r"saved/actor/rank_0_of_2\.safetensors cannot be") as caught:
         ranks(load_damaged, make_config(make_tiny_model(tmp_path / "model")), tmp_path / "saved" / "actor")
     assert "\n" not in str(caught.value)
+
+
+def train_and_save(config, folder):
+    """Updates that differ; what was written, and the state after it."""
+    actor = Actor(config, device=CPU, num_updates=4)
+    actor.update(random_mini_batch(dist.get_rank()))
+    written = save_model(actor, folder)
+    state = [tensors[kind] for tensors in actor.optimizer.state.values() for kind in sorted(tensors)]
+    full = [value.full_tensor() if isinstance(value, DTensor) else value for value in state]
+    return written, dict(actor.full_tensors(torch.float32)), full
+
+
+@pytest.mark.parametrize("fsdp_size", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_rank_reads_what_two_wrote(fsdp_size, dtype, ranks, tmp_path):
+    """Rows that do not divide by two, a tied weight, and each value written by one rank alone."""
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    settings = [make_llama(tmp_path / "model", tied=True), f"{fsdp}.model_dtype={dtype}"]
+    config = make_config(*settings, f"{fsdp}.fsdp_size={fsdp_size}")
+    (written, weights, state), (other, _, _) = ranks(train_and_save, config, tmp_path / "actor")
+    values = sum(tensor.nbytes for tensor in state)
+    itemsize = {"fp32": 4, "bf16": 2}[dtype]
+    values += sum(tensor.numel() * itemsize for name, tensor in weights.items() if name != "lm_head.weight")
+    found = {name: load_file(tmp_path / "actor" / name) for name in (*written, *other)}
+    assert len(found) == 2
+    assert sum(tensor.nbytes for tensors in found.values() for tensor in tensors.values()) == values
+    with single_process_group():
+        actor = Actor(make_config(*settings, "trainer.n_gpus_per_node=1"), device=CPU, num_updates=4)
+        load_model(actor, tmp_path / "actor")
+        assert actor.updates_done == 1
+        for name, tensor in actor.full_tensors(torch.float32):
+            assert torch.equal(tensor, weights[name]), name
+        own = [tensors[kind] for tensors in actor.optimizer.state.values() for kind in sorted(tensors)]
+    for mine, theirs in zip(own, state, strict=True):
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
 
 
 def test_a_checkpoint_moves_between_layouts(ranks, tmp_path):

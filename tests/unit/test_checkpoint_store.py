@@ -1,11 +1,15 @@
 """An interrupted or failed write never replaces a good checkpoint."""
 
+import json
 import os
+import shutil
+import zlib
 
 import pytest
 
-from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState, load_state
+from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState, find_damage, load_state
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.files import FileSum
 
 
 def state(step):
@@ -16,6 +20,14 @@ def write(store, step, text="weights"):
     with store.writing(state(step)) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "part").write_text(text)
+
+
+def flip(file):
+    """Two flipped bytes."""
+    data = bytearray(file.read_bytes())
+    for place in (len(data) // 3, len(data) // 2):
+        data[place] ^= 0xFF
+    file.write_bytes(data)
 
 
 def test_latest_is_the_newest_complete_one_and_its_state_reads_back(tmp_path):
@@ -90,14 +102,53 @@ def test_only_the_newest_are_kept_and_later_ones_of_another_run_do_not_count(tmp
     ]
 
 
-def test_a_pointer_without_its_folder_and_a_broken_state_are_errors(tmp_path):
-    (tmp_path / LATEST).write_text("7\n")
-    with pytest.raises(CheckpointError, match="global_step_7"):
-        CheckpointStore(tmp_path, keep=2).latest()
-    (tmp_path / "global_step_7").mkdir()
-    (tmp_path / "global_step_7" / "trainer_state.json").write_text("{")
+def test_a_run_killed_before_it_moved_the_pointer_has_its_first_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 7)
+    (tmp_path / LATEST).unlink()
+    assert store.latest() == tmp_path / "global_step_7"
+    (tmp_path / LATEST).write_bytes(b"\xff7")
+    assert store.latest() == tmp_path / "global_step_7"
+
+
+def test_the_checkpoint_that_the_pointer_names_comes_first_be_it_there_or_not(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (30, 5, 10):
+        write(store, step)
+    shutil.rmtree(tmp_path / "global_step_10")
+    assert [folder.name for folder in store.newest_first()] == ["global_step_10", "global_step_5"]
+
+
+def test_a_broken_state_is_named(tmp_path):
+    (tmp_path / "trainer_state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
-        load_state(tmp_path / "global_step_7")
+        load_state(tmp_path)
+
+
+def test_every_file_is_listed_and_what_happened_to_it_is_found(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    with store.writing(state(1), sums := {}) as folder:
+        for name in ("kept", "flipped", "cut", "gone"):
+            (folder / "actor" / name).parent.mkdir(exist_ok=True)
+            (folder / "actor" / name).write_bytes(bytes(range(256)))
+        sums["actor/kept"] = FileSum.of(folder / "actor" / "kept")
+    folder = store.latest()
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    assert set(listed) == {"trainer_state.json", *(f"actor/{name}" for name in ("kept", "flipped", "cut", "gone"))}
+    assert listed["actor/kept"] == {"size": 256, "crc32": zlib.crc32(bytes(range(256)))}
+    assert find_damage(folder) == {}
+    flip(folder / "actor" / "flipped")
+    os.truncate(folder / "actor" / "cut", 100)
+    (folder / "actor" / "gone").unlink()
+    flip(folder / "trainer_state.json")
+    found = find_damage(folder)
+    assert found.keys() == {"trainer_state.json", "actor/flipped", "actor/cut", "actor/gone"}
+    assert found["actor/cut"] == "has 100 bytes instead of 256"
+    assert "checksum" in found["actor/flipped"]
+    assert "actor/flipped" not in find_damage(folder, largest=255)
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        find_damage(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):

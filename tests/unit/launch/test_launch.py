@@ -1,5 +1,6 @@
 """What a run decides before it starts anything."""
 
+import contextlib
 import json
 import logging
 import signal
@@ -9,15 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from hybrid_gkd.__main__ import main
+from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
 from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import preflight, run
+from hybrid_gkd.launch import inputs, preflight, run
 from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.teacher import teacher_environment
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
@@ -190,6 +195,74 @@ def test_a_cluster_that_nobody_answers_for_is_named(tmp_path):
         ray_cluster(runnable(tmp_path, f"ray_init.address={address}"), "cpu"),
     ):
         pass
+
+
+def put_checkpoint(config, step, num_prompts=8):
+    """A checkpoint without weights, which no check looks into."""
+    settings = learning_settings(config, steps=step)
+    state = TrainerState(step=step, data=data_state(config, num_prompts), first_metrics={}, settings=settings)
+    with CheckpointStore(config.run_dir, keep=None).writing(state) as folder:
+        (folder / "actor").mkdir()
+
+
+def snapshot(folder):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [folder, *folder.rglob("*")]}
+
+
+def test_a_finished_run_says_so_and_touches_nothing(tmp_path):
+    """Before the teacher is asked, which may be gone by then."""
+    config = runnable(tmp_path)
+    put_checkpoint(config, 1)
+    run.keep_config(config)
+    before = snapshot(tmp_path / "out")
+    text = run.run(config)
+    for told in ("nothing to do", "has done all 1 steps", "trainer.total_training_steps", "trainer.experiment_name"):
+        assert told in text
+    names = [check.name for check in preflight.CHECKS]
+    assert names.index("checkpoint") < names.index("teacher")
+    config.actor_rollout_ref.actor.optim.lr = 1.0
+    with pytest.raises(ConfigError, match=r"allow_changed_config: .*\n.*actor\.optim\.lr: 1e-06 -> 1\.0"):
+        run.run(config)
+    assert snapshot(tmp_path / "out") == before
+    config.trainer.total_training_steps, config.trainer.allow_changed_config = 2, True
+    begin(config)
+
+
+def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypatch):
+    config = runnable(tmp_path)
+    put_checkpoint(config, 1)
+    config.distillation.enabled, config.actor_rollout_ref.teacher.server_ip = True, "far"
+    config.trainer.total_training_steps = 2
+    state = CheckpointStore(config.run_dir, keep=None)
+    facts = preflight.Facts(config)
+    facts.resumption = Resumption(state.latest(), load_state(state.latest()), [])
+    facts.resumption.state.settings[TEACHER_PATH] = "large"
+
+    @contextlib.contextmanager
+    def connect(config, tokenizer, endpoints):
+        served = SimpleNamespace(model=SimpleNamespace(model="larger"), num_workers=1)
+        yield SimpleNamespace(status=lambda: {"far:15555": served})
+
+    monkeypatch.setattr(inputs, "connect", connect)
+    with pytest.raises(ConfigError, match=rf"allow_changed_config: .*\n{TEACHER_PATH}: large -> larger"):
+        inputs.fit(facts)
+    config.trainer.allow_changed_config = True
+    assert "large -> larger" in inputs.fit(facts)
+    assert facts.settings == {TEACHER_PATH: "larger"}
+
+
+def test_the_configuration_of_each_start_is_kept(tmp_path):
+    config = runnable(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    for rate in (1.0, 2.0, 2.0, 3.0):
+        config.actor_rollout_ref.actor.optim.lr = rate
+        run.keep_config(config)
+    rates = [
+        OmegaConf.load(config.run_dir / f"{name}.yaml").actor_rollout_ref.actor.optim.lr
+        for name in ("config.1", "config.2", "config")
+    ]
+    assert rates == [1.0, 2.0, 3.0]
+    assert len(list(config.run_dir.glob("config*"))) == 3
 
 
 class Begun(Exception):

@@ -276,7 +276,6 @@ def test_size_counts_tied_embeddings_once(tmp_path):
         folder = make_tiny_model(tmp_path / str(tied), tied=tied, vocab_size=1000)
         size = model_spec(str(folder), trust_remote_code=False, override_config={})
         assert size.embedding_parameters == (1 if tied else 2) * 1000 * 64
-        assert size.tied_parameters == (1000 * 64 if tied else 0)
         assert size.stored_itemsize == 4
         assert model_spec(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
 
@@ -398,8 +397,8 @@ def test_a_checkpoint_holds_weights_and_moments_and_the_export():
     assert checkpoint_bytes(config(), SEVEN_B) == 14 * SEVEN_B.parameters
     without = config("actor_rollout_ref.actor.checkpoint.save_hf_model=false")
     assert checkpoint_bytes(without, SEVEN_B) == 12 * SEVEN_B.parameters
-    tied = ModelSpec(parameters=100, kv_bytes_per_token=1, tied_parameters=10, stored_itemsize=2)
-    assert checkpoint_bytes(config(), tied) == 4 * (3 * 100 + 10) + 2 * 100
+    half = ModelSpec(parameters=100, kv_bytes_per_token=1, stored_itemsize=2)
+    assert checkpoint_bytes(config(), half) == 4 * 3 * 100 + 2 * 100
 
 
 def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):

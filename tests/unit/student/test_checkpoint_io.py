@@ -6,6 +6,7 @@ import torch
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import load_model, save_model
 from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
@@ -37,15 +38,26 @@ def random_batch(seed):
     return MiniBatch(micro_batches=((item,),), num_tokens=len(response))
 
 
-@pytest.mark.parametrize("make", [make_tiny_model, make_phimoe])
-def test_a_resumed_actor_goes_on_to_the_last_digit(make, tmp_path):
-    config = load_config(
+def make_config(model, *overrides):
+    return load_config(
         [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={make(tmp_path / 'model')}", "trainer.device=cpu",
+            "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
             "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
             "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
+            *overrides,
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "overrides"),
+    [
+        (make_tiny_model, []), (make_phimoe, []),
+        (make_tiny_model, ["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"]),
+    ],
+)  # fmt: skip
+def test_a_resumed_actor_goes_on_to_the_last_digit(make, overrides, tmp_path):
+    config = make_config(make(tmp_path / "model"), *overrides)
     with single_process_group():
         whole, resumed = (Actor(config, device=torch.device("cpu"), num_updates=5) for _ in range(2))
         for step in range(2):
@@ -61,3 +73,38 @@ def test_a_resumed_actor_goes_on_to_the_last_digit(make, tmp_path):
     assert results[0][:2] == results[1][:2]
     for name, weight in results[0][2].items():
         assert torch.equal(weight, results[1][2][name]), name
+
+
+def test_what_was_learned_since_is_forgotten_with_its_optimizer_state(tmp_path):
+    """The checkpoint of a student that has not taken a step has no optimizer state."""
+    config = make_config(make_tiny_model(tmp_path / "model"))
+    with single_process_group():
+        fresh, actor = (Actor(config, device=torch.device("cpu"), num_updates=5) for _ in range(2))
+        save_model(actor, tmp_path / "actor")
+        actor.update(random_batch(0))
+        load_model(actor, tmp_path / "actor")
+        assert actor.optimizer_tensors() == []
+        assert actor.update(random_batch(1)) == fresh.update(random_batch(1))
+
+
+def test_rates_are_those_of_the_configuration_and_not_of_the_checkpoint(tmp_path):
+    path = make_tiny_model(tmp_path / "model")
+    with single_process_group():
+        first, second = (
+            Actor(make_config(path, f"actor_rollout_ref.actor.optim.betas=[0.9,{beta}]"), device=torch.device("cpu"),
+                  num_updates=5)
+            for beta in (0.99, 0.5)
+        )  # fmt: skip
+        first.update(random_batch(0))
+        save_model(first, tmp_path / "actor")
+        load_model(second, tmp_path / "actor")
+    assert {group["betas"] for group in second.optimizer.param_groups} == {(0.9, 0.5)}
+
+
+def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
+    config = make_config(make_tiny_model(tmp_path / "model"))
+    (tmp_path / "actor").write_text("in the way")
+    with single_process_group():
+        actor = Actor(config, device=torch.device("cpu"), num_updates=5)
+        with pytest.raises(CheckpointError, match=r"cannot write .*actor/rank_0_of_1\.safetensors"):
+            save_model(actor, tmp_path / "actor")

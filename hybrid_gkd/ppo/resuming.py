@@ -1,0 +1,82 @@
+"""What a checkpoint and the run that continues from it have to agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.checkpoint import TrainerState, load_state
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import CheckpointError
+
+ARR = "actor_rollout_ref"
+SAME_BATCHES = (
+    "data.train_batch_size", "data.shuffle", "data.seed", f"{ARR}.model.path", f"{ARR}.rollout.n", f"{ARR}.rollout.seed"
+)
+"""Keys that decide which prompts and seeds come next: with others a run cannot continue."""
+LEARNING = (
+    "data.train_files", "data.prompt_key", "data.max_prompt_length", "data.max_response_length",
+    "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
+    f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config",
+    f"{ARR}.actor.optim", f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip",
+    f"{ARR}.actor.clip_ratio", f"{ARR}.actor.fsdp_config.model_dtype",
+    f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k",
+    "distillation", "algorithm", "trainer.scheduler",
+)
+"""Keys and sections that decide what is learned: a run continues with others only if told to."""
+REWARD = ("reward.name", "reward.answer_key", "reward.custom_reward_function")
+"""The same where a reward is trained on; without, it is only reported."""
+TEACHER_PATH = f"{ARR}.teacher.model.path"
+
+
+def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
+    """The settings that, with the step, decide which prompts and seeds come next."""
+    return {key: operator.attrgetter(key)(config) for key in SAME_BATCHES} | {"num_prompts": num_prompts}
+
+
+def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
+    """The settings that decide what is learned, by dotted key, as JSON reads them back.
+
+    `steps`, of the whole run, count where the learning rate follows a schedule to the end of it. A given service is
+    not its address but the model that it serves, which is not known here: `TEACHER_PATH` is missing.
+    """
+    loss = config.distillation
+    rewards = REWARD if loss.use_task_rewards or not loss.enabled else ()
+    found: dict[str, Any] = {}
+    for key in (*LEARNING, *rewards):
+        value = operator.attrgetter(key)(config)
+        found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":
+        found["trainer.total_training_steps"] = steps
+    if loss.enabled and config.actor_rollout_ref.teacher.server_ip is None:
+        found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path
+    settings: dict[str, Any] = json.loads(json.dumps(found))
+    return settings
+
+
+def _flat(section: Any, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}.{entry.name}"
+        found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    return found
+
+
+def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`key: was -> is` for each setting that differs; one that only one side knows has no value to compare."""
+    return [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and was[key] != now[key]]
+
+
+def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:
+    """Of a checkpoint. Raises CheckpointError if it cannot be read, or belongs to a run on other data."""
+    state = load_state(folder)
+    for key, now in data_state(config, num_prompts).items():
+        if state.data.get(key) != now:
+            raise CheckpointError(
+                f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, so it would not "
+                "go on with the same batches; use trainer.resume_mode=disable or another trainer.experiment_name"
+            )
+    return state

@@ -1,0 +1,196 @@
+"""Which checkpoint a run continues from, before anything is loaded."""
+
+import os
+import pickle
+import re
+
+import pytest
+
+from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.errors import CheckpointError, ConfigError
+from hybrid_gkd.launch.resume import find_resumption
+from hybrid_gkd.ppo import resuming
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, data_state, learning_settings
+
+STEPS, PROMPTS = 20, 64
+RUN = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=teacher"]
+
+
+def make_config(folder, *overrides):
+    return load_config([*RUN, f"trainer.default_local_dir={folder}", *overrides])
+
+
+def settings_of(config, steps=STEPS):
+    return learning_settings(config, steps=steps)
+
+
+def save(config, *steps):
+    store = CheckpointStore(config.run_dir, keep=None)
+    for step in steps:
+        data = data_state(config, PROMPTS)
+        state = TrainerState(step=step, data=data, first_metrics={}, settings=settings_of(config))
+        with store.writing(state) as folder:
+            for name in ("actor", "huggingface"):
+                (folder / name).mkdir()
+                (folder / name / "part.safetensors").write_bytes(os.urandom(3 * 2**20))
+    return store.latest()
+
+
+def find(config, steps=STEPS):
+    return find_resumption(config, settings_of(config, steps), num_prompts=PROMPTS, steps=steps)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    for place in (len(data) // 3, len(data) // 2):
+        data[place] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_a_new_run_has_none(tmp_path):
+    assert find(make_config(tmp_path)) is None
+    save(make_config(tmp_path), 5)
+    assert find(make_config(tmp_path, "trainer.resume_mode=disable")) is None
+
+
+def cut(folder):
+    os.truncate(folder / "actor" / "part.safetensors", 1000)
+    return r"global_step_10/actor/part\.safetensors has 1000 bytes instead of 3145728"
+
+
+def flip_weights(folder):
+    flip(folder / "actor" / "part.safetensors")
+    return r"global_step_10/actor/part\.safetensors has another checksum"
+
+
+def flip_state(folder):
+    flip(folder / "trainer_state.json")
+    return r"global_step_10/trainer_state\.json has another checksum"
+
+
+def remove_weights(folder):
+    (folder / "actor" / "part.safetensors").unlink()
+    return r"global_step_10/actor/part\.safetensors cannot be read: No such file"
+
+
+def remove_all(folder):
+    folder.rename(folder.with_name("elsewhere"))
+    return r"global_step_10/manifest\.json cannot be read"
+
+
+@pytest.mark.parametrize("damage", [cut, flip_weights, flip_state, remove_weights, remove_all])
+def test_the_newest_intact_one_is_taken_and_the_damaged_one_named(damage, tmp_path):
+    config = make_config(tmp_path)
+    reason = damage(save(config, 5, 10))
+    found = find(config)
+    assert (found.folder.name, found.state.step) == ("global_step_5", 5)
+    (remark,) = found.remarks
+    assert re.search(rf"left out: .*{reason}", remark)
+    given = make_config(
+        tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.run_dir}/global_step_10"
+    )
+    with pytest.raises(CheckpointError, match=rf"resume_path: .*{reason}"):
+        find(given)
+    flip(config.run_dir / "global_step_5" / "manifest.json")
+    with pytest.raises(CheckpointError, match=rf"no intact checkpoint(.|\n)*{reason}(.|\n)*global_step_5"):
+        find(config)
+
+
+def test_damage_to_the_export_is_told_and_no_more(tmp_path):
+    config = make_config(tmp_path)
+    (save(config, 5) / "huggingface" / "part.safetensors").unlink()
+    found = find(config)
+    assert found.state.step == 5
+    (remark,) = found.remarks
+    assert "huggingface/part.safetensors cannot be read" in remark
+
+
+def test_what_is_left_of_a_finished_run_is_not_read(tmp_path):
+    config = make_config(tmp_path)
+    flip(save(config, STEPS) / "actor" / "part.safetensors")
+    assert find(config).state.step == STEPS
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
+        find(config, steps=STEPS + 1)
+
+
+class Bomb:
+    def __init__(self, crater):
+        self.crater = crater
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.crater),)
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_checkpoint_with_a_pickle_is_refused_unread_and_names_the_converter(mode, tmp_path):
+    config = make_config(tmp_path)
+    save(config, 5)
+    old = config.run_dir / "global_step_10"
+    (old / "actor").mkdir(parents=True)
+    (old / "actor" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "crater")))
+    (old / "trainer_state.json").write_text("{}")
+    (config.run_dir / LATEST).write_text("10\n")
+    if mode == "resume_path":
+        config = make_config(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={old}")
+    with pytest.raises(CheckpointError, match=rf"python -m hybrid_gkd\.convert_checkpoint {old} NEW_FOLDER"):
+        find(config)
+    assert not (tmp_path / "crater").exists()
+
+
+def test_changed_settings_are_listed_and_have_to_be_allowed(tmp_path):
+    save(make_config(tmp_path), 5)
+    changed = [
+        "actor_rollout_ref.actor.optim.lr=1e-3", "distillation.loss_mode=jsd", "data.train_files=[y,z]",
+        "actor_rollout_ref.teacher.model.path=other",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        find(make_config(tmp_path, *changed))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("trainer.allow_changed_config: ")
+    for line in (
+        "actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.001", "distillation.loss_mode: forward_kl -> jsd",
+        "data.train_files: ['x'] -> ['y', 'z']", "actor_rollout_ref.teacher.model.path: teacher -> other",
+    ):
+        assert line in lines
+    found = find(make_config(tmp_path, *changed, "trainer.allow_changed_config=true"))
+    assert found.state.step == 5
+    assert "distillation.loss_mode: forward_kl -> jsd" in found.remarks[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.save_freq=3", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768", "reward.answer_key=answer"],
+        ["trainer.total_training_steps=30"],  # the rate is constant
+        ["actor_rollout_ref.teacher.server_ip=elsewhere"],  # what it serves is known after the handshake
+    ],
+)
+def test_what_changes_memory_speed_or_reports_needs_no_leave(overrides, tmp_path):
+    save(make_config(tmp_path), 5)
+    assert find(make_config(tmp_path, *overrides)).remarks == []
+
+
+def test_more_steps_change_a_schedule_that_ends_with_the_run(tmp_path):
+    schedule = "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"
+    config = make_config(tmp_path, schedule)
+    save(config, 5)
+    assert find(config).remarks == []
+    with pytest.raises(ConfigError, match=r"trainer\.total_training_steps: 20 -> 30"):
+        find(config, steps=30)
+
+
+def test_a_reward_counts_where_it_is_trained_on():
+    ppo = ["distillation.enabled=false", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
+    before, after = (load_config([*RUN, *ppo, f"reward.name={name}"]) for name in ("exact_match", "gsm8k"))
+    assert changes(settings_of(before), settings_of(after)) == ["reward.name: exact_match -> gsm8k"]
+    assert TEACHER_PATH not in settings_of(before)
+
+
+def test_every_key_of_the_tables_exists_and_survives_a_checkpoint(tmp_path):
+    config = make_config(tmp_path, "actor_rollout_ref.actor.grad_clip=.inf")
+    settings = settings_of(config)
+    assert {"distillation.topk", "actor_rollout_ref.actor.optim.betas", TEACHER_PATH} <= settings.keys()
+    save(config, 5)
+    assert find(config).state.settings == settings
+    assert not set(resuming.SAME_BATCHES) & settings.keys()
