@@ -139,7 +139,7 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(recording(config.run_dir))
-        client = stack.enter_context(connect(config, facts.tokenizer, [teacher.address]))
+        client = stack.enter_context(connect(config, facts.tokenizer, [teacher.address], teacher.keys))
         log = stack.enter_context(start_tracking(facts))
         GKDTrainer(
             config, teacher=client, check_teacher=teacher.check,

@@ -104,8 +104,8 @@ def hf_prefill(engine: Any) -> Callable[[list[tuple[np.ndarray, ...]]], None]:
 
 
 def ask(
-    address: str, folder: str, pairs: list[tuple[np.ndarray, ...]], few: list[tuple[np.ndarray, ...]], topk: int,
-    in_flight: int, workers: list[int], broker: int,
+    address: str, keys: str, folder: str, pairs: list[tuple[np.ndarray, ...]], few: list[tuple[np.ndarray, ...]],
+    topk: int, in_flight: int, workers: list[int], broker: int,
 ) -> tuple[dict[str, Any], list[TeacherTopK]]:
     """What a client process sees of scoring `pairs`, after a warm-up, and the scores of `few`."""
     tokenizer = load_tokenizer(folder)
@@ -114,7 +114,8 @@ def ask(
         for i, (prompt, response) in enumerate(each)
     ] for each in (pairs, few))  # fmt: skip
     with TeacherClient(
-        [address], topk=topk, vocab_size=len(tokenizer), request_timeout=TIMEOUT, n_server_workers=in_flight
+        [address], topk=topk, vocab_size=len(tokenizer), request_timeout=TIMEOUT, n_server_workers=in_flight,
+        keys=keys,
     ) as client:
         client.handshake(
             tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer), max_sequence_length=2
@@ -168,7 +169,8 @@ def measure_service(
         workers = descendants(teacher.pid)
         for k in args.topk:
             asked = client.submit(
-                ask, teacher.address, str(folder), pairs, few, k, args.in_flight, workers, teacher.pid
+                ask, teacher.address, str(teacher.keys), str(folder), pairs, few, k, args.in_flight, workers,
+                teacher.pid,
             )
             figures[k], scores[k] = asked.result(TIMEOUT)
             print(f"K = {k}: {figures[k]}", flush=True)

@@ -28,7 +28,7 @@ import zmq
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
 from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
-from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting
+from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting, with_arrays
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
@@ -123,9 +123,11 @@ class TeacherClient:
     def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
         """Queue sequences for scoring; returns one future per sequence in the same order.
 
-        Returns at once, or waits for room where very much is queued already: TeacherTimeout after request_timeout.
-        A future raises TeacherTimeout, BadTeacherReply, TeacherRefused or TeacherMismatch.
+        Token ids may be arrays or lists of integers. Returns at once, or waits for room where very much is queued
+        already: TeacherTimeout after request_timeout. A future raises TeacherTimeout, BadTeacherReply, TeacherRefused
+        or TeacherMismatch.
         """
+        sequences = list(map(with_arrays, sequences))
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
         with self._changed:
             for sequence, future in zip(sequences, futures, strict=True):

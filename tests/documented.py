@@ -27,7 +27,7 @@ SERVE = (
 )
 JOIN = (
     "bash hybrid_gkd/teacher/join_server.sh --ckpt-path Qwen/Qwen3-8B --proxy-addr HOST:15556 "
-    "--keys teacher_keys/client"
+    "--keys teacher_keys/worker"
 )
 STATUS = f"{TEACHER} status --addr HOST:15555 --keys teacher_keys/client"
 GIVEN_TEACHER = (

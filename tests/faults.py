@@ -62,8 +62,8 @@ class StandInEngine:
 
     info = MODEL
 
-    def __init__(self, delay: float = 0.0, hangs: bool = False):
-        self._delay, self._hangs = delay, hangs
+    def __init__(self, delay: float = 0.0, hangs: bool = False, spoils: bool = False):
+        self._delay, self._hangs, self._spoils = delay, hangs, spoils
         self._jobs: list[tuple] = []
 
     @property
@@ -85,7 +85,10 @@ class StandInEngine:
         if self._hangs and any(prompt[0] == HANG_TOKEN for prompt, _ in sequences):
             time.sleep(3600)
         time.sleep(self._delay)
-        return [expected_scores(prompt, response, k) for prompt, response in sequences]
+        scores = [expected_scores(prompt, response, k) for prompt, response in sequences]
+        if self._spoils and len(sequences[0][0]) > 1:  # all but the test request
+            scores[-1].logprobs[-1, -1] = np.nan
+        return scores
 
 
 def free_port() -> int:
@@ -268,7 +271,7 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
         teacher.wait_ready()
         client = TeacherClient(
             [teacher.address], topk=TOPK, vocab_size=259, connect_timeout=TIMEOUT, request_timeout=TIMEOUT,
-            num_microbatches=2,
+            num_microbatches=2, keys=teacher.keys,
         )  # fmt: skip
         with client:
             client.handshake(**handshake, max_sequence_length=80)
@@ -283,7 +286,7 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
                     np.testing.assert_allclose(score.sampled_logprobs, want.sampled_logprobs, atol=1e-4)
                     np.testing.assert_allclose(score.logprobs, want.logprobs, rtol=1e-3, atol=1e-4)
                     exact += np.array_equal(score.ids, want.ids) and np.array_equal(score.logprobs, want.logprobs)
-            state, metrics = query_status(teacher.address, TIMEOUT), client.drain_metrics()
+            state, metrics = status_of(teacher), client.drain_metrics()
         assert state.counters["delivered"] == len(metrics.latencies)
         return {
             "kills": killed, "sequences": rounds * len(batch), "lost": 0, "bit for bit equal": exact,
@@ -294,16 +297,18 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
 
 def _kill_a_busy_child(teacher: TeacherProcess) -> bool:
     """Whether a worker was killed while it held requests."""
-    state = query_status(teacher.address, TIMEOUT)
+    state = status_of(teacher)
     before = state.counters["requeued"]
     busy = [each.name for each in state.workers if each.num_held and each.num_delivered]
     if not busy:
         return False
     os.kill(int(busy[0].rpartition(":")[2]), signal.SIGKILL)
-    wait_until(
-        lambda: busy[0] not in {each.name for each in query_status(teacher.address, TIMEOUT).workers}, "for the loss"
-    )
-    return query_status(teacher.address, TIMEOUT).counters["requeued"] > before
+    wait_until(lambda: busy[0] not in {each.name for each in status_of(teacher).workers}, "for the loss")
+    return status_of(teacher).counters["requeued"] > before
+
+
+def status_of(teacher: TeacherProcess) -> protocol.Status:
+    return query_status(teacher.address, TIMEOUT, load_keys(teacher.keys))
 
 
 def restart_broker(num_restarts: int, pause: float = 1.0) -> dict[str, object]:
@@ -359,6 +364,25 @@ def hang_engine(hedge_seconds: float = broker.HEDGE_SECONDS) -> dict[str, float]
         assert state.counters["hedged"] == 1
         assert state.num_workers == 2
         return {"seconds": time.monotonic() - started, "retries of the client": client.drain_metrics().retries}
+
+
+def spoil_replies() -> dict[str, object]:
+    """One of two workers returns NaN: no client sees it, and after a few times it gets no more work."""
+    with Cluster(1, "--delay", "0.01") as cluster, connected(cluster.address) as client:
+        cluster.add_worker("--spoil")
+        cluster.wait_for_workers(2)
+        (spoiler,) = list(cluster.workers)[1:]
+        load = Load(client)
+        wait_until(lambda: cluster.status().barred, "for the worker to be barred")
+        seen, state = load.stop(), cluster.status()
+        (reason,) = state.barred
+        assert reason.startswith(f"{spoiler}: it gets no more work after {broker.MAX_BAD_REPLIES} bad replies"), reason
+        assert "NaN" in reason
+        assert spoiler not in {each.name for each in state.workers}
+        assert cluster.workers[spoiler].wait(TIMEOUT) == 1
+        metrics = client.drain_metrics()
+        assert metrics.bad_replies == metrics.retries == 0
+        return seen | {"bad replies": state.counters["bad_replies"]}
 
 
 def hang_only_engine() -> dict[str, object]:
@@ -418,6 +442,7 @@ def main() -> None:
     parser.add_argument("places", nargs="+")
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--hang", action="store_true")
+    parser.add_argument("--spoil", action="store_true")
     parser.add_argument("--hedge", type=float)
     parser.add_argument("--hung", type=float, default=worker.HUNG_SECONDS)
     parser.add_argument("--keys")
@@ -428,7 +453,7 @@ def main() -> None:
     else:
         keys = load_keys(args.keys) if args.keys else None
         worker.HUNG_SECONDS = args.hung
-        worker.ScoringWorker(StandInEngine(args.delay, args.hang), args.places[0], keys).run()
+        worker.ScoringWorker(StandInEngine(args.delay, args.hang, args.spoil), args.places[0], keys).run()
 
 
 if __name__ == "__main__":

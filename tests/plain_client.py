@@ -1,12 +1,13 @@
 """A second client of the teacher service, written from docs/teacher_protocol.md alone: it imports nothing of ours."""
 
-import os
+import glob
 import time
 import zlib
 
 import msgpack
 import numpy as np
 import zmq
+import zmq.auth
 
 VERSION = 3
 TYPES = {"int32": "<i4", "float16": "<f2", "float32": "<f4"}
@@ -37,12 +38,14 @@ def decode(frames):
 
 
 class PlainClient:
-    def __init__(self, address, timeout):
+    def __init__(self, address, timeout, keys):
         self._timeout = timeout
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.ROUTING_ID, os.urandom(16))
         self._socket.setsockopt(zmq.LINGER, 0)
+        (secret_file,) = glob.glob(f"{keys}/*.key_secret")
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.auth.load_certificate(secret_file)
+        self._socket.curve_serverkey, _ = zmq.auth.load_certificate(f"{keys}/server.key")
         self._socket.connect(f"tcp://{address}")
 
     def close(self):

@@ -96,7 +96,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
     group = start_workers(facts, stack, teacher_loaded=shares_gpu)
     if local is not None:
         local.wait_ready()
-        teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address]))
+        teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys))
     arguments: dict[str, Any] = {
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,
         "val_prompts": facts.val_prompts, "reward": facts.reward,

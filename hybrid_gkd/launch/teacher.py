@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from hybrid_gkd.workers.placement import Placement, threads_per_process
 logger = logging.getLogger(__name__)
 
 
-def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClient:
-    """A client whose servers fit the student. Raises TeacherError."""
+def connect(config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None) -> TeacherClient:
+    """A client whose servers fit the student; `keys` are others than the configured ones. Raises TeacherError."""
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     assert section.num_microbatches is not None  # its default takes the place of null
@@ -30,7 +31,7 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str]) -> TeacherClie
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
         vocab_size=hf_config.get_text_config().vocab_size, connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
-        n_server_workers=section.n_server_workers, num_microbatches=section.num_microbatches, keys=section.keys,
+        n_server_workers=section.n_server_workers, num_microbatches=section.num_microbatches, keys=keys or section.keys,
     )
     try:
         served = client.handshake(

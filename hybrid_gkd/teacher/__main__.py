@@ -3,14 +3,15 @@
 python -m hybrid_gkd.teacher serve --ckpt-path MODEL --workers N    broker and workers here
 python -m hybrid_gkd.teacher join --ckpt-path MODEL --proxy-addr HOST:15556     one more worker
 python -m hybrid_gkd.teacher status --addr HOST:15555       what the service is doing
-python -m hybrid_gkd.teacher keys --out FOLDER              keys for everything but loopback
+python -m hybrid_gkd.teacher keys --out FOLDER              keys of the service, of clients and of workers
+
+Exit codes: 0, 1 for an error, 2 for wrong arguments, 3 from `status` when the service has no worker ready.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import ipaddress
 import json
 import logging
 import os
@@ -19,18 +20,23 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from hybrid_gkd.errors import HybridGKDError, TeacherError
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
-from hybrid_gkd.teacher.network import resolve
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, gpu_shares
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
 PR_SET_PDEATHSIG = 1
+DEFAULT_KEYS = Path("teacher_keys")
+"""Where `serve` keeps keys that it was not given."""
+NO_WORKER = 3
+"""Exit code of `status` for a service that cannot score yet, or any more."""
 
 
 def main() -> int:
@@ -53,9 +59,9 @@ def main() -> int:
 class Service:
     """Broker and workers of `serve`, from start to drained."""
 
-    def __init__(self, arguments: argparse.Namespace):
+    def __init__(self, arguments: argparse.Namespace, keys_folder: Path | None):
         self._arguments = arguments
-        own_keys = load_keys(arguments.keys) if arguments.keys else None
+        own_keys = load_keys(keys_folder) if keys_folder else None
         shares = gpu_shares(arguments.workers, arguments.tp_size, arguments.device)
         host, port, worker_port = arguments.host, arguments.port, arguments.worker_port
         self.broker = Broker(host=host, port=port, worker_port=worker_port, keys=own_keys)
@@ -64,7 +70,7 @@ class Service:
             f"--proxy-addr={'127.0.0.1' if host == '0.0.0.0' else host}:{self.broker.worker_port}",
             *EngineOptions.parsed(arguments).command_line(),
         ]
-        command += [f"--keys={arguments.keys}"] if arguments.keys else []
+        command += [f"--keys={keys_folder}"] if keys_folder else []
         command += ["--debug"] if arguments.debug else []
         self.supervisor = Supervisor(self.broker, command, shares)
         self._announced = False
@@ -102,14 +108,9 @@ class Service:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    is_loopback = ipaddress.ip_address(resolve(arguments.host)).is_loopback
-    if not is_loopback and not arguments.insecure and not arguments.keys:
-        raise TeacherError(
-            f"--host {arguments.host}: without keys the service is neither encrypted nor authenticated, so whoever "
-            "reaches it can use it and answer in its place; make keys (python -m hybrid_gkd.teacher keys) and give "
-            "--keys FOLDER/server, or add --insecure if the network is trusted, or keep the default 127.0.0.1"
-        )
-    service = Service(arguments)
+    if arguments.keys and arguments.insecure:
+        raise TeacherError("--keys, --insecure: expected one of them, got both")
+    service = Service(arguments, None if arguments.insecure else Path(arguments.keys or default_keys()))
     signal.signal(signal.SIGTERM, service.on_signal)
     signal.signal(signal.SIGINT, service.on_signal)
     try:
@@ -122,6 +123,21 @@ def serve(arguments: argparse.Namespace) -> int:
         service.supervisor.stop()
         service.broker.close()
     return 0
+
+
+def default_keys() -> Path:
+    """The server's keys in DEFAULT_KEYS, made where there are none. Raises TeacherError."""
+    if not (DEFAULT_KEYS / "server").exists():
+        try:
+            make_keys(DEFAULT_KEYS)
+        except TeacherError as error:
+            raise TeacherError(f"{error}; --keys FOLDER names keys that are elsewhere") from error
+    print(
+        f"keys: {DEFAULT_KEYS.absolute()}; a client gives --keys, or actor_rollout_ref.teacher.keys, the folder client "
+        "in there (on another machine a copy of it, sent over a channel you trust), a worker the folder worker",
+        flush=True,
+    )
+    return DEFAULT_KEYS / "server"
 
 
 def join(arguments: argparse.Namespace) -> int:
@@ -150,6 +166,10 @@ def join(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     state = query_status(arguments.addr, keys=load_keys(arguments.keys) if arguments.keys else None)
+    code = 0 if state.num_workers else NO_WORKER
+    if arguments.json:
+        print(msgspec.json.encode(state).decode())
+        return code
     if (model := state.model) is None:
         print("model              none yet: no worker is ready")
     else:
@@ -162,7 +182,9 @@ def status(arguments: argparse.Namespace) -> int:
     print(f"workers alive      {state.num_workers}")
     for worker in state.workers:
         print(f"  {worker.name:16} {'ready' if worker.ready else 'being tested'}, holds {worker.num_held}, delivered "
-              f"{worker.num_delivered}, engine busy {worker.engine_busy:.0%}")
+              f"{worker.num_delivered}, bad replies {worker.num_bad}, engine busy {worker.engine_busy:.0%}")
+    for reason in state.barred:
+        print(f"  barred: {reason}")
     print(f"queue length       {state.queue_length}")
     print(f"in flight          {state.num_in_flight}")
     print(f"tokens per second  {state.tokens_per_second:.0f}")
@@ -172,12 +194,12 @@ def status(arguments: argparse.Namespace) -> int:
     print(f"uptime             {state.uptime_seconds:.0f} s")
     for name, value in state.counters.items():
         print(f"{name:18} {value}")
-    return 0
+    return code
 
 
 def keys(arguments: argparse.Namespace) -> int:
-    for folder in make_keys(Path(arguments.out), arguments.client):
-        print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    for folder in make_keys(Path(arguments.out), client=arguments.client, worker=arguments.worker):
+        print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.name[0] != '.'))}")
     return 0
 
 
@@ -187,7 +209,8 @@ def _parser() -> argparse.ArgumentParser:
     engine = argparse.ArgumentParser(add_help=False)
     EngineOptions.add_to(engine)
     secure = argparse.ArgumentParser(add_help=False)
-    secure.add_argument("--keys", metavar="FOLDER", help="the keys of this side, as `keys` made them")
+    secure.add_argument("--keys", metavar="FOLDER", help="the keys of this side, as `keys` made them; "
+                        f"`serve` has its own in ./{DEFAULT_KEYS} unless others are given")
     engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process has ended")
 
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.teacher", description=__doc__,
@@ -195,20 +218,24 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
     server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
-    server.add_argument("--host", default="127.0.0.1", help="address to bind")
+    server.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 for other machines")
     server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")
     server.add_argument("--ready-file", help="written once a worker has answered a test request")
-    server.add_argument("--insecure", action="store_true", help="let other machines reach --host without keys")
+    server.add_argument("--insecure", action="store_true",
+                        help="without keys: whoever reaches --host, with 127.0.0.1 everyone on this machine, can use "
+                             "the service, stop it, and answer in its place")
     server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="after SIGTERM, for the requests that are here; a second signal ends at once")
     joiner = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
     joiner.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
     asker = commands.add_parser("status", parents=[common, secure], help="print what the service is doing")
     asker.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
-    maker = commands.add_parser("keys", parents=[common], help="make keys for the server and for a client")
+    asker.add_argument("--json", action="store_true", help="all of it as one JSON object")
+    maker = commands.add_parser("keys", parents=[common], help="make keys for the server, a client and a worker")
     maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
-    maker.add_argument("--client", default="client", metavar="NAME", help="name of the client's keys")
+    maker.add_argument("--client", metavar="NAME", help="make keys of one more client instead")
+    maker.add_argument("--worker", metavar="NAME", help="make keys of one more worker instead")
     return parser
 
 

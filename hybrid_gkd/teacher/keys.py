@@ -1,11 +1,12 @@
-"""CURVE keys: the service admits clients by their public keys, and they recognise it by its own.
+"""CURVE keys: who is let in to a teacher service, and as what; and by which key the service is known to them.
 
     FOLDER/server/   server.key, server.key_secret    for `serve --keys FOLDER/server`
-                     clients/NAME.key                 public keys that are let in; read at every connection
-    FOLDER/NAME/     NAME.key, NAME.key_secret,       for the trainer, `join` and `status`
+                     clients/NAME.key                 public keys that may ask for scores
+                     workers/NAME.key                 public keys that may score; both are read at every connection
+    FOLDER/NAME/     NAME.key, NAME.key_secret,       for the trainer and `status` (a client), or for `join` (a worker)
                      server.key
 
-Key files are those of pyzmq (`zmq.auth`).
+Key files are those of pyzmq (`zmq.auth`). Every folder holds a .gitignore that keeps it out of repositories.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import shutil
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import zmq.auth
 
 from hybrid_gkd.errors import TeacherError
 
 log = logging.getLogger(__name__)
+
+
+Role = Literal["clients", "workers"]
+"""What a key may be used for; also the folder of the server's keys that lists it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +38,74 @@ class Keys:
     secret: bytes = field(repr=False)
     server_public: bytes
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Of zmq.auth: whether the owner of a public key may connect to this server; asked for every connection."""
-        if key == self.public:  # the service's own workers
-            return True
-        for path in (self.folder / "clients").glob("*.key"):
+
+class AllowList:
+    """Whom a service lets in: the owners of its own keys, and of the keys in clients/ and workers/, each as that."""
+
+    def __init__(self, keys: Keys):
+        self.keys = keys
+        self._banned: set[bytes] = set()
+
+    def callback(self, domain: Role, key: bytes) -> bool:
+        """Of zmq.auth: whether the owner of a public key may connect as this; asked for every connection."""
+        name = self.name(domain, key)
+        if key in self._banned:
+            log.warning("a connection was refused: %s was dropped for what it had sent", name)
+        elif name is None:
+            log.warning("a connection was refused: its key is not in %s", self.keys.folder / domain)
+        return name is not None and key not in self._banned
+
+    def name(self, role: Role, key: bytes) -> str | None:
+        """Of the file that lets a public key in."""
+        if key == self.keys.public:  # the service's own workers, and who started it
+            return "server.key"
+        for path in (self.keys.folder / role).glob("*.key"):
             try:
                 if key == _load(path)[0]:
-                    return True
+                    return f"{role}/{path.name}"
             except TeacherError as error:
                 log.warning("%s", error)
-        log.warning("a connection was refused: its key is not in %s", self.folder / "clients")
-        return False
+        return None
+
+    def ban(self, key: bytes) -> None:
+        """Let it in no more, for as long as this service runs."""
+        if key != self.keys.public:
+            self._banned.add(key)
 
 
-def make_keys(folder: Path, client: str = "client") -> list[Path]:
-    """Make the server's keys where there are none, and one more client's; returns the new folders.
+def make_keys(folder: Path, *, client: str | None = None, worker: str | None = None) -> list[Path]:
+    """Make the server's keys where there are none, and those of one more client or worker; returns the new folders.
 
-    Raises TeacherError rather than overwrite anything.
+    Without a name, of a client called client and a worker called worker. Raises TeacherError rather than overwrite.
     """
-    if client == "server" or not client or client.startswith(".") or "/" in client:
-        raise TeacherError(f"--client {client!r}: expected a plain name other than server")
-    server, own = folder / "server", folder / client
-    if own.exists():
-        raise TeacherError(f"{own} exists and is not overwritten; --client NAME makes keys for one more client")
-    made = [own] if server.exists() else [server, own]
+    if client is None and worker is None:
+        client, worker = "client", "worker"
+    roles: list[tuple[str | None, Role]] = [(client, "clients"), (worker, "workers")]
+    wanted = [(name, role) for name, role in roles if name is not None]
+    server = folder / "server"
+    for name, role in wanted:
+        if name in ("", "server") or name.startswith(".") or "/" in name:
+            raise TeacherError(f"--{role[:-1]} {name!r}: expected a plain name other than server")
+        if (folder / name).exists():
+            options = "--client NAME or --worker NAME makes keys for one more"
+            raise TeacherError(f"{folder / name} exists and is not overwritten; {options}")
+    made = [] if server.exists() else [server]
+    made += [folder / name for name, _ in wanted]
     try:
+        if not folder.exists():
+            folder.mkdir(parents=True, mode=0o700)
+            (folder / ".gitignore").write_text("*\n")
         for each in made:
-            each.mkdir(parents=True, mode=0o700)
+            each.mkdir(mode=0o700)
+            (each / ".gitignore").write_text("*\n")  # also where this folder alone is copied to
             for path in zmq.auth.create_certificates(each, each.name):
                 Path(path).chmod(0o600)
-        (server / "clients").mkdir(mode=0o700, exist_ok=True)
-        shutil.copy(server / "server.key", own)
-        shutil.copy(own / f"{client}.key", server / "clients")
+        for name, role in wanted:
+            (server / role).mkdir(mode=0o700, exist_ok=True)
+            shutil.copy(server / "server.key", folder / name)
+            shutil.copy(folder / name / f"{name}.key", server / role)
     except OSError as error:
-        raise TeacherError(f"--out {folder}: cannot write keys: {error}") from error
+        raise TeacherError(f"{folder}: cannot write keys: {error}") from error
     return made
 
 

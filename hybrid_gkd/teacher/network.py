@@ -1,31 +1,25 @@
-"""Sockets, addresses and binding, for client, broker and worker."""
+"""Sockets and addresses, for client, broker and worker."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.keys import Keys
+from hybrid_gkd.teacher.keys import Keys, Role
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer
 
 log = logging.getLogger(__name__)
 
-AUTHENTICATION_DOMAIN = "teacher"
-MAX_CONNECTING = 128
-"""Connections that may wait to be accepted; an accepted one has HANDSHAKE_SECONDS to identify itself."""
 HANDSHAKE_SECONDS = 5
-MAX_UNREAD = 32
-"""Messages of one peer that wait to be read; beyond that TCP makes the peer wait."""
+"""For a connection to prove its key."""
 MAX_CUT_OFF = 5
 """A handshake that was cut off this often in a row will not succeed."""
 HANDSHAKE_EVENTS = (
@@ -50,11 +44,23 @@ def configure(socket: zmq.Socket, max_message_bytes: int) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
 
 
+def receive_frames(socket: zmq.Socket, most: int) -> tuple[list[zmq.Frame], int]:
+    """The first `most` frames of the next message, and how many more it had. Raises zmq.Again where there is none."""
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    while frames[-1].more and len(frames) < most:
+        frames.append(socket.recv(copy=False))
+    more, num_left_out = frames[-1].more, 0
+    while more:  # libzmq has all of them already, and no call to skip them
+        more = socket.recv(copy=False).more
+        num_left_out += 1
+    return frames, num_left_out
+
+
 class Dealer:
     """A DEALER socket that connects to ``host:port`` in the background. Belongs to one thread."""
 
-    def __init__(self, context: zmq.Context, address: str, max_message_bytes: int, keys: Keys | None):
-        self.address = address
+    def __init__(self, context: zmq.Context, address: str, max_message_bytes: int, keys: Keys | None, role: Role):
+        self.address, self._role = address, role
         self.heard = time.monotonic()
         """When the last message came; at first, when this was made."""
         self.foreign_version: int | None = None
@@ -62,13 +68,11 @@ class Dealer:
         """Why no handshake will ever succeed, from libzmq's events; empty as long as one may."""
         self.bytes_sent = self.bytes_received = 0
         self._context, self._max_message_bytes, self._keys = context, max_message_bytes, keys
-        self._name = uuid.uuid4().bytes
         self._open()
 
     def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
         configure(self.socket, self._max_message_bytes)
-        self.socket.setsockopt(zmq.ROUTING_ID, self._name)  # survives reconnects
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a server that is away
         if self._keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey = self._keys.public, self._keys.secret
@@ -109,7 +113,7 @@ class Dealer:
         """Header and array frames of what has arrived; not everything, so that a flood does not stop the rest."""
         for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames, _ = receive_frames(self.socket, protocol.MAX_FRAMES)
             except zmq.Again:
                 return
             self.bytes_received += sum(map(len, frames))
@@ -131,7 +135,7 @@ class Dealer:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connected, self.refused, self._num_cut_off = True, "", 0
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                advice = "its public half (.key) belongs into clients/ of the server's keys"
+                advice = f"its public half (.key) belongs into {self._role}/ of the server's keys"
                 self.refused = f"the server does not accept the key in {folder}; {advice}"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 given = f"keys were given ({folder}), but the server was started without"
@@ -161,38 +165,3 @@ def resolve(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise TeacherError(f"--host {host}: not an address of this machine ({error})") from error
-
-
-def bind(
-    server: zmq.Socket, host: str, port: int, option: str, *, max_message_bytes: int, max_unsent: int, keys: Keys | None
-) -> int:
-    """Bind a ROUTER and return its port (0 picks a free one). Raises TeacherError naming `option`.
-
-    A peer that does not read gets `max_unsent` messages at most; sending it more fails with EAGAIN.
-    """
-    configure(server, max_message_bytes)
-    server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its name at once
-    server.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message that cannot be sent is an error
-    server.setsockopt(zmq.SNDHWM, max_unsent)
-    server.setsockopt(zmq.RCVHWM, MAX_UNREAD)
-    server.setsockopt(zmq.BACKLOG, MAX_CONNECTING)
-    if keys is not None:
-        server.curve_server = True
-        server.curve_publickey, server.curve_secretkey = keys.public, keys.secret
-        server.setsockopt_string(zmq.ZAP_DOMAIN, AUTHENTICATION_DOMAIN)
-        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody gets in
-    try:
-        server.bind(f"tcp://{resolve(host)}:{port or '*'}")
-    except zmq.ZMQError as error:
-        advice = "another process uses it; choose another port, 0 picks a free one"
-        reason = advice if error.errno == zmq.EADDRINUSE else str(error)
-        raise TeacherError(f"{option} {port}: cannot bind {host}:{port}: {reason}") from error
-    return int(server.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-
-def start_authenticator(context: zmq.Context, keys: Keys) -> ThreadAuthenticator:
-    """Admits the keys on the allow-list to all sockets of `context` that are bound with keys. Stop it before them."""
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain=AUTHENTICATION_DOMAIN, credentials_provider=keys)
-    return authenticator

@@ -32,6 +32,8 @@ TEST_ID = "test"
 """Of the request that every new worker has to answer."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_ARRAYS = 4
+MAX_FRAMES = 1 + MAX_ARRAYS
+"""Of a message: its header, then its arrays."""
 MAX_REQUEST_BYTES = 16 << 20
 """Largest frame that a broker takes from a client, and the arrays of one request; they hold token ids only."""
 MAX_REPLY_BYTES = 1 << 30
@@ -173,6 +175,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     num_held: int
     num_delivered: int
+    num_bad: int = 0
+    """Replies that failed the service's checks."""
     engine_busy: float
     silent_seconds: float
 
@@ -191,6 +195,8 @@ class Status(Message, tag="status"):
     uptime_seconds: float
     counters: dict[str, int]
     workers: list[WorkerStatus]
+    barred: list[str] = []
+    """Workers that get no more work, with the reason; the last ones."""
 
 
 AnyMessage = (
@@ -300,14 +306,7 @@ def unpack_result(
     result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, response_lengths: ListLike[int]
 ) -> list[TeacherTopK]:
     """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""
-    arrays = decode_arrays(result, frames)
-    if [array.dtype.name for array in arrays] != ["int32", "float16", "float32", "float32"]:
-        raise ProtocolError(f"a result needs ids, log-probabilities, tail and sampled; got {result.arrays}")
-    arrays[1] = arrays[1].astype(np.float32)  # float16 is slow to compute with
-    check_topk(
-        *arrays, num_rows=sum(response_lengths), topk=topk, vocab_size=vocab_size,
-        server=result.server or "the server", request=result.id,
-    )
+    arrays = check_result(result, frames, topk=topk, vocab_size=vocab_size, num_rows=sum(response_lengths))
     ends = np.cumsum(response_lengths)[:-1]
     # Copies, so that one long-lived sequence does not keep the whole message in memory.
     parts = zip(*([part.copy() for part in np.split(array, ends)] for array in arrays), strict=True)
@@ -315,6 +314,29 @@ def unpack_result(
         TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
         for ids, logprobs, tail, sampled in parts
     ]
+
+
+def check_result(
+    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, num_rows: int,
+    max_values: int | None = None,
+) -> list[np.ndarray]:
+    """The arrays of a result, log-probabilities float32, after all checks. Raises ProtocolError or BadTeacherReply.
+
+    With `max_values`, only the rows that have so many candidates, spread over the result, are looked at and returned.
+    """
+    arrays = decode_arrays(result, frames)
+    if [array.dtype.name for array in arrays] != ["int32", "float16", "float32", "float32"]:
+        raise ProtocolError(f"a result needs ids, log-probabilities, tail and sampled; got {result.arrays}")
+    complete = all(array.shape[:1] == (num_rows,) for array in arrays)
+    if complete and max_values is not None and num_rows * topk > max_values:
+        rows = np.linspace(0, num_rows - 1, max(1, max_values // topk)).astype(np.int64)
+        arrays, num_rows = [array[rows] for array in arrays], len(rows)
+    arrays[1] = arrays[1].astype(np.float32)  # float16 is slow to compute with
+    check_topk(
+        *arrays, num_rows=num_rows, topk=topk, vocab_size=vocab_size, server=result.server or "the server",
+        request=result.id,
+    )
+    return arrays
 
 
 def check_topk(

@@ -26,6 +26,10 @@ def test_a_request_in_a_hanging_engine_goes_elsewhere():
     assert faults.hang_engine(hedge_seconds=1.0)["retries of the client"] == 0
 
 
+def test_a_worker_that_returns_nonsense_gets_no_more_work():
+    assert faults.spoil_replies()["bad replies"] >= 3
+
+
 def test_a_worker_whose_engine_hangs_ends():
     assert "waited 3." in faults.hang_only_engine()["the client's error"]
 

@@ -1,5 +1,6 @@
 """Who gets in, and what cannot be smuggled in. Real processes and sockets."""
 
+import json
 import os
 import pickle
 import shutil
@@ -10,6 +11,7 @@ import faults
 import numpy as np
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from hybrid_gkd.errors import TeacherUnreachable
 from hybrid_gkd.teacher import protocol
@@ -39,7 +41,7 @@ def model_path(tmp_path_factory):
 def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys") / "made"
     make_keys(folder)
-    make_keys(folder, "stranger")
+    make_keys(folder, client="stranger")
     (folder / "server" / "clients" / "stranger.key").unlink()
     return folder
 
@@ -48,7 +50,7 @@ def keys(tmp_path_factory):
 def teacher(model_path, keys, tmp_path_factory):
     """On all interfaces, which is allowed with keys."""
     options = [*HF, "--keys", str(keys / "server"), "--host", "0.0.0.0"]
-    log_path = tmp_path_factory.mktemp("log") / "teacher.log"
+    log_path = keys.parent / "teacher.log"
     with TeacherProcess(model_path, log_path=log_path, options=options, start_timeout=TIMEOUT) as running:
         running.wait_ready()
         yield running
@@ -84,7 +86,12 @@ def test_the_wrong_key_is_an_error_that_says_so(teacher, keys, tmp_path, folder,
 
 
 @pytest.mark.parametrize(
-    ("words", "text"), [(["--keys", "stranger"], "does not accept the key"), ([], "the server expects keys")]
+    ("words", "text"),
+    [
+        (["--keys", "stranger"], "does not accept the key"),
+        (["--keys", "client"], r"(.key) belongs into workers/ of the server's keys"),
+        ([], "the server expects keys"),
+    ],
 )
 def test_a_worker_without_the_right_key_cannot_join(teacher, keys, words, text):
     joiner = [sys.executable, faults.__file__, "worker", teacher.worker_address, *words]
@@ -97,6 +104,60 @@ def test_a_worker_without_the_right_key_cannot_join(teacher, keys, words, text):
     assert text in last
 
 
+def test_a_worker_is_no_client(teacher, keys):
+    with pytest.raises(TeacherUnreachable, match="belongs into clients/"):
+        query_status(teacher.address, TIMEOUT, load_keys(keys / "worker"))
+
+
+def test_who_sends_more_parts_than_a_message_has_is_dropped_and_named(teacher, keys, tmp_path):
+    """The others are served meanwhile, and it is not let in again."""
+    make_keys(keys, client="flood")
+    own = load_keys(keys / "flood")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.curve_publickey, dealer.curve_secretkey = own.public, own.secret
+        dealer.curve_serverkey = own.server_public
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        dealer.connect(f"tcp://{teacher.address}")
+        dealer.send_multipart([b""] * 30_000)
+        events = []
+        while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in events:
+            assert monitor.poll(int(TIMEOUT * 1000)), events
+            events.append(recv_monitor_message(monitor)["event"])
+        assert events == [zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH]
+        dealer.disable_monitor()
+    log = (keys.parent / "teacher.log").read_text()
+    assert "clients: clients/flood.key at 127.0.0.1 sent a message of 30000 parts" in log
+    assert "refused: clients/flood.key was dropped for what it had sent" in log
+    assert query_status(teacher.address, TIMEOUT, load_keys(keys / "client")).num_workers == 1
+
+
+def test_the_status_of_a_service_without_a_ready_worker_is_no_success():
+    with faults.Cluster(0) as cluster:
+        shown = command("status", "--addr", cluster.address)
+        assert (shown.returncode, shown.stderr) == (3, "")
+        assert "none yet: no worker is ready" in shown.stdout
+        shown = command("status", "--addr", cluster.address, "--json")
+        assert shown.returncode == 3
+        assert json.loads(shown.stdout)["num_workers"] == 0
+
+
+def test_serve_makes_keys_where_it_has_none(model_path, tmp_path):
+    """On loopback too, which every user of the machine reaches."""
+    options = [*HF, "--port", "0", "--worker-port", "0", "--ready-file", str(tmp_path / "ready")]
+    serving = [sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--ckpt-path", model_path, *options]
+    with subprocess.Popen(serving, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=child_environment()) as service:
+        try:
+            said, ready = service.stdout.readline(), service.stdout.readline()
+            assert said.startswith(f"keys: {tmp_path}/teacher_keys; a client gives --keys")
+            address = ready.removeprefix("teacher ready on ").partition(",")[0]
+            assert "the server expects keys" in command("status", "--addr", address).stderr
+            folder = tmp_path / "teacher_keys" / "client"
+            assert command("status", "--addr", address, "--keys", folder).returncode == 0
+        finally:
+            service.terminate()
+
+
 def test_keys_for_a_server_without(keys):
     with faults.Cluster(0) as cluster:
         # Either side may be the first to end a connection on which the two do not agree.
@@ -107,7 +168,7 @@ def test_keys_for_a_server_without(keys):
 
 def test_a_key_can_be_added_and_taken_away_while_the_service_runs(teacher, keys):
     allowed = keys / "server" / "clients" / "late.key"
-    make_keys(keys, "late")
+    make_keys(keys, client="late")
     late = ["status", "--addr", teacher.address, "--keys", keys / "late"]
     assert command(*late).returncode == 0
     allowed.unlink()
@@ -119,17 +180,25 @@ def test_the_keys_command(tmp_path):
     assert made.returncode == 0, made.stderr
     files = {str(path.relative_to(tmp_path / "k")) for path in (tmp_path / "k").rglob("*") if path.is_file()}
     assert files == {
-        "server/server.key", "server/server.key_secret", "server/clients/client.key", "client/client.key",
-        "client/client.key_secret", "client/server.key",
+        ".gitignore", "server/.gitignore", "client/.gitignore", "worker/.gitignore",
+        "server/server.key", "server/server.key_secret", "server/clients/client.key", "server/workers/worker.key",
+        "client/client.key", "client/client.key_secret", "client/server.key",
+        "worker/worker.key", "worker/worker.key_secret", "worker/server.key",
     }  # fmt: skip
-    for path in files:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copytree(tmp_path / "k" / "client", tmp_path / "copied")
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    assert not subprocess.run(["git", "ls-files"], cwd=tmp_path, capture_output=True, check=True).stdout
+    for path in files - {path for path in files if path.endswith(".gitignore")}:
         assert (tmp_path / "k" / path).stat().st_mode & 0o777 == 0o600, path
     before = (tmp_path / "k" / "server" / "server.key_secret").read_bytes()
     again = command("keys", "--out", tmp_path / "k")
     assert again.returncode == 1
-    assert "exists and is not overwritten; --client NAME" in again.stderr
+    assert "exists and is not overwritten; --client NAME or --worker NAME" in again.stderr
     assert command("keys", "--out", tmp_path / "k", "--client", "bob").returncode == 0
     assert (tmp_path / "k" / "server" / "clients" / "bob.key").exists()
+    assert command("keys", "--out", tmp_path / "k", "--worker", "gpu2").returncode == 0
+    assert (tmp_path / "k" / "server" / "workers" / "gpu2.key").exists()
     assert (tmp_path / "k" / "server" / "server.key_secret").read_bytes() == before
 
 

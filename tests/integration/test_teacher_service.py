@@ -1,6 +1,7 @@
 """The teacher service with real processes: right numbers, and what happens when parts of it die."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,7 +22,9 @@ from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
 from hybrid_gkd.launch.teacher import make_teacher_process
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.models.vllm_compat import vllm_available
+from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
+from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
@@ -67,11 +70,15 @@ def vllm_teacher(model_path, tmp_path_factory):
         yield teacher
 
 
+def status_of(teacher):
+    return query_status(teacher.address, TIMEOUT, load_keys(teacher.keys))
+
+
 @contextlib.contextmanager
 def connected(model_path, teacher, **options):
     options = {"topk": 5, "vocab_size": 259, "connect_timeout": TIMEOUT, "request_timeout": TIMEOUT} | options
     tokenizer = load_tokenizer(model_path)
-    with TeacherClient([teacher.address], **options) as client:
+    with TeacherClient([teacher.address], keys=teacher.keys, **options) as client:
         client.handshake(
             tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer), max_sequence_length=100
         )
@@ -140,7 +147,7 @@ def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, referen
             expect_scores(client.submit(batch), batch, reference, temperature)
     # The longest that it promises to score.
     rng = np.random.default_rng(0)
-    limit = query_status(vllm_teacher.address).model.max_sequence_length
+    limit = status_of(vllm_teacher).model.max_sequence_length
     assert limit == MAX_LENGTH
     full = [
         Sequence(
@@ -169,26 +176,37 @@ def test_what_does_not_fit_is_said(model_path, hf_teacher):
             client.submit([long])[0].result(TIMEOUT)
 
 
+def dealer_of(context, teacher, port):
+    """A socket with the keys that belong to this port of the teacher."""
+    keys = load_keys(teacher.keys if port == teacher.address else teacher.keys.parent / "worker")
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 2000)
+    dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
+    dealer.curve_serverkey = keys.server_public
+    dealer.connect(f"tcp://{port}")
+    return dealer
+
+
 def test_malformed_messages_are_dropped_and_counted(model_path, hf_teacher, reference):
-    before = query_status(hf_teacher.address).counters["malformed"]
+    before = status_of(hf_teacher).counters["malformed"]
     with zmq.Context() as context:
         for address in (hf_teacher.address, hf_teacher.worker_address):
-            with context.socket(zmq.DEALER) as dealer:
-                dealer.setsockopt(zmq.LINGER, 2000)
-                dealer.connect(f"tcp://{address}")
-                for frames in ([b""], [b"\x80\x04garbage"], [b"x"] * 50, [b"\x93", b"y"]):
+            with dealer_of(context, hf_teacher, address) as dealer:
+                for frames in ([b""], [b"\x80\x04garbage"], [b"x"] * protocol.MAX_FRAMES, [b"\x93", b"y"]):
                     dealer.send_multipart(frames)
-        time.sleep(0.5)
+        wait_until(lambda: status_of(hf_teacher).counters["malformed"] == before + 8, "for all of them to be counted")
     with socket.create_connection(hf_teacher.address.split(":"), timeout=TIMEOUT) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert query_status(hf_teacher.address).counters["malformed"] == before + 8
     with connected(model_path, hf_teacher) as client:
         batch = sequences(2)
         expect_scores(client.submit(batch), batch, reference)
 
 
-def start_joined_worker(model_path, address, log_path):
-    command = [sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", address, "--ckpt-path", model_path]
+def start_joined_worker(model_path, teacher, log_path):
+    command = [
+        sys.executable, "-m", "hybrid_gkd.teacher", "join", "--proxy-addr", teacher.worker_address,
+        "--ckpt-path", model_path, "--keys", str(teacher.keys.parent / "worker"),
+    ]  # fmt: skip
     with open(log_path, "wb") as log:
         return subprocess.Popen([*command, *HF], stdout=log, stderr=log, env=child_environment())
 
@@ -202,9 +220,9 @@ def wait_until(condition, what):
 
 @contextlib.contextmanager
 def joined_worker(model_path, teacher, tmp_path):
-    worker = start_joined_worker(model_path, teacher.worker_address, tmp_path / "join.log")
+    worker = start_joined_worker(model_path, teacher, tmp_path / "join.log")
     try:
-        wait_until(lambda: query_status(teacher.address).num_workers == 2, "for the second worker")
+        wait_until(lambda: status_of(teacher).num_workers == 2, "for the second worker")
         yield worker
     finally:
         worker.kill()
@@ -217,11 +235,11 @@ def test_requests_of_a_dead_worker_go_to_another(model_path, own_teacher, refere
         with connected(model_path, own_teacher) as client:
             worker.send_signal(signal.SIGSTOP)  # so that it surely holds requests when it dies
             futures = client.submit(batch)
-            wait_until(lambda: query_status(own_teacher.address).num_in_flight > 0, "for requests in flight")
+            wait_until(lambda: status_of(own_teacher).num_in_flight > 0, "for requests in flight")
             worker.kill()
             expect_scores(futures, batch, reference)
             metrics = client.drain_metrics()
-        state = query_status(own_teacher.address)
+        state = status_of(own_teacher)
     assert state.counters["requeued"] > 0
     assert state.counters["delivered"] == len(metrics.latencies) == 15
     assert metrics.retries == 0
@@ -244,7 +262,7 @@ def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
     with connected(model_path, own_teacher) as client:
         os.kill(worker, signal.SIGSTOP)
         futures = client.submit(batch)
-        wait_until(lambda: query_status(own_teacher.address).num_in_flight == 2, "for requests in flight")
+        wait_until(lambda: status_of(own_teacher).num_in_flight == 2, "for requests in flight")
         os.kill(worker, signal.SIGKILL)
         expect_scores(futures, batch, reference)
     assert children(own_teacher.pid) != [worker]
@@ -253,18 +271,19 @@ def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
 def test_several_workers_share_the_work(model_path, tmp_path, reference):
     options = [*HF, "--workers", "2"]
     with running(model_path, log_path=tmp_path / "log", options=options, start_timeout=TIMEOUT) as teacher:
-        wait_until(lambda: query_status(teacher.address).num_workers == 2, "for both workers")
+        wait_until(lambda: status_of(teacher).num_workers == 2, "for both workers")
         with connected(model_path, teacher, num_microbatches=1) as client:
             for _ in range(20):
                 batch = sequences(16)
                 expect_scores(client.submit(batch), batch, reference)
-                state = query_status(teacher.address)
+                state = status_of(teacher)
                 if min(worker.num_delivered for worker in state.workers) > 0:
                     break
         assert min(worker.num_delivered for worker in state.workers) > 0
         assert {worker.name.rpartition(":")[2] for worker in state.workers} == set(map(str, children(teacher.pid)))
         shown = subprocess.run(
-            [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr", teacher.address], capture_output=True,
+            [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr", teacher.address, "--keys",
+             str(teacher.keys)], capture_output=True,
             text=True, timeout=TIMEOUT, env=child_environment(),
         ).stdout  # fmt: skip
         for line in (r"latency +p50 \d+\.\d+ s, p95", r"bytes per token +34\b", r"engine busy +\d+%", r"holds \d"):
@@ -278,14 +297,14 @@ def test_sigterm_drains(model_path, tmp_path, reference):
 
     def refused():
         late.extend(client.submit(batch[:1]))  # the signal needs a moment
-        return query_status(teacher.address).counters["refused"] > 0
+        return status_of(teacher).counters["refused"] > 0
 
     with running(model_path, start_timeout=TIMEOUT, **options) as teacher:
         with connected(model_path, teacher, n_server_workers=1000) as client:
             (worker,) = children(teacher.pid)
             os.kill(worker, signal.SIGSTOP)
             futures = client.submit(batch)
-            wait_until(lambda: query_status(teacher.address).num_in_flight == 2, "for requests in flight")
+            wait_until(lambda: status_of(teacher).num_in_flight == 2, "for requests in flight")
             os.kill(teacher.pid, signal.SIGTERM)
             wait_until(refused, "for a refusal")
             os.kill(worker, signal.SIGCONT)
@@ -304,13 +323,13 @@ def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_tea
         os.kill(own_teacher.pid, signal.SIGKILL)
         wait_until(lambda: own_teacher.poll() is not None, "for the service to die")
         futures = client.submit(batch)
-        options = [*HF, "--worker-port", ports[1]]
+        options = [*HF, "--worker-port", ports[1], "--keys", str(own_teacher.keys.parent / "server")]
         log_path = tmp_path / "second.log"
         with running(
             model_path, log_path=log_path, port=int(ports[0]), start_timeout=TIMEOUT, options=options
-        ) as second:
+        ):
             expect_scores(futures, batch, reference)
-            wait_until(lambda: query_status(second.address).num_workers == 2, "for the worker to come back")
+            wait_until(lambda: status_of(own_teacher).num_workers == 2, "for the worker to come back")
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -343,7 +362,7 @@ def test_the_service_ends_with_its_parent(model_path, tmp_path):
     ("arguments", "text"),
     [
         (["--ckpt-path", "/no/such/folder"], "/no/such/folder: no such model folder"),
-        (["--ckpt-path", "{model}", "--host", "0.0.0.0"], "--host 0.0.0.0: without keys .* add --insecure"),
+        (["--ckpt-path", "{model}", "--insecure", "--keys", "k"], "--keys, --insecure: expected one of them, got both"),
         (["--ckpt-path", "{model}", "--keys", "/no/keys"], "/no/keys: a folder of keys holds one .key_secret file"),
         (["--ckpt-path", "{model}", "--port", "{taken}"], "--port {taken}: cannot bind .* another process uses it"),
         (["--ckpt-path", "{model}", "--tp-size", "2"], "--tp-size 2: tensor parallelism needs --backend vllm"),
@@ -373,8 +392,9 @@ def test_status_command(hf_teacher):
     command = [sys.executable, "-m", "hybrid_gkd.teacher", "status", "--addr"]
     environment = child_environment()
     answer = subprocess.run(
-        [*command, hf_teacher.address], capture_output=True, text=True, timeout=TIMEOUT, env=environment
-    )
+        [*command, hf_teacher.address, "--keys", str(hf_teacher.keys)], capture_output=True, text=True,
+        timeout=TIMEOUT, env=environment,
+    )  # fmt: skip
     assert answer.returncode == 0
     for line in (
         r"model .*backend hf",
@@ -384,6 +404,13 @@ def test_status_command(hf_teacher):
         "top-k +up to 64",
     ):
         assert re.search(line, answer.stdout), answer.stdout
+    as_json = subprocess.run(
+        [*command, hf_teacher.address, "--keys", str(hf_teacher.keys), "--json"], capture_output=True, text=True,
+        timeout=TIMEOUT, env=environment,
+    )  # fmt: skip
+    assert as_json.returncode == 0
+    shown = json.loads(as_json.stdout)
+    assert (shown["num_workers"], shown["model"]["backend"], shown["workers"][0]["ready"]) == (1, "hf", True)
     nobody = subprocess.run(
         [*command, "127.0.0.1:1"], capture_output=True, text=True, timeout=TIMEOUT, env=environment
     )

@@ -50,7 +50,8 @@ class Connection(Dealer):
     """A socket and what is known about its server."""
 
     def __init__(self, context: zmq.Context, address: str, keys: Keys | None):
-        super().__init__(context, address, protocol.MAX_REPLY_BYTES, keys)
+        super().__init__(context, address, protocol.MAX_REPLY_BYTES, keys, "clients")
+        self._keys_option = f" --keys {keys.folder}" if keys else ""
         self.model: ModelInfo | None = None
         """None: not (or no longer) known to serve; nothing but hellos is sent there."""
         self.instance = ""
@@ -91,7 +92,7 @@ class Connection(Dealer):
             raise TeacherUnreachable(f"{self.address}: no handshake with the teacher: {self.problem}")
         raise TeacherUnreachable(
             f"{self.address}: waited {waited} for the teacher's handshake: {self.describe()}; "
-            f"see python -m hybrid_gkd.teacher status --addr {self.address}"
+            f"see python -m hybrid_gkd.teacher status --addr {self.address}{self._keys_option}"
         )
 
     def on_welcome(self, welcome: protocol.Welcome) -> None:

@@ -7,8 +7,11 @@ import math
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Sequence, TeacherTopK
 from hybrid_gkd.waiting import Timeout
@@ -120,3 +123,13 @@ class Request:
     def why_late(self, limit: Timeout, servers: str) -> str:
         """Why there was no answer before the deadline; `servers` says what is known of them now."""
         return f"the limit is {limit}; {servers}" + (f"; the last attempt: {self.problem}" if self.problem else "")
+
+
+def with_arrays(sequence: Sequence) -> Sequence:
+    """With token ids as arrays, where they may have been lists. Raises TeacherError for anything but integers."""
+    prompt_ids, response_ids = np.asarray(sequence.prompt_ids), np.asarray(sequence.response_ids)
+    for name, array in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            what = f"{array.dtype} of shape {array.shape}"
+            raise TeacherError(f"sequence {sequence.index}: {name} are a list or array of integers, got {what}")
+    return replace(sequence, prompt_ids=prompt_ids, response_ids=response_ids)

@@ -1,26 +1,28 @@
 """The broker: one thread that hands requests of clients to workers with a free credit.
 
-It reads headers only and passes array frames on untouched; checksums are verified at both ends. Its guarantees: a
-request is answered exactly once, by a result or by an error; a worker that dies, hangs or loses a request costs time,
-not the request; no message, however malformed, ends the loop; a client that floods it or does not read costs the
-others nothing but their place in the queue.
+It passes array frames on untouched, after a look at those of results. Its guarantees: a request is answered exactly
+once, by a result or by an error; a worker that dies, hangs, loses a request or returns nonsense costs time, not the
+request; no message, however malformed, ends the loop; a client that floods it or does not read costs the others
+nothing but their place in the queue.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.teacher import network, protocol
-from hybrid_gkd.teacher.keys import Keys
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.keys import AllowList, Keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Reply, ScoreError, ScoreRequest, ScoreResult
+from hybrid_gkd.teacher.server.port import Port, start_authenticator
 from hybrid_gkd.teacher.server.records import ClientRecord, Ticket, WorkerRecord
 from hybrid_gkd.teacher.server.statistics import Statistics
 
@@ -30,8 +32,12 @@ MAX_UNSENT_TO_CLIENT = 256
 """Messages that wait for one client to read them; it gets no more before it does."""
 MAX_UNSENT_TO_WORKER = 2048
 MAX_HELD_REQUESTS, MAX_HELD_PER_CLIENT, MAX_HELD_BYTES = 4096, 256, 1 << 30
-MAX_WORKER_DEATHS = 3
-"""A request on which this many workers died is probably the cause, and fails."""
+MAX_FAILURES = 3
+"""A request on which this many workers died, or which they answered badly, is probably the cause, and fails."""
+MAX_BAD_REPLIES = 3
+"""Of one worker, to requests that another one answered well; then it gets no more work."""
+MAX_CHECKED_VALUES = 1 << 18
+"""Candidates of a result that are looked at: a few milliseconds. The client looks at all of them."""
 CLIENT_SECONDS = 30.0
 """Inactivity timeout of a client; after it, its requests are given up."""
 HEDGE_SECONDS, HEDGE_FACTOR = 10.0, 4.0
@@ -44,7 +50,7 @@ FLUSH_MILLISECONDS = 2000
 class Broker:
     """Binds both ports on construction, and raises TeacherError with the option of a port that is taken.
 
-    With `keys`, connections are encrypted and only clients and workers on the allow-list get in.
+    With `keys`, connections are encrypted and only clients and workers on their allow-lists get in.
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int, worker_port: int, keys: Keys | None = None):
@@ -57,23 +63,25 @@ class Broker:
         """Those without a worker."""
         self._held_bytes = 0
         self._context = zmq.Context()
-        self._authenticator = network.start_authenticator(self._context, keys) if keys else None
-        self._client_socket = self._context.socket(zmq.ROUTER)
-        self._worker_socket = self._context.socket(zmq.ROUTER)
+        allowed = AllowList(keys) if keys else None
+        self._authenticator = start_authenticator(self._context, allowed) if allowed else None
         try:
-            self.port = network.bind(
-                self._client_socket, host, port, "--port", keys=keys,
+            self._client_port = Port(
+                self._context, "clients", host, port, "--port", allowed=allowed,
                 max_message_bytes=protocol.MAX_REQUEST_BYTES, max_unsent=MAX_UNSENT_TO_CLIENT,
             )
-            self.worker_port = network.bind(
-                self._worker_socket, host, worker_port, "--worker-port", keys=keys,
+            self._worker_port = Port(
+                self._context, "workers", host, worker_port, "--worker-port", allowed=allowed,
                 max_message_bytes=protocol.MAX_REPLY_BYTES, max_unsent=MAX_UNSENT_TO_WORKER,
             )
         except BaseException:
             self.close()
             raise
+        self.port, self.worker_port = self._client_port.number, self._worker_port.number
         self.model: protocol.ModelInfo | None = None
         """None until the first worker has been tested."""
+        self._barred: deque[str] = deque(maxlen=16)
+        """Workers that get no more work, with the reason."""
         self._ping_number = 0
         self._draining = False
         self._statistics = Statistics()
@@ -106,12 +114,15 @@ class Broker:
     def run(self, keep_running: Callable[[], bool]) -> None:
         """Serve; `keep_running` is asked several times a second."""
         poller, next_ping, last_turn = zmq.Poller(), 0.0, time.monotonic()
-        handlers = {self._client_socket: self._from_client, self._worker_socket: self._from_worker}
+        handlers = {
+            self._client_port.socket: (self._client_port, self._from_client),
+            self._worker_port.socket: (self._worker_port, self._from_worker),
+        }
         for each in handlers:
             poller.register(each, zmq.POLLIN)
         while keep_running():
             for ready, _ in poller.poll(POLL_MILLISECONDS):
-                self._read(ready, handlers[ready])
+                self._read(*handlers[ready])
             now = time.monotonic()
             if now - last_turn > protocol.LIVENESS_SECONDS / 2:  # while it did not listen, no peer was inactive
                 peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._clients.values()]
@@ -121,31 +132,34 @@ class Broker:
             if now >= next_ping:
                 next_ping = now + protocol.PING_INTERVAL_SECONDS
                 self._check_workers(now)
+                for port, _ in handlers.values():
+                    port.check_unfinished()
             self._time_out()
             self._dispatch()
 
-    def _read(self, source: zmq.Socket, handle: Callable[[bytes, AnyMessage, list[zmq.Frame]], None]) -> None:
-        for _ in range(network.MESSAGES_PER_TURN):
+    def _read(self, port: Port, handle: Callable[[bytes, AnyMessage, list[zmq.Frame]], None]) -> None:
+        for identity, frames in port.receive():
             try:
-                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                if not 2 <= len(frames) <= 2 + protocol.MAX_ARRAYS:
-                    raise protocol.ProtocolError(f"{len(frames)} frames")
-                handle(frames[0].bytes, protocol.decode_header(frames[1].buffer), frames[2:])
+                if not frames:
+                    raise protocol.ProtocolError("no header, or too many frames")
+                message = protocol.decode_header(frames[0].buffer)
+                if not identity.startswith(b"\0"):  # as all names begin that the socket gives
+                    rejected = protocol.Rejected(reason="the service names its peers itself: set no ROUTING_ID")
+                    port.send(identity, rejected)
+                    raise protocol.ProtocolError(rejected.reason)
+                handle(identity, message, frames[1:])
             except protocol.ProtocolError as error:
                 self.counters["malformed"] += 1
                 log.debug("dropped a malformed message: %s", error)
                 if isinstance(error, protocol.ForeignVersion):  # the peer reports it: every message carries our version
                     rejected = protocol.Rejected(reason=str(error))
-                    _send(source, frames[0].bytes, self._welcome() if source is self._client_socket else rejected)
+                    port.send(identity, self._welcome() if port is self._client_port else rejected)
 
     # Clients
 
     def _from_client(self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame]) -> None:
         if isinstance(message, protocol.StatusRequest):
-            _send(self._client_socket, identity, self.status())
+            self._client_port.send(identity, self.status())
             return
         client = self._clients.setdefault(identity, ClientRecord(identity))
         client.heard = time.monotonic()
@@ -169,8 +183,10 @@ class Broker:
         return protocol.Welcome(instance=self.instance, num_workers=num_workers, model=self.model)
 
     def _to_client(self, client: ClientRecord, message: AnyMessage, payload: list[zmq.Frame] | None = None) -> None:
-        errno = _send(self._client_socket, client.identity, message, payload)
+        errno = self._client_port.send(client.identity, message, payload)
         client.blocked = errno == zmq.EAGAIN
+        if errno == zmq.EHOSTUNREACH:
+            client.heard = -math.inf  # it is gone, and comes back under another name if it does
         if errno and isinstance(message, ScoreResult | ScoreError):
             self.counters["undelivered"] += 1
 
@@ -252,13 +268,13 @@ class Broker:
         if identity in self._workers:  # it lives; the connection was lost, and perhaps messages with it
             self._drop_worker(self._workers[identity], died=False)
         self._workers[identity] = WorkerRecord(identity, message, heard=time.monotonic())
-        _send(self._worker_socket, identity, protocol.Registered())
+        self._worker_port.send(identity, protocol.Registered())
         request, array = protocol.make_test_request(message.model)
-        _send(self._worker_socket, identity, request, [zmq.Frame(array)])
+        self._worker_port.send(identity, request, [zmq.Frame(array)])
 
     def _reject(self, identity: bytes, name: str, reason: str) -> None:
         log.warning("worker %s: %s", name, reason)
-        _send(self._worker_socket, identity, protocol.Rejected(reason=reason))
+        self._worker_port.send(identity, protocol.Rejected(reason=reason))
 
     def _judge_test(self, worker: WorkerRecord, reply: Reply, frames: list[zmq.Frame]) -> None:
         """A worker gets work once its answer to the test request has passed the checks of a client."""
@@ -286,21 +302,53 @@ class Broker:
             worker.suspect = False
         if ticket is None or identity not in ticket.tried:
             self.counters["late"] += 1
-            return
-        self._finish(ticket, reply, payload)
-        if isinstance(reply, ScoreError):
-            self.counters["refused"] += 1
-            return
-        self._statistics.add(ticket, sum(map(len, payload)))
-        if worker is not None:
-            worker.num_delivered += 1
+        elif problem := self._problem(reply, payload, ticket):
+            self.counters["bad_replies"] += 1
+            log.warning("a bad reply: %s", problem)
+            if worker is not None:
+                ticket.bad_replies.append((worker, problem))
+            if ticket.worker is worker:
+                self._give_back(ticket, f"the reply was bad: {problem}")
+        else:
+            self._finish(ticket, reply, payload)
+            if isinstance(reply, ScoreError):
+                self.counters["refused"] += 1
+                return
+            self._statistics.add(ticket, sum(map(len, payload)))
+            if worker is not None:
+                worker.num_delivered += 1
+            for other, problem in ticket.bad_replies:
+                if other is not worker:  # else it may be the request's fault
+                    self._count_against(other, problem)
+
+    def _problem(self, reply: Reply, payload: list[zmq.Frame], ticket: Ticket) -> str:
+        """Why a client could not use the reply, as far as a look shows it."""
+        assert self.model is not None
+        if isinstance(reply, ScoreResult):
+            try:
+                protocol.check_result(
+                    reply, [frame.buffer for frame in payload], topk=ticket.request.topk,
+                    vocab_size=self.model.num_embeddings, num_rows=sum(ticket.request.response_lengths),
+                    max_values=MAX_CHECKED_VALUES,
+                )
+            except TeacherError as error:
+                return str(error)
+        return ""
+
+    def _count_against(self, worker: WorkerRecord, problem: str) -> None:
+        worker.num_bad += 1
+        if worker.num_bad == MAX_BAD_REPLIES and self._workers.get(worker.identity) is worker:
+            reason = f"it gets no more work after {worker.num_bad} bad replies, the last: {problem}"
+            self._barred.append(f"{worker.name}: {reason}")
+            self._drop_worker(worker, died=False)
+            self._reject(worker.identity, worker.name, reason)
 
     def _check_workers(self, now: float) -> None:
         """Ping them. A request that one keeps for too long goes to another one as well; the first answer counts."""
         self._ping_number += 1
         ping = protocol.Ping(number=self._ping_number)
         for worker in list(self._workers.values()):
-            if _send(self._worker_socket, worker.identity, ping) == zmq.EHOSTUNREACH:
+            if self._worker_port.send(worker.identity, ping) == zmq.EHOSTUNREACH:
                 log.warning("worker %s: the connection is gone", worker.name)
                 self._drop_worker(worker)
         timeout = max(HEDGE_SECONDS, HEDGE_FACTOR * self._statistics.longest_usual_service())
@@ -343,11 +391,15 @@ class Broker:
     def _drop_worker(self, worker: WorkerRecord, *, died: bool = True) -> None:
         del self._workers[worker.identity]
         for ticket in [each for each in self._tickets.values() if each.worker is worker]:
-            ticket.worker_deaths += died
-            if ticket.worker_deaths >= MAX_WORKER_DEATHS:
-                self._fail(ticket, "failed", f"{ticket.worker_deaths} workers died while they held the request")
-            else:
-                self._requeue(ticket)
+            self._give_back(ticket, "the worker died" if died else None)
+
+    def _give_back(self, ticket: Ticket, failure: str | None) -> None:
+        """Queue a request again, unless it has failed too often already."""
+        ticket.num_failures += failure is not None
+        if failure and ticket.num_failures >= MAX_FAILURES:
+            self._fail(ticket, "failed", f"{ticket.num_failures} attempts to score it failed, at the last {failure}")
+        else:
+            self._requeue(ticket)
 
     def _requeue(self, ticket: Ticket) -> None:
         """To the head of the queue."""
@@ -357,19 +409,25 @@ class Broker:
         self.counters["requeued"] += 1
 
     def _dispatch(self) -> None:
-        """Give the oldest requests to the workers with the most free credits."""
-        while self._queue:
+        """Give the oldest requests to the workers with room, to each in its turn."""
+        for ticket in list(self._queue.values()):
             free = [worker for worker in self._workers.values() if worker.free > 0]
             if not free:
                 return
-            _, ticket = self._queue.popitem(last=False)
-            worker = max(free, key=lambda each: (each.identity not in ticket.tried, each.free))
+            bad = {worker.identity for worker, _ in ticket.bad_replies}
+            if any(worker.tested and worker.identity not in bad for worker in self._workers.values()):
+                free = [worker for worker in free if worker.identity not in bad]
+                if not free:  # it waits for one that has not failed on it
+                    continue
+            del self._queue[ticket.id]
+            worker = min(free, key=lambda each: (each.identity in ticket.tried, each.turn))
             ticket.worker, ticket.sent, ticket.sent_at_ping = worker, time.monotonic(), self._ping_number
+            worker.turn = ticket.sent
             ticket.tried.add(worker.identity)
             worker.held.add(ticket.id)
             remaining = max(0.0, ticket.deadline - ticket.sent)
             request = msgspec.structs.replace(ticket.request, id=ticket.id, timeout_seconds=remaining)
-            _send(self._worker_socket, worker.identity, request, ticket.payload)
+            self._worker_port.send(worker.identity, request, ticket.payload)
 
     def _engine_busy(self) -> float:
         busy = [worker.engine_busy for worker in self._workers.values() if worker.tested]
@@ -380,23 +438,12 @@ class Broker:
         workers = [
             protocol.WorkerStatus(
                 name=each.name, ready=each.tested, num_held=len(each.held), num_delivered=each.num_delivered,
-                engine_busy=each.engine_busy, silent_seconds=now - each.heard,
+                num_bad=each.num_bad, engine_busy=each.engine_busy, silent_seconds=now - each.heard,
             )
             for each in self._workers.values()
         ]
         return protocol.Status(
             model=self.model, num_workers=self.num_workers, queue_length=queue_length,
             num_in_flight=self.num_held - queue_length, engine_busy=self._engine_busy(), workers=workers,
-            **self._statistics.figures(),
+            barred=list(self._barred), **self._statistics.figures(),
         )
-
-
-def _send(target: zmq.Socket, identity: bytes, message: AnyMessage, payload: list[zmq.Frame] | None = None) -> int:
-    """0, or the error of zmq: EAGAIN for a peer that does not read, EHOSTUNREACH for one that is gone."""
-    frames = [identity, *protocol.encode(message), *(payload or [])]
-    try:
-        target.send_multipart(frames, zmq.NOBLOCK, copy=False)
-    except zmq.ZMQError as error:  # pings and deadlines take care of the rest
-        log.debug("could not send %s: %s", type(message).__name__, error)
-        return error.errno or zmq.EAGAIN
-    return 0

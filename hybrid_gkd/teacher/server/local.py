@@ -13,14 +13,16 @@ from pathlib import Path
 
 import hybrid_gkd
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher.keys import make_keys
 from hybrid_gkd.waiting import Timeout, waiting
 
 
 class TeacherProcess:
     """Runs `python -m hybrid_gkd.teacher serve` as a child process; on entry it starts loading in the background.
 
-    It ends with this process, even if that is killed. `options` are further command-line arguments, `environment` is
-    added to the child's, its output goes to `log_path`; `start_timeout` is in seconds.
+    It ends with this process, even if that is killed, and lets in the owners of the keys in `keys` alone, which are
+    made for it. `options` are further command-line arguments, `environment` is added to the child's, its output goes to
+    `log_path`; `start_timeout` is in seconds.
     """
 
     def __init__(
@@ -30,12 +32,15 @@ class TeacherProcess:
         self._environment = {**child_environment(), **(environment or {})}
         self._log_path, self._started = Path(log_path), 0.0
         self._start_timeout = Timeout(start_timeout, "actor_rollout_ref.teacher.start_timeout")
-        self._ready_folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")
-        self._ready_file = Path(self._ready_folder.name) / "ready.json"
+        self._folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")  # with mode 700
+        self._ready_file = Path(self._folder.name) / "ready.json"
+        self.keys = Path(self._folder.name) / "keys" / "client"
+        """Folder with the keys of a client; that of a worker is beside it."""
+        server_keys = make_keys(self.keys.parent)[0]
         self._command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "serve", f"--ckpt-path={ckpt_path}", f"--port={port}",
-            f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", *(options or []),
-            f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
+            f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
+            *(options or []), f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self.address = self.worker_address = ""
@@ -55,7 +60,7 @@ class TeacherProcess:
     def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:
             stop_process(self._process)
-        self._ready_folder.cleanup()
+        self._folder.cleanup()
 
     def wait_ready(self) -> None:
         """Until the service has answered a test request. Raises TeacherError if it ends or `start_timeout` passes."""

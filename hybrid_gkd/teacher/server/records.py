@@ -26,7 +26,10 @@ class Ticket:
     sent_at_ping: int = 0
     tried: set[bytes] = field(default_factory=set)
     """Routing ids of workers that it was sent to."""
-    worker_deaths: int = 0
+    num_failures: int = 0
+    """How often a worker died that held it, or answered it badly."""
+    bad_replies: list[tuple[WorkerRecord, str]] = field(default_factory=list)
+    """Who answered it badly, and how."""
 
 
 @dataclass(eq=False)
@@ -51,7 +54,11 @@ class WorkerRecord:
     tested: bool = False
     suspect: bool = False
     """It keeps a request much longer than usual; it gets no more before it answers something."""
+    turn: float = 0.0
+    """When it last got a request; the one that waits longest is next."""
     num_delivered: int = 0
+    num_bad: int = 0
+    """Replies that no client could have used, to requests that another worker answered well."""
     engine_busy: float = 0.0
 
     @property

@@ -12,7 +12,8 @@ from hybrid_gkd.teacher.server.records import Ticket
 
 RATE_SECONDS, WINDOW_SECONDS, MAX_SAMPLES = 10.0, 60.0, 4096
 COUNTERS = (
-    "delivered", "tokens", "refused", "requeued", "hedged", "expired", "abandoned", "undelivered", "late", "malformed"
+    "delivered", "tokens", "refused", "requeued", "hedged", "bad_replies", "expired", "abandoned", "undelivered",
+    "late", "malformed",
 )
 """Explained in docs/teacher.md."""
 

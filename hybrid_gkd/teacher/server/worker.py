@@ -80,7 +80,7 @@ class Link:
         try:
             replies = self._context.socket(zmq.PAIR)
             replies.connect("inproc://replies")
-            broker = Dealer(self._context, self._address, protocol.MAX_REQUEST_BYTES, self._keys)
+            broker = Dealer(self._context, self._address, protocol.MAX_REQUEST_BYTES, self._keys, "workers")
             while True:  # until an error ends it
                 poller = zmq.Poller()  # a new one, because the connection may have been reopened
                 poller.register(replies, zmq.POLLIN)

@@ -1,6 +1,7 @@
 """The client against a scripted server: every fault ends in scores or in the right error, never in silence."""
 
 import contextlib
+import dataclasses
 import re
 import threading
 import time
@@ -522,6 +523,22 @@ def test_mismatch_names_both_sides(changes, options, text):
     with Server(model=model_info(**changes)) as server, connect(server, **options) as client:
         with pytest.raises(TeacherMismatch, match=text):
             client.handshake(**STUDENT)
+
+
+def test_token_ids_may_be_lists():
+    batch = sequences(3)
+    listed = [
+        dataclasses.replace(each, prompt_ids=each.prompt_ids.tolist(), response_ids=each.response_ids.tolist())
+        for each in batch
+    ]
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        expect_scores(client.submit(listed), batch)
+        with pytest.raises(TeacherError, match="sequence 0: prompt_ids are a list or array of integers, got float64"):
+            client.submit([dataclasses.replace(batch[0], prompt_ids=[0.5])])
+        (refused,) = client.submit([dataclasses.replace(batch[0], response_ids=[])])
+        with pytest.raises(TeacherRefused, match="needs a prompt and a response"):
+            refused.result(TIMEOUT)
 
 
 def test_servers_of_different_models():

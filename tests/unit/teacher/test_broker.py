@@ -1,0 +1,184 @@
+"""The broker in a thread of this process, with workers and clients of the test's own: who gets work, who is who."""
+
+import contextlib
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+
+import faults
+import numpy as np
+import pytest
+import zmq
+
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.server import port
+from hybrid_gkd.teacher.server.broker import Broker
+from hybrid_gkd.teacher.server.worker import Link
+
+TIMEOUT = 30.0  # seconds; no test waits for it
+
+
+@pytest.fixture
+def broker():
+    running = Broker(port=0, worker_port=0)
+    stopping = threading.Event()
+    thread = threading.Thread(target=running.run, args=[lambda: not stopping.is_set()])
+    thread.start()
+    yield running
+    stopping.set()
+    thread.join(TIMEOUT)
+    running.close()
+    assert not thread.is_alive()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class FakeWorker:
+    """What comes for it is in `inbox`; the test request is answered."""
+
+    def __init__(self, broker, name, credits):
+        registration = protocol.Register(name=name, model=faults.MODEL, credits=credits)
+        self._link, self._name = Link(f"127.0.0.1:{broker.worker_port}", registration, None), name
+        self.inbox = queue.Queue()
+        self.answer(self._link.inbox.get(timeout=TIMEOUT))
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self):
+        while not isinstance(work := self._link.inbox.get(), BaseException):
+            self.inbox.put(work)
+
+    def answer(self, work):
+        scores = [faults.expected_scores(*pair, work.request.topk) for pair in work.sequences]
+        result = protocol.ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
+        self._link.reply(result, protocol.result_arrays(scores))
+
+
+def test_work_goes_round_whatever_a_worker_says_it_can_hold(broker):
+    workers = [FakeWorker(broker, "greedy", 1024), FakeWorker(broker, "modest", 3)]
+    wait_until(lambda: broker.num_workers == 2)
+    with faults.connected(f"127.0.0.1:{broker.port}", num_microbatches=1) as client:
+        batch = faults.make_sequences(np.random.default_rng(0), 6)
+        futures = client.submit(batch)
+        wait_until(lambda: sum(worker.inbox.qsize() for worker in workers) == 6)
+        assert [worker.inbox.qsize() for worker in workers] == [3, 3]
+        for worker in workers:
+            for _ in range(3):
+                worker.answer(worker.inbox.get(timeout=TIMEOUT))
+        for future, sequence in zip(futures, batch, strict=True):
+            faults.expect(future.result(TIMEOUT), sequence)
+
+
+def test_a_peer_that_names_itself_is_told(broker):
+    """Nobody can give the name of another one, whose names are known to the socket alone."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, b"a name of its own")
+        dealer.connect(f"tcp://127.0.0.1:{broker.port}")
+        dealer.send_multipart(protocol.encode(protocol.Hello()))
+        assert dealer.poll(int(TIMEOUT * 1000))
+        answer = protocol.decode_header(dealer.recv_multipart()[0])
+        assert answer == protocol.Rejected(reason="the service names its peers itself: set no ROUTING_ID")
+
+
+class Cable:
+    """A TCP connection to `number` of this machine that can be cut; a new one can be made at once."""
+
+    def __init__(self, number):
+        self._number, self._listener = number, socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._number))
+                self._ends = [near, far]
+                threading.Thread(target=self._pass_on, args=[near, far], daemon=True).start()
+
+    def _pass_on(self, near, far):
+        other = {near: far, far: near}
+        with contextlib.suppress(OSError):
+            while True:
+                for end in select.select([near, far], [], [])[0]:
+                    if not (data := end.recv(1 << 16)):
+                        raise OSError
+                    other[end].sendall(data)
+        near.close()
+        far.close()
+
+    def cut(self):
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._listener.close()
+        self.cut()
+
+
+@pytest.mark.slow
+def test_a_client_whose_connection_is_cut_gets_all_its_scores(broker):
+    """It comes back under a name that the broker does not know."""
+    worker = FakeWorker(broker, "worker", 4)
+    wait_until(lambda: broker.num_workers == 1)
+    with contextlib.closing(Cable(broker.port)) as cable, faults.connected(cable.address) as client:
+        batch = faults.make_sequences(np.random.default_rng(0), 8)
+        futures = client.submit(batch)
+        held = [worker.inbox.get(timeout=TIMEOUT) for _ in range(2)]
+        cable.cut()
+        for work in held:
+            worker.answer(work)  # nobody is there to take it
+        while not all(future.done() for future in futures):
+            with contextlib.suppress(queue.Empty):
+                worker.answer(worker.inbox.get(timeout=0.1))
+        for future, sequence in zip(futures, batch, strict=True):
+            faults.expect(future.result(TIMEOUT), sequence)
+        assert client.drain_metrics().retries > 0
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+
+
+def test_a_message_without_an_end_is_cut_off(caplog):
+    """libzmq keeps its parts and tells nobody; a peer that only is slow stays."""
+    with zmq.Context() as context:
+        found = port.Port(
+            context, "clients", "127.0.0.1", 0, "--port", max_message_bytes=1 << 16, max_unsent=9, allowed=None
+        )
+        with (
+            found.socket,
+            socket.create_connection(("127.0.0.1", found.number), TIMEOUT) as endless,
+            socket.create_connection(("127.0.0.1", found.number), TIMEOUT) as slow,
+        ):
+            for peer in (endless, slow):
+                peer.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+                heard = b""
+                while not heard.endswith(b"Identity\0\0\0\0"):
+                    heard += peer.recv(1 << 10)
+            part = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)  # and more to come
+            slow.sendall(part)
+            sent, closed = 0, False
+            while not closed and sent < 1000:
+                found.check_unfinished()
+                try:
+                    endless.sendall(part)
+                    sent += 1
+                except OSError:
+                    closed = True
+            assert closed
+            assert "of a message; the most are" in caplog.text
+            assert caplog.text.count("was dropped") == 1
+            slow.sendall(b"\0\x02hi")
+            assert found.socket.poll(int(TIMEOUT * 1000))
+            ((_, frames),) = found.receive()
+            assert [len(frame) for frame in frames] == [1 << 16, 2]
