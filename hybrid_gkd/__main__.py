@@ -14,7 +14,8 @@ from hybrid_gkd.config_loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.imports import quick_imports
-from hybrid_gkd.launch.command_line import end_on_sigterm, load, parse, terminated
+from hybrid_gkd.launch.command_line import load, parse
+from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.reporting.logs import log_to_console
 
 
@@ -22,28 +23,26 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     log_to_console()
-    end_on_sigterm()
+    stopping = Stopping()
+    stopping.install()
     try:
         config = load(options)
         if options.dry_run:
             return dry_run(config)
-        train(config)
+        train(config, stopping)
     except HybridGKDError as error:
         if options.debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; everything that this run had started is stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except SystemExit as ended:
-        if terminated:
-            return terminated[0]
-        if ended.code == signal.SIGTERM:  # so Ray's own handler ends a process while Ray starts
-            return 128 + signal.SIGTERM
-        print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
-        return 1
-    return 0
+    except (KeyboardInterrupt, SystemExit) as ended:  # Ray makes a SystemExit(1) of one that is raised while it waits
+        if stopping.exit_code is None:
+            print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
+            return 1
+    if stopping.exit_code is not None:
+        name = signal.Signals(stopping.exit_code - 128).name
+        print(f"ended by {name}; everything that this run had started is stopped", file=sys.stderr)
+    return stopping.exit_code or 0
 
 
 def dry_run(config: Config) -> int:
@@ -57,12 +56,12 @@ def dry_run(config: Config) -> int:
     return 1 if report.failed else 0
 
 
-def train(config: Config) -> None:
+def train(config: Config, stopping: Stopping) -> None:
     """Train and print the final table."""
     with quick_imports():
         from hybrid_gkd.launch import run
 
-    run.train(config, teacher_accuracy=demo_teacher_accuracy(config))
+    run.train(config, teacher_accuracy=demo_teacher_accuracy(config), stopping=stopping)
 
 
 if __name__ == "__main__":

@@ -384,6 +384,9 @@ class TrainerConfig:
     """Give each worker the same work, long sequences counting more per token; false: contiguous slices."""
     log_val_generations: int = field(default=8, metadata=rules.NOT_NEGATIVE)
     """Sample generations logged with each validation."""
+    grace_period: float = field(default=60.0, metadata=rules.NOT_NEGATIVE)
+    """Seconds that a run has to end the step in hand and save it after Ctrl-C, SIGTERM or a closed terminal; 0 ends it
+    at once, as a second signal does. A step and a checkpoint have to fit into it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda where a GPU is visible."""
     seed: int = field(default=0, metadata=rules.SEED)

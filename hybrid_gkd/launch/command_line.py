@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import signal
 from pathlib import Path
-from types import FrameType
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
@@ -13,8 +11,6 @@ from hybrid_gkd.demo.use import uses_demo
 from hybrid_gkd.errors import call_all, raise_all
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
-terminated: list[int] = []
-"""Exit code for the signal that has ended the process."""
 
 
 def parse(arguments: list[str], prog: str = "python -m hybrid_gkd") -> argparse.Namespace:
@@ -53,13 +49,3 @@ def load(options: argparse.Namespace) -> Config:
 def default_config_name(overrides: list[str]) -> str:
     """`gkd` where the user brings a model or data, else `demo`."""
     return "gkd" if any(override.startswith(OWN_INPUT) for override in overrides) else "demo"
-
-
-def end_on_sigterm() -> None:
-    """SIGTERM ends the process as Ctrl-C does: through the context managers that stop what was started."""
-
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        terminated.append(128 + signum)  # Ray makes a SystemExit(1) of one that is raised while it waits
-        raise SystemExit(128 + signum)
-
-    signal.signal(signal.SIGTERM, terminate)

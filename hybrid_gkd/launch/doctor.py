@@ -15,9 +15,10 @@ from pathlib import Path
 
 from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.launch.checks import Check, Facts, Report
-from hybrid_gkd.launch.command_line import end_on_sigterm, load, parse
+from hybrid_gkd.launch.command_line import load, parse
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
+from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.waiting import Timeout
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments, "python -m hybrid_gkd.doctor")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("hybrid_gkd.waiting").setLevel(logging.INFO)
-    end_on_sigterm()
+    Stopping().install()
     try:
         config = load(options)
     except HybridGKDError as error:

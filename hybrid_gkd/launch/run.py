@@ -20,6 +20,7 @@ from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
@@ -36,17 +37,18 @@ from hybrid_gkd.workers.placement import Placement
 logger = logging.getLogger(__name__)
 
 
-def train(config: Config, *, teacher_accuracy: float | None = None) -> None:
+def train(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> None:
     """`run`, and print the final table."""
-    print(run(config, teacher_accuracy=teacher_accuracy))
+    print(run(config, teacher_accuracy=teacher_accuracy, stopping=stopping))
 
 
-def run(config: Config, *, teacher_accuracy: float | None = None) -> str:
+def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> str:
     """Train and return the final table; `teacher_accuracy` is that on the validation prompts, where it is known.
 
-    Raises HybridGKDError: see errors.py; everything that was started has been stopped.
+    `stopping` ends training early, after a step. Raises HybridGKDError: see errors.py; everything that was started has
+    been stopped.
     """
-    started = time.monotonic()
+    started, stopping = time.monotonic(), stopping or Stopping()
     facts = check_all(config)
     if facts.finished:
         return nothing_left(facts)
@@ -54,9 +56,11 @@ def run(config: Config, *, teacher_accuracy: float | None = None) -> str:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
         keep_config(config)
-        with failure_logged():
-            trainer = assemble(facts, stack)
-            trainer.fit()
+        with failure_logged(), stopping.unwinding_after():
+            trainer = assemble(facts, stack, stopping)
+            # Where nothing may be saved there is nothing to wait for.
+            with stopping.after_the_step(config.trainer.grace_period if config.trainer.save_freq else 0.0):
+                trainer.fit()
     return summarise(trainer, started, teacher_accuracy)
 
 
@@ -78,7 +82,7 @@ def keep_config(config: Config) -> None:
     file.write_text(text)
 
 
-def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
+def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
     """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     clock = stack.enter_context(recording(config.run_dir))
@@ -103,7 +107,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack) -> PPOTrainer:
         "tracking": stack.enter_context(start_tracking(facts)),
         "store": CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep),
         "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
-        "clock": clock,
+        "clock": clock, "stop_requested": stopping.requested,
     }
     if teacher is None:
         return PPOTrainer(config, **arguments)

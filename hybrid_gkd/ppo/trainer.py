@@ -73,6 +73,7 @@ class PPOTrainer:
         tracking, store, clock: take metrics, checkpoints, spans.
         resume_from: a checkpoint folder to continue from, or None.
         settings: those of `learning_settings`, which checkpoints keep.
+        stop_requested: asked once a step; where it is true, training ends there, and the step is saved.
 
     Raises DataError: fewer prompts than one batch; CheckpointError: it cannot be loaded or belongs to other data.
     """
@@ -81,11 +82,12 @@ class PPOTrainer:
         self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Prompt],
         val_prompts: list[Prompt], reward: Reward | None, tracking: MetricLog, store: CheckpointStore,
         resume_from: Path | None = None, settings: dict[str, Any] | None = None, clock: Clock | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
         self.train_prompts, self.val_prompts, self.reward = train_prompts, val_prompts, reward
         self.tracking, self.store, self.settings = tracking, store, settings or {}
-        self.clock = clock or Clock()
+        self.clock, self.stop_requested = clock or Clock(), stop_requested
         self.sampler = make_sampler(config, len(train_prompts))
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = 0
@@ -120,26 +122,44 @@ class PPOTrainer:
             self._resume(resume_from)
 
     def fit(self) -> None:
-        """Train to the last step."""
+        """Train to the last step, or until a stop is requested."""
         self._publish_weights()
         if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
             self._report(self._validate())
         self.clock.take()  # the first step's times are its own
         try:
-            for rollout in self._rollouts(self.step + 1, self.total_steps):
-                metrics = self._unreported = self._update_actor(rollout)
-                self.step, self._weights_are_whole = rollout.step, True
-                self._publish_weights()
-                metrics = metrics | self._step_metrics(rollout)
-                if self._due(self.config.trainer.test_freq) and self.val_prompts:
-                    metrics |= self._validate()
-                self._report(metrics)
-                # After the report: a run that resumes here finds the rows of all steps before it.
-                if self._due(self.config.trainer.save_freq):
-                    self._save()
+            rollouts = self._rollouts(self.step + 1, self.total_steps)
+            while not self.stop_requested() and (rollout := next(rollouts, None)):
+                self._train_step(rollout)
+            if self.step < self.total_steps:
+                self._end_early()
         except Exception:
             self._save_last_state()
             raise
+        finally:
+            if self.step < self.total_steps:
+                self._say_where_to_continue()
+
+    def _train_step(self, rollout: Rollout) -> None:
+        """Update, publish, validate, report, save; without what takes time that a requested stop does not have."""
+        metrics = self._unreported = self._update_actor(rollout)
+        self.step, self._weights_are_whole = rollout.step, True
+        ends_here = self.stop_requested() and self.step < self.total_steps
+        if not ends_here:
+            self._publish_weights()
+        metrics = metrics | self._step_metrics(rollout)
+        if not ends_here and self._due(self.config.trainer.test_freq) and self.val_prompts:
+            metrics |= self._validate()
+        self._report(metrics)
+        # After the report: a run that resumes here finds the rows of all steps before it.
+        if self._due(self.config.trainer.save_freq):
+            self._save()
+
+    def _end_early(self) -> None:
+        """Save the last step, if it is not, and say where it is."""
+        if self.step != self._saved_step and self.config.trainer.save_freq != 0:
+            self._save()
+        logger.warning("the run ends after step %d of %d, as requested", self.step, self.total_steps)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
         """Rewards, advantages, old log-probabilities, PPO's clipped objective. Returns the metrics of the update."""
@@ -349,7 +369,8 @@ class PPOTrainer:
 
     def _refill_engine(self) -> None:
         """Publish once more where the engine made room for the student, and so lost its weights, and is needed."""
-        if self.step < self.total_steps and self.config.actor_rollout_ref.hybrid_engine:
+        goes_on = self.step < self.total_steps and not self.stop_requested()
+        if goes_on and self.config.actor_rollout_ref.hybrid_engine:
             self.group.publish(self.step)
 
     def _save_last_state(self) -> None:
@@ -367,6 +388,15 @@ class PPOTrainer:
                     self.tracking.log(metrics | {"training/global_step": float(self.step)}, self.step)
         except Exception as error:  # what ended the run is what has to be reported
             logger.warning("the state after step %d could not be saved: %s", self.step, error)
+
+    def _say_where_to_continue(self) -> None:
+        """After a run that has not come to its end."""
+        lost = self.step - self._saved_step
+        left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
+        if self.checkpoint is None:
+            logger.warning("there is no checkpoint to continue from%s", left)
+        else:
+            logger.warning("to continue from: %s, after step %d%s", self.checkpoint, self._saved_step, left)
 
     def _write_checkpoint(self) -> None:
         data = data_state(self.config, len(self.train_prompts))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.workers.own_cluster import own_group, starting
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.pool import (
     CAUSE_SECONDS,
@@ -309,15 +309,13 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         # Workers get the first GPUs, so that a local teacher can have the ones after them.
         gpus = config.workers_per_node if device == "cuda" else 0
         options |= {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with waiting(f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"):
-            ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)  # Ray's own aborts the process without any clean-up
-    try:
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(own_group()) if init.address is None else None
+        stack.callback(ray.shutdown)
+        whom = f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"
+        try:
+            with waiting(whom), starting(group):
+                ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
         yield
-    finally:
-        ray.shutdown()

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from hybrid_gkd import __main__ as command_line
-from hybrid_gkd.launch.command_line import terminated
+from hybrid_gkd.launch.stopping import SIGNALS
 
 ARGUMENTS = ["data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false"]
 PPO = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
@@ -14,20 +14,33 @@ PPO = ["reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
 @pytest.fixture
 def run(monkeypatch):
     """The command line with a run that ends as given; its exit code."""
-    terminated.clear()
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def call(end):
         monkeypatch.setattr(command_line, "train", end)
         return command_line.main([*ARGUMENTS, *PPO])
 
     yield call
-    signal.signal(signal.SIGTERM, handler)
-    terminated.clear()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_the_exit_code(run, number, capsys):
+    assert run(lambda config, stopping: signal.raise_signal(number)) == 128 + number
+    assert capsys.readouterr().err == f"ended by {number.name}; everything that this run had started is stopped\n"
+
+
+def test_a_run_that_has_ended_after_its_step_has_the_same_exit_code(run):
+    def end(config, stopping):
+        with stopping.after_the_step(60.0):
+            signal.raise_signal(signal.SIGTERM)
+
+    assert run(end) == 128 + signal.SIGTERM
 
 
 def test_a_sigterm_that_ray_hides_is_still_the_exit_code(run):
-    def end(config):
+    def end(config, stopping):
         try:
             signal.raise_signal(signal.SIGTERM)
         except SystemExit:
@@ -37,17 +50,10 @@ def test_a_sigterm_that_ray_hides_is_still_the_exit_code(run):
 
 
 def test_an_exit_that_ray_has_decided_on_is_an_error_with_its_reason(run, capsys):
-    def end(config):
+    def end(config, stopping):
         error = SystemExit(1)
         error.ray_terminate_msg = "the raylet died"
         raise error
 
     assert run(end) == 1
     assert "error: Ray ended the run: the raylet died" in capsys.readouterr().err
-
-
-def test_a_sigterm_while_ray_starts_is_the_exit_code(run):
-    def end(config):
-        raise SystemExit(signal.SIGTERM)  # of Ray's own handler
-
-    assert run(end) == 128 + signal.SIGTERM

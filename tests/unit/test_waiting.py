@@ -130,7 +130,7 @@ def test_every_timeout_has_the_key_that_sets_it_and_every_such_key_its_timeout()
             if re.search(r"\bkey\b|_key$", key):  # that of another one
                 continue
             named.add(ast.literal_eval(constants.get(key, call.args[1])).removesuffix(", a grace period"))
-    assert named == {key for key in keys if key.endswith("timeout")}
+    assert named == {key for key in keys if key.endswith(("timeout", "grace_period"))}
 
 
 def test_no_message_states_the_seconds_of_a_deadline_without_its_key():

@@ -306,6 +306,61 @@ def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):
     assert group.saved == [2]
 
 
+@DEPTHS
+@POOLS
+def test_a_requested_stop_ends_with_the_step_in_hand_which_is_saved_and_continued_from(
+    scheduler, pools, tmp_path, caplog
+):
+    group, tracking = RecordingGroup(), MetricRows()
+    trainer, _, failure = fit(
+        scheduler, 5, tmp_path, *pools, "trainer.save_freq=-1", "trainer.test_freq=1", group=group, tracking=tracking,
+        stop_requested=lambda: len(group.trained) == 3,
+    )
+    assert failure is None
+    assert_trained(group, [1, 2, 3])
+    assert ("publish", 3) not in group.events  # only a further step would need it
+    assert group.saved == [3]
+    assert load_state(trainer.checkpoint).step == 3
+    assert "the run ends after step 3 of 5, as requested" in caplog.text
+    assert f"to continue from: {trainer.checkpoint}, after step 3" in caplog.text
+    trainer, group, failure = fit(
+        scheduler, 5, tmp_path, *pools, "trainer.save_freq=-1", resume_from=trainer.checkpoint, tracking=tracking
+    )
+    assert failure is None
+    assert_trained(group, [4, 5])
+    assert sorted(tracking.by_step) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_stop_in_the_last_step_or_after_a_save_leaves_nothing_out(tmp_path):
+    group = RecordingGroup()
+    trainer, _, _ = fit(
+        "sync", 3, tmp_path, "trainer.save_freq=1", group=group, stop_requested=lambda: len(group.trained) == 3
+    )
+    assert group.saved == [1, 2, 3]
+    assert "val/accuracy" in trainer.tracking.by_step[3]
+    group, asked = RecordingGroup(), []
+    stop = lambda: asked.append(len(group.saved)) or asked[-1] == 1  # noqa: E731 (from within the first save on)
+    fit("sync", 3, tmp_path / "other", "trainer.save_freq=1", group=group, stop_requested=stop)
+    assert group.saved == [1]
+
+
+def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
+    group = RecordingGroup()
+    group.can_save = lambda: False
+    update = group.update
+
+    def dies(shares):
+        if len(group.trained) == 3:
+            raise WorkerError("worker 0 died")
+        return update(shares)
+
+    group.update = dies
+    trainer, _, _ = fit("sync", 5, tmp_path, "trainer.save_freq=2", group=group)
+    assert f"to continue from: {trainer.checkpoint}, after step 2; step 3 is lost" in caplog.text
+    fit("sync", 5, tmp_path / "other", "trainer.save_freq=0", group=group)
+    assert "there is no checkpoint to continue from" in caplog.text
+
+
 @pytest.mark.parametrize("loss", ["forward_kl", "k1", "k3"])
 def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
     trainer, group, _ = fit(

@@ -1,0 +1,101 @@
+"""The processes of a Ray cluster that a run starts on its machine: one process group, which ends with the run.
+
+A signal to the run's own group (Ctrl-C, `timeout`, a closed terminal) does not reach them, so that the workers are
+there to save what they have. A guard kills the group if the run is killed; Ray's agents would stay for a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+GUARD = "read _; sleep 1; kill -KILL 0"
+"""Waits for the end of its input, which is the end of the run."""
+END_SECONDS, KILL_SECONDS = 1.0, 5.0
+"""Grace period for processes to end by themselves, and the timeout for killed ones to be gone."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_joins: list[int] = []
+"""The group for processes that are forked now."""
+
+
+def _join() -> None:
+    for group in _joins:
+        os.setpgid(0, group)
+
+
+os.register_at_fork(after_in_child=_join)
+
+
+@contextlib.contextmanager
+def own_group() -> Iterator[int]:
+    """A process group; at the end of the block all of its processes are gone, the guard included."""
+    with subprocess.Popen(
+        ["sh", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        process_group=0,
+    ) as guard:  # fmt: skip
+        try:
+            yield guard.pid
+        finally:
+            _wait_for_end(guard.pid, END_SECONDS, besides=[guard.pid])
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(guard.pid, signal.SIGKILL)
+            if left := _wait_for_end(guard.pid, KILL_SECONDS):
+                logger.warning("processes of Ray that are still there: %s", ", ".join(map(str, sorted(left))))
+
+
+@contextlib.contextmanager
+def starting(group: int | None) -> Iterator[None]:
+    """Processes that are started in the block belong to the group; signals wait until it is over.
+
+    Interrupted in between, Ray would not know which processes it has started.
+    """
+    came: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in SIGNALS:
+        if is_main and before[number] != signal.SIG_IGN:
+            signal.signal(number, remember)
+    _joins.extend([] if group is None else [group])
+    try:
+        yield
+    except SystemExit:  # of Ray's own handler, which takes SIGTERM while Ray starts
+        came.append(signal.SIGTERM)
+    finally:
+        _joins.clear()
+        for number in SIGNALS if is_main else ():  # Ray's own would end the process later without any clean-up
+            signal.signal(number, before[number])
+    for first in came[:1]:
+        signal.raise_signal(first)
+
+
+def members(group: int) -> set[int]:
+    """Process ids of a group, without those that have ended; empty where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> set[int]:
+    """Those that are still there after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while (left := members(group).difference(besides)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

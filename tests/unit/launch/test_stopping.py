@@ -1,0 +1,121 @@
+"""What the first and the second signal do, during training, before it and while the run is being stopped."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hybrid_gkd.launch import stopping as stopping_module
+from hybrid_gkd.launch.stopping import SIGNALS, Stopping
+
+ENDS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit, signal.SIGHUP: SystemExit}
+
+
+@pytest.fixture
+def stopping():
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    installed = Stopping()
+    installed.install()
+    yield installed
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def wait_for_threads():
+    for thread in threading.enumerate():
+        if thread.name == "signal":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_training_the_first_signal_ends_the_run(stopping, number):
+    with pytest.raises(ENDS[number]):
+        signal.raise_signal(number)
+    assert stopping.exit_code == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_during_training_the_first_signal_is_a_request_and_the_second_ends_the_run(stopping, number, caplog):
+    assert not stopping.requested()
+
+    def train():
+        with stopping.unwinding_after(), stopping.after_the_step(60.0):
+            signal.raise_signal(number)
+            assert stopping.requested()
+            signal.raise_signal(number)
+
+    with pytest.raises(ENDS[number]):
+        train()
+    assert stopping.exit_code == 128 + number
+    wait_for_threads()
+    assert f"{number.name}: the run ends when the step in hand is done and saved, within 60 s" in caplog.text
+
+
+def test_a_grace_period_that_is_over_ends_the_run_and_says_so(stopping, caplog):
+
+    def train():
+        with stopping.after_the_step(0.05):
+            signal.raise_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert "not done and saved within 0.05 s (trainer.grace_period)" in caplog.text
+
+
+def test_a_step_that_is_saved_in_time_is_not_ended(stopping):
+    with stopping.after_the_step(60.0):
+        signal.raise_signal(signal.SIGTERM)
+    wait_for_threads()
+    assert stopping.exit_code == 128 + signal.SIGTERM
+
+
+def test_without_a_grace_period_the_first_signal_ends_the_run(stopping):
+    with pytest.raises(KeyboardInterrupt), stopping.after_the_step(0.0):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_no_signal_interrupts_the_stopping(stopping, caplog):
+    """Neither after a signal that has ended the run, nor after another end."""
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    wait_for_threads()
+    assert "is being stopped" in caplog.text
+    other = Stopping()
+    other.install()
+    with other.unwinding_after():
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    assert other.exit_code == 128 + signal.SIGTERM
+
+
+def test_a_stopping_that_hangs_is_ended_by_a_further_signal(stopping, monkeypatch):
+    monkeypatch.setattr(stopping_module, "STOPPING_SECONDS", -1.0)
+    codes = []
+    monkeypatch.setattr(stopping_module.os, "_exit", codes.append)
+    with stopping.unwinding_after():
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_a_signal_that_the_parent_has_it_ignore_stays_ignored():
+    """As `nohup` does."""
+    code = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from hybrid_gkd.launch.stopping import Stopping
+Stopping().install()
+signal.raise_signal(signal.SIGHUP)
+print("still there")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "still there\n", result.stderr
