@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hybrid_gkd.losses.divergence import forward_kl
+from hybrid_gkd.losses.divergence import forward_kl, reverse_kl
 from hybrid_gkd.losses.head import head_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -96,10 +96,15 @@ def test_logit_gradients_sum_to_zero_per_row():
 
 
 @pytest.mark.parametrize("dtype", RELATIVE_ERROR)
-@pytest.mark.parametrize("tail_mass", [1e-3, 1e-9])
-def test_the_mass_outside_of_the_ids(dtype, tail_mass):
-    """Value, and logit gradients inside and outside of the ids, of a student with so little outside."""
+@pytest.mark.parametrize(
+    ("divergence", "tail_mass", "teacher_tail_mass"),
+    [(forward_kl, 1e-3, 0.095), (forward_kl, 1e-9, 0.095), (reverse_kl, 0.5, 1e-9), (reverse_kl, 1e-3, 1e-20)],
+)
+def test_the_mass_outside_of_the_ids(dtype, divergence, tail_mass, teacher_tail_mass):
+    """Value, and logit gradients inside and outside of the ids, of a student and a teacher with so little outside."""
     logits, _, ids, teacher = inputs(50, 3000, 3000, 64, torch.float32)
+    teacher = teacher.log_softmax(1) + math.log1p(-teacher_tail_mass)
+    teacher_tail = torch.full((50,), math.log(teacher_tail_mass), device="cuda")
     inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, value=True)
     with torch.no_grad():
         within, rest = ((logits / 0.8).masked_fill(m, -torch.inf).logsumexp(1, keepdim=True) for m in (~inside, inside))
@@ -108,10 +113,13 @@ def test_the_mass_outside_of_the_ids(dtype, tail_mass):
     exact = logits.detach().double().requires_grad_()
     logprobs = (exact / 0.8).log_softmax(1)
     tail = logprobs.masked_fill(inside, -torch.inf).logsumexp(1)
-    want = forward_kl(teacher.double(), logprobs.gather(1, ids), tail="bucket", student_tail=tail).sum()
+    p = torch.cat([teacher, teacher_tail[:, None]], 1).double().log_softmax(1)
+    q = torch.cat([logprobs.gather(1, ids), tail[:, None]], 1)
+    want = ((p.exp() * (p - q)) if divergence is forward_kl else (q.exp() * (q - p))).sum()
 
     def loss_fn(q, rows):
-        return forward_kl(teacher[rows], q[:, :64], tail="bucket", student_tail=q[:, 64]), {}
+        tails = {"teacher_tail": teacher_tail[rows], "student_tail": q[:, 64]}
+        return divergence(teacher[rows], q[:, :64], tail="bucket", **tails), {}
 
     identity = torch.eye(3000, device="cuda", dtype=dtype)
     got, parts = head_loss(

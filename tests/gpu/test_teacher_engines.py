@@ -70,6 +70,10 @@ def test_close_to_float32(model_path, backend):
             assert np.abs(score.logprobs - chosen).mean() < TOLERANCE, name
             np.testing.assert_allclose(score.logprobs, chosen, atol=worst, rtol=0, err_msg=name)
             np.testing.assert_allclose(score.sampled_logprobs, sampled, atol=worst, rtol=0, err_msg=name)
+            others = expected.astype(np.float64)
+            np.put_along_axis(others, score.ids, -np.inf, 1)  # what the engine chose, which rounding may have swapped
+            tail = np.logaddexp.reduce(others, 1)
+            np.testing.assert_allclose(score.tail_logprobs, tail, atol=worst, rtol=0, err_msg=name)
 
 
 @torch.inference_mode()
@@ -85,11 +89,16 @@ def test_kernels_choose_what_a_sort_would(dtype, k):
     generator = torch.Generator("cuda").manual_seed(k)
     logits = (4 * torch.randn(2100, 151937, device="cuda", generator=generator)).to(dtype)[:, :-1]  # odd row stride
     logits[5, 1000:1300] += 30  # the largest in few blocks
+    logits[7, 3000 : 3000 + k] += 64  # a tail far below float32's 1e-7
+    logits[8, 151665:] += 40  # nearly all of the mass on columns that stand for no token
     targets = torch.randint(151936, (2100,), device="cuda", generator=generator)
     temperatures = torch.rand(2100, device="cuda", generator=generator) + 0.5
     found = top_logprobs(logits, lambda rows: rows, targets, temperatures, k, 151665)
     expected = (logits.float() / temperatures[:, None]).log_softmax(1)
     torch.testing.assert_close(found.logprobs, expected[:, :151665].topk(k).values, atol=1e-4, rtol=0)
     torch.testing.assert_close(expected.gather(1, found.ids.long()), found.logprobs, atol=1e-4, rtol=0)
+    others = (logits.double() / temperatures[:, None].double()).log_softmax(1).scatter(1, found.ids.long(), -torch.inf)
+    torch.testing.assert_close(found.tail.double(), others.logsumexp(1), atol=1e-4, rtol=0)
+    assert found.tail[7] < -15
     torch.testing.assert_close(found.sampled, expected.gather(1, targets[:, None])[:, 0], atol=1e-4, rtol=0)
     assert (found.ids.sort(dim=1).values.diff(dim=1) > 0).all()

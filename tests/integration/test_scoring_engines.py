@@ -117,6 +117,9 @@ def check(found, reference, jobs=JOBS, num_ids=TOKENS):
             close = {"atol": TOLERANCE, "rtol": 0, "err_msg": name}
             np.testing.assert_allclose(score.logprobs, top, **close)
             np.testing.assert_allclose(np.take_along_axis(expected, score.ids, 1), top, **close)
+            others = expected.astype(np.float64)
+            np.put_along_axis(others, score.ids, -np.inf, 1)
+            np.testing.assert_allclose(score.tail_logprobs, np.logaddexp.reduce(others, 1), **close)
             np.testing.assert_allclose(score.sampled_logprobs, expected[np.arange(len(response)), response], **close)
 
 

@@ -80,6 +80,8 @@ def test_scores_are_those_of_a_plain_forward(client, model_path, temperature):
         np.testing.assert_allclose(answer["logprobs"], top, rtol=1e-3, atol=2e-4)
         np.testing.assert_allclose(np.take_along_axis(expected, answer["ids"], 1), top, atol=2e-4)
         targets = np.concatenate([response for _, response in own])
+        candidates = np.take_along_axis(expected, answer["ids"], 1)
+        np.testing.assert_allclose(np.exp(answer["tail"]), 1 - np.exp(candidates).sum(1), atol=1e-5)
         np.testing.assert_allclose(answer["sampled"], expected[np.arange(len(targets)), targets], atol=2e-4)
 
 

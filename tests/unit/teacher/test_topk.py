@@ -1,6 +1,7 @@
 """The teacher's top-k: against a sort of the whole log-softmax, in shards, and its GPU kernels in an interpreter."""
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from hybrid_gkd.teacher.engines.topk import Shard, top_logprobs
 ROWS, HIDDEN, COLUMNS = 23, 6, 41
 
 
-def case(seed=0):
+def case(seed=0, scale=2.0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(ROWS, HIDDEN, generator=generator)
-    weight = 2 * torch.randn(COLUMNS, HIDDEN, generator=generator)
+    weight = scale * torch.randn(COLUMNS, HIDDEN, generator=generator)
     targets = torch.randint(COLUMNS, (ROWS,), generator=generator)
     temperatures = torch.rand(ROWS, generator=generator) + 0.5
     return hidden, weight, targets, temperatures
@@ -62,6 +63,25 @@ def test_shards_of_the_vocabulary(k, num_ids):
     expect(found, k, num_ids, *arguments)
 
 
+def test_a_tail_far_below_float32():
+    """Sharp logits: 1 minus the sum of the candidates would be 0, or noise of either sign."""
+    hidden, weight, targets, temperatures = case(scale=20.0)
+    found = top_logprobs(hidden, lambda rows: rows @ weight.T, targets, temperatures, 5, COLUMNS)
+    logprobs = (hidden @ weight.T / temperatures[:, None]).double().log_softmax(1)
+    tail = logprobs.sort(descending=True).values[:, 5:].logsumexp(1)
+    assert tail.median() < math.log(1e-9)
+    torch.testing.assert_close(found.tail.double(), tail, atol=2e-4, rtol=0)  # of logits of 200 in float32
+
+
+def test_fewer_candidates_leave_more_to_the_tail():
+    hidden, weight, targets, temperatures = case()
+    arguments = (hidden, lambda rows: rows @ weight.T, targets, temperatures)
+    many, few = (top_logprobs(*arguments, k, COLUMNS) for k in (9, 4))
+    for got, want in zip(many.first(4), few, strict=True):
+        torch.testing.assert_close(got, want)
+    assert all(torch.equal(got, want) for got, want in zip(few.first(4), few, strict=True))
+
+
 INTERPRETED = """
 import torch
 from hybrid_gkd.teacher.engines.topk_triton import select
@@ -70,6 +90,7 @@ for num_columns, num_ids, k in ((5000, 5000, 1), (9001, 8999, 64), (17001, 16400
     logits = 3 * torch.randn(3, num_columns, generator=generator)
     logits[0] = logits[0].round()  # many ties
     logits[1, 100:400] += 20  # the largest in few blocks
+    logits[2, 7 : 7 + k] += 60  # next to nothing is left for the others
     inverse = torch.tensor([1.0, 0.5, 2.0])
     ids, values, others = select(logits, inverse, k, num_ids)
     assert torch.equal(values.sort(descending=True).values, logits[:, :num_ids].topk(k).values), (num_columns, k)
