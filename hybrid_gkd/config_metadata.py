@@ -33,6 +33,7 @@ TOP_K = rule("must be -1 or above 0", lambda value: value == -1 or value > 0)
 DECAY_RATES = rule("must be at least 0 and below 1 each", lambda value: all(0 <= beta < 1 for beta in value))
 SEED = rule("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FREQUENCY = rule("must be -1, 0 or more", lambda value: value >= -1)
+STEPS = rule("must be steps, which count from 1", lambda value: all(step >= 1 for step in value))
 PORT = rule("must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
 FOLDER_NAME = rule(
     "must be a plain folder name", lambda value: bool(value) and value not in (".", "..") and "/" not in value

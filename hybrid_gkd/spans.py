@@ -6,7 +6,9 @@ Each process appends its spans to a file of its own, and reporting/trace.py make
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import itertools
 import logging
 import math
 import threading
@@ -23,6 +25,18 @@ Interval = tuple[float, float]
 TRAINER = "trainer"
 SUFFIX = ".spans.jsonl"
 MAX_BYTES = 16 * 2**20  # about 250,000 spans
+current_step: contextvars.ContextVar[int | None] = contextvars.ContextVar("current_step", default=None)
+"""Training step that this thread works for; None: none."""
+
+
+@contextlib.contextmanager
+def working_for(step: int) -> Iterator[None]:
+    """What the block does in this thread is for a step."""
+    token = current_step.set(step)
+    try:
+        yield
+    finally:
+        current_step.reset(token)
 
 
 class Span(NamedTuple):
@@ -36,6 +50,17 @@ class Span(NamedTuple):
     """Seconds of this process's time.monotonic; in a file, of the wall clock."""
     lane: int = 0
     """Spans of a row that overlap without containing each other are in different lanes."""
+    step: int | None = None
+    """Training step that it was for."""
+
+
+class Counters(NamedTuple):
+    """Numbers of a participant at a moment, which its row shows as curves."""
+
+    row: str
+    at: float
+    """As a span's start."""
+    values: dict[str, float]
 
 
 class SpanFile:
@@ -52,13 +77,14 @@ class SpanFile:
         self._file: JsonLinesFile | None = None
         self._failed = False
 
-    def __call__(self, span: Span) -> None:
+    def __call__(self, event: Span | Counters) -> None:
         if self._failed:
             return
-        start, end = (round(at + self._wall_minus_monotonic, 6) for at in (span.start, span.end))
+        times = {"start", "end", "at"}.intersection(event._fields)
+        on_wall = {name: round(getattr(event, name) + self._wall_minus_monotonic, 6) for name in times}
         try:
             self._file = self._file or JsonLinesFile(self._path)
-            self._file.append([span._replace(start=start, end=end)])
+            self._file.append([event._replace(**on_wall)])
             if self._file.size() > self._max_bytes:
                 self.close()
                 self._path.replace(self._path.with_name(self._path.name.removesuffix(SUFFIX) + ".old" + SUFFIX))
@@ -74,10 +100,19 @@ class SpanFile:
 
 
 class Clock:
-    """Times blocks of code; threads may share it. `sink` gets every span, one at a time, teacher requests included."""
+    """Times blocks of code; threads may share it.
 
-    def __init__(self, row: str = TRAINER, sink: Callable[[Span], None] = lambda span: None) -> None:
-        self._row, self._sink = row, sink
+    Args:
+        sink: gets every span and counter, one at a time, teacher requests included.
+        step: of the spans.
+        sample: gives numbers at the end of each span.
+    """
+
+    def __init__(
+        self, row: str = TRAINER, sink: Callable[[Span | Counters], None] = lambda event: None,
+        step: Callable[[], int | None] = current_step.get, sample: Callable[[], dict[str, float]] = dict,
+    ) -> None:  # fmt: skip
+        self._row, self._sink, self._step, self._sample = row, sink, step, sample
         self._lock = threading.Lock()
         self._lanes: dict[int, int] = {}  # of each thread
         self._seconds: dict[str, float] = {}
@@ -97,10 +132,17 @@ class Clock:
             self.add(name, ended - started)
             with self._lock:
                 lane = self._lanes.setdefault(threading.get_ident(), len(self._lanes))
-                span = Span(self._row, name, started, ended, lane)
+                span = Span(self._row, name, started, ended, lane, self._step())
                 self._sink(span)
                 if self._row == TRAINER:
                     self._spans.append(span)
+        self.count(self._sample())  # not after an error, which a device that has failed would hide by one of its own
+
+    def count(self, values: dict[str, float]) -> None:
+        """Record numbers as they are now, by the name and unit of their curve: "GPU memory, GiB"."""
+        if values:
+            with self._lock:
+                self._sink(Counters(self._row, time.monotonic(), values))
 
     def add(self, name: str, seconds: float) -> None:
         """Add time that was measured elsewhere."""
@@ -113,17 +155,19 @@ class Clock:
             taken, self._seconds = self._seconds, {}
         return {f"timing/{name}": seconds for name, seconds in taken.items()}
 
-    def requests(self, intervals: list[Interval], *, until: float) -> float:
-        """Record the teacher requests that have ended, each from its first sending to its scores.
+    def requests(
+        self, intervals: list[Interval], *, until: float, steps: Iterable[int | None] = itertools.repeat(None)
+    ) -> float:
+        """Record the teacher requests that have ended, each from its first sending to its scores, and their steps.
 
         Every request that began before `until` is among these or earlier ones. Returns the seconds in which at least
         one was under way, `timing/get_teacher_knowledge`, without those that an earlier call has counted.
         """
-        for start, end in sorted(intervals):
+        for (start, end), step in sorted(zip(intervals, steps, strict=False), key=lambda pair: pair[0]):
             lane = next((n for n, free in enumerate(self._request_lanes) if free <= start), len(self._request_lanes))
             self._request_lanes[lane : lane + 1] = [end]
             with self._lock:
-                self._sink(Span("teacher", "request", start, end, lane))
+                self._sink(Span("teacher", "request", start, end, lane, step))
         in_flight = seconds(intervals, without=self._requests)
         self._requests += intervals
         self._requests_until = until

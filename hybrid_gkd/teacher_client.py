@@ -156,7 +156,7 @@ class TeacherClient:
         return {each: query_status(each, limit.seconds, self._keys, limit.key) for each in self._endpoints}
 
     def describe(self) -> str:
-        """What is known of every server now: "10.0.0.5:15555: connection refused, it last answered at 12:03:11"."""
+        """What is known of every server now: "10.0.0.5:15555: connection refused since 12:03:11, it scored ..."."""
         return "; ".join(f"{each.address}: {each.describe()}" for each in self._connections)
 
     def drain_metrics(self) -> TeacherMetrics:
@@ -230,7 +230,7 @@ class TeacherClient:
             self._failure = failure
             for request in list(self._in_flight.values()):
                 self._fail(request, failure)
-            for sequence, future in self._waiting.take():
+            for sequence, future, _ in self._waiting.take():
                 text = f"{', '.join(self._endpoints)}: sequence {sequence.index} waited to be sent: {failure}"
                 self._finished.append((future, type(failure)(text)))
             self._changed.notify_all()
@@ -333,6 +333,7 @@ class TeacherClient:
             return
         connection.num_answers += 1
         self._metrics.requests.append((request.started, time.monotonic()))
+        self._metrics.steps.append(request.step)
         self._metrics.tokens += request.num_tokens
         self._metrics.response_tokens += sum(request.response_lengths)
         self._finish(request, scores)
@@ -388,11 +389,11 @@ class TeacherClient:
                 return min(pause, POLL_SECONDS)
             pairs = [pair for pair in group if pair[1].set_running_or_notify_cancel()]
             if pairs:
-                sequences, futures = zip(*pairs, strict=True)
+                sequences, futures, steps = zip(*pairs, strict=True)
                 request_id = f"{self._name}-{next(self._ids)}"
                 self._in_flight[request_id] = Request(
                     id=request_id, sequences=sequences, futures=futures, started=now,
-                    deadline=now + self._request_timeout.seconds,
+                    deadline=now + self._request_timeout.seconds, step=steps[0],
                 )
         return POLL_SECONDS
 

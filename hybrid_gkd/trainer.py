@@ -24,6 +24,7 @@ import numpy as np
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
 from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
+from hybrid_gkd.spans import working_for
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.waiting import Timeout, waiting
@@ -123,7 +124,9 @@ class GKDTrainer(PPOTrainer):
     def _submit(self, step: int, sequences: list[Sequence]) -> None:
         """Send sequences of a step's rollout to the teacher without waiting for it."""
         scoring = self._pending[step]
-        for sequence, future in zip(sequences, self.teacher.submit(sequences), strict=True):
+        with working_for(step):
+            futures = self.teacher.submit(sequences)
+        for sequence, future in zip(sequences, futures, strict=True):
             scoring[sequence.index] = future
 
     def _submit_kept(self) -> None:
@@ -187,7 +190,7 @@ class GKDTrainer(PPOTrainer):
     def _teacher_metrics(self) -> dict[str, float]:
         """Of the requests since the step before."""
         found = self.teacher.drain_metrics()
-        in_flight = self.clock.requests(found.requests, until=found.complete_until)
+        in_flight = self.clock.requests(found.requests, until=found.complete_until, steps=found.steps)
         seen = {}
         if found.queue_lengths:  # a step may be shorter than the second between two messages
             seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))

@@ -30,7 +30,7 @@ from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.spans import Clock
+from hybrid_gkd.spans import Clock, current_step, working_for
 from hybrid_gkd.types import (
     Generation,
     GenerationRequest,
@@ -57,6 +57,8 @@ COMPARED = (
 """Metrics that the final table compares between the beginning of a run and its end."""
 LATE_SECONDS = 30.0
 """Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
+THROUGHPUT = {"throughput": "perf/tokens_per_second", "teacher's throughput": "teacher/tokens_per_second"}
+"""Curves in the trace, and the metrics that they show."""
 Plan = list[list[tuple[TrainSequence, ...]]]
 """For each worker its micro-batches."""
 
@@ -123,6 +125,7 @@ class PPOTrainer:
 
     def fit(self) -> None:
         """Train to the last step, or until a stop is requested."""
+        current_step.set(self.step)
         self._publish_weights()
         if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
             self._report(self._validate())
@@ -130,7 +133,8 @@ class PPOTrainer:
         try:
             rollouts = self._rollouts(self.step + 1, self.total_steps)
             while not self.stop_requested() and (rollout := next(rollouts, None)):
-                self._train_step(rollout)
+                with working_for(rollout.step):
+                    self._train_step(rollout)
             if self.step < self.total_steps:
                 self._end_early()
         except Exception:
@@ -147,6 +151,8 @@ class PPOTrainer:
         ends_here = self.stop_requested() and self.step < self.total_steps
         if not ends_here:
             self._publish_weights()
+        if self.step in self.config.trainer.profile_steps:
+            logger.info("torch's profiler, step %d: %s", self.step, ", ".join(self.group.write_profiles()))
         metrics = metrics | self._step_metrics(rollout)
         if not ends_here and self._due(self.config.trainer.test_freq) and self.val_prompts:
             metrics |= self._validate()
@@ -213,7 +219,7 @@ class PPOTrainer:
         sequences: dict[int, Sequence] = {}
         for begins in self.on_generate:
             begins()
-        with self.clock.span("gen"):
+        with working_for(step), self.clock.span("gen"):
             for finished in self.group.generate(requests, sampling):
                 self._rollouts.progress()
                 sequences |= {sequence.index: sequence for sequence in finished}
@@ -352,6 +358,7 @@ class PPOTrainer:
             raise TrainingError(f"step {self.step}: {bad[0]} is {metrics[bad[0]]}")
         self._remember(metrics)
         self.tracking.log(metrics, self.step)
+        self.clock.count({f"{name}, tokens/s": metrics[key] for name, key in THROUGHPUT.items() if key in metrics})
         self._unreported = {}
 
     def _remember(self, metrics: dict[str, float]) -> None:

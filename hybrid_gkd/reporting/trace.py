@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.files import read_json_lines
-from hybrid_gkd.spans import SUFFIX, TRAINER, Clock, Span, SpanFile
+from hybrid_gkd.spans import SUFFIX, TRAINER, Clock, Counters, Span, SpanFile
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +39,32 @@ def write_trace(run_dir: Path) -> Path:
     with temporary.open("w") as out:
         out.write("[")
         files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
-        spans = (Span(*row) for file in files for row in read_json_lines(file))
-        for number, event in enumerate(_events(spans)):
+        rows = (row for file in files for row in read_json_lines(file))
+        recorded = (Counters(*row) if isinstance(row[-1], dict) else Span(*row) for row in rows)
+        for number, event in enumerate(_events(recorded)):
             out.write((",\n" if number else "\n") + json.dumps(event))
         out.write("\n]\n")
     return temporary.replace(path)
 
 
-def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Each span as a complete event in microseconds, the first of a row after the row's name and place."""
+def _events(recorded: Iterable[Span | Counters]) -> Iterator[dict[str, Any]]:
+    """A span as a complete event, each counter as its own, in microseconds; a row's first after its name and place."""
     rows: dict[str, int] = {}
-    for span in spans:
-        if span.row not in rows:
-            role, _, rank = span.row.rpartition(" ")  # workers that only generate come after those that train
-            pid = {TRAINER: 1, "teacher": 2}.get(span.row) or 3 + int(rank) + 10_000 * (role == "rollout worker")
-            rows[span.row] = pid
-            yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": span.row}}
+    for each in recorded:
+        if each.row not in rows:
+            role, _, rank = each.row.rpartition(" ")  # workers that only generate come after those that train
+            pid = {TRAINER: 1, "teacher": 2}.get(each.row) or 3 + int(rank) + 10_000 * (role == "rollout worker")
+            rows[each.row] = pid
+            yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": each.row}}
             yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
-        pid = rows[span.row]
-        start, end = round(1e6 * span.start), round(1e6 * span.end)
-        yield {"name": span.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": span.lane}
+        pid = rows[each.row]
+        if isinstance(each, Counters):
+            for name, value in each.values.items():
+                yield {"name": name, "ph": "C", "ts": round(1e6 * each.at), "pid": pid, "args": {"value": value}}
+            continue
+        start, end = round(1e6 * each.start), round(1e6 * each.end)
+        step = {} if each.step is None else {"args": {"step": each.step}}
+        yield {"name": each.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": each.lane, **step}
 
 
 def main() -> None:

@@ -252,6 +252,13 @@ class WorkerGroup:
         parts = [part for pool in self.pools for part in pool.call("memory_metrics")]
         return {name: max(part[name] for part in parts if name in part) for part in parts for name in part}
 
+    def write_profiles(self) -> list[str]:
+        """End the profiles of a step of `trainer.profile_steps`; their files, or why one could not be written."""
+        calls: Calls = {}
+        for pool in self.pools:
+            calls |= pool.start("write_profiles")
+        return [text for part in gather("write_profiles", calls, self.actors.load_timeout) for text in part]
+
     def close(self) -> None:
         """Stop the workers. Returns within seconds also when Ray itself has been killed before."""
         # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.spans import current_step
 from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
@@ -30,7 +31,8 @@ LONG_NAMES = {
     "placement": "the start of their processes", "initialize": "loading student and rollout engine",
     "publish": "the weight sync", "load_checkpoint": "reading the checkpoint",
     "save_checkpoint": "writing the checkpoint", "memory_metrics": "memory metrics",
-    "compute_logprobs": "log-probabilities", "generate": "the generation",
+    "compute_logprobs": "log-probabilities", "write_profiles": "writing torch's profile of the step",
+    "generate": "the generation",
 }
 """Methods of a worker, where their name alone would not say what is waited for."""
 
@@ -58,6 +60,8 @@ class Pool:
         self.placements: list[Placement] = []
         """By rank; memory as it was free before anything was loaded."""
         self._group: Any = None
+        self._step: int | None = None
+        """That the workers were told."""
         self._last_progress = time.monotonic()
         """Time of the last call to a worker, or of the last result."""
 
@@ -123,6 +127,10 @@ class Pool:
     def start(self, method: str, *args: Any, shares: Sequence[Any] | None = None, **kwargs: Any) -> Calls:
         """Call a method on every worker without waiting; with `shares`, its own one comes before the arguments."""
         self._last_progress = time.monotonic()
+        if (step := current_step.get()) != self._step:
+            self._step = step
+            for worker in self.workers:
+                worker.begin_step.remote(step)
         own = [()] * len(self.workers) if shares is None else [(share,) for share in shares]
         each = zip(self.workers, own, strict=True)
         return {

@@ -27,6 +27,7 @@ from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Seque
 from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
+from hybrid_gkd.workers.profiling import StepProfiler
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,12 +44,24 @@ class Worker(GroupMember):
     def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str):
         redirect_output(Path(log_file))
         super().__init__(config, role=role, rank=rank, size=size, device_type=device)
-        self.clock = Clock(f"{role} {rank}", SpanFile(Path(log_file).with_suffix(SUFFIX)))
+        self.step: int | None = None
+        name, spans = f"{role} {rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))
+        self.clock = Clock(name, spans, step=lambda: self.step, sample=self._memory_in_use)
+        self.profiler = StepProfiler(config.trainer.profile_steps, config.run_dir, name)
         self.weight_version: int | None = None
         """Of the engine's weights; None: undefined."""
 
     def placement(self) -> Placement:
         return Placement.here(self.role, self.rank, self.device_type)
+
+    def begin_step(self, step: int | None) -> None:
+        """The calls that follow are for this training step."""
+        self.step = step
+        self.profiler.begin(step)
+
+    def write_profiles(self) -> list[str]:
+        """See `StepProfiler.take_outcomes`."""
+        return self.profiler.take_outcomes()
 
     @spanned("initialize")
     def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
@@ -217,6 +230,17 @@ class Worker(GroupMember):
 
     def memory_metrics(self) -> dict[str, float]:
         return self.shared.metrics(self.residency)
+
+    def _memory_in_use(self) -> dict[str, float]:
+        """Of this process on the host, and of the whole GPU, by the names of their curves."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found = {"host memory, GiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**30}
+        if self.device_type == "cuda":
+            import torch
+
+            free, total = torch.cuda.mem_get_info(0)
+            found["GPU memory, GiB"] = (total - free) / 2**30
+        return found
 
     def _sleep(self) -> None:
         self.engine.sleep()

@@ -1,6 +1,7 @@
 """`python -m hybrid_gkd` as a user runs it: real Ray, FSDP2, vLLM, teacher service, files and signals."""
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -108,7 +109,7 @@ def logged_step(out, step):
 def finished(world, tmp_path_factory):
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("out")
-    code, text, errors = run(arguments(world, out))
+    code, text, errors = run([*arguments(world, out), "trainer.profile_steps=[2]"])
     assert code == 0, errors
     return out, text, errors
 
@@ -146,6 +147,14 @@ def test_the_trace_shows_what_the_metrics_say(finished):
     assert {span.name for span in spans if span.row == "worker 0"} == {
         "initialize", "gen", "update_actor", "sync_rollout_weights", "testing"
     }
+    for row, name in [(row, name) for row in ("trainer", "worker 0") for name in ("gen", "update_actor")]:
+        found = [each["args"]["step"] for each in events if (names[each["pid"]], each["name"]) == (row, name)]
+        assert found == sorted(found), (row, name)
+        assert set(found) - {0} == {1, 2, 3, 4}, (row, name)  # 0: the validation before training
+    requests = [event["args"]["step"] for event in events if event["name"] == "request"]
+    assert set(requests) == {1, 2, 3, 4}
+    curves = {(names[event["pid"]], event["name"]) for event in events if event["ph"] == "C"}
+    assert {("worker 0", "host memory, GiB"), ("trainer", "throughput, tokens/s")} <= curves
     for name in ("gen", "wait_prev_teacher", "update_actor", "sync_rollout_weights", "testing", "save_checkpoint"):
         found = [span.end - span.start for span in spans if (span.row, span.name) == ("trainer", name)]
         written = sum(row.get(f"timing/{name}", 0.0) for row in rows)
@@ -156,6 +165,19 @@ def test_the_trace_shows_what_the_metrics_say(finished):
     assert sum(told) == pytest.approx(seconds(requests), abs=1e-3)
     hidden = [row["teacher/hidden_fraction"] * part for row, part in zip(list(rows)[1:], told, strict=True)]
     assert sum(hidden) == pytest.approx(hidden_seconds(requests, spans), abs=1e-3)
+
+
+def test_a_step_of_choice_is_profiled(finished):
+    """In the form of trace.json; the other steps are not."""
+    out, _, errors = finished
+    folder = out / "hybrid_gkd" / "gkd"
+    assert sorted(path.name for path in folder.glob("profile*")) == ["profile_step_2_worker_0.json.gz"]
+    assert f"torch's profiler, step 2: {folder}/profile_step_2_worker_0.json.gz" in errors
+    with gzip.open(folder / "profile_step_2_worker_0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert any(name.startswith("Optimizer.step") for name in names)
+    assert "aten::embedding" in names
 
 
 def test_the_checkpoint_is_a_hugging_face_folder(finished):

@@ -14,7 +14,7 @@ import pytest
 from hybrid_gkd import spans
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting.trace import recording, write_trace
-from hybrid_gkd.spans import Clock, Span, SpanFile, hidden_seconds, seconds
+from hybrid_gkd.spans import Clock, Span, SpanFile, hidden_seconds, seconds, working_for
 
 
 class Times:
@@ -33,7 +33,7 @@ class Times:
 
 
 def read_spans(path):
-    return [Span(*row) for row in read_json_lines(path)]
+    return [Span(*row) for row in read_json_lines(path) if not isinstance(row[-1], dict)]
 
 
 @pytest.fixture
@@ -133,6 +133,40 @@ def test_requests_under_way_at_once_are_in_lanes_of_their_own():
     assert [(span.row, span.name, span.lane) for span in found] == [("teacher", "request", n) for n in (0, 1, 1, 1)]
 
 
+def test_spans_and_requests_carry_the_step_of_the_thread_that_makes_them():
+    found = []
+    clock = Clock(sink=found.append)
+
+    def ahead():
+        with working_for(4), clock.span("gen"):
+            pass
+
+    with working_for(3), clock.span("update_actor"):
+        thread = threading.Thread(target=ahead)
+        thread.start()
+        thread.join()
+    with clock.span("testing"):
+        pass
+    clock.requests([(5, 6), (1, 2)], until=7, steps=[4, None])
+    assert [(span.name, span.step) for span in found] == [
+        ("gen", 4), ("update_actor", 3), ("testing", None), ("request", None), ("request", 4)
+    ]
+
+
+def test_numbers_are_sampled_at_the_end_of_a_span_but_not_after_an_error():
+    found = []
+    clock = Clock("worker 0", found.append, step=lambda: 7, sample=lambda: {"GPU memory, GiB": 2.5})
+    with clock.span("gen"):
+        pass
+    span, counters = found
+    assert span.step == 7
+    assert (counters.row, counters.values) == ("worker 0", {"GPU memory, GiB": 2.5})
+    assert counters.at >= span.end
+    with contextlib.suppress(RuntimeError), clock.span("update_actor"):
+        raise RuntimeError("the device failed")
+    assert [each.row for each in found[2:]] == ["worker 0"]
+
+
 def test_requests_that_are_under_way_at_a_report_count_once():
     """One of two seconds begins every second, so that there always is one; reports come every five seconds."""
     clock = Clock()
@@ -203,6 +237,8 @@ def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):
                     pass
                 file.close()
         clock.requests([(1, 2)], until=3)
+        with working_for(5), clock.span("update_actor"):
+            clock.count({"throughput, tokens/s": 1000.0})
         raise RuntimeError("a run that fails has a trace too")
     events = json.loads((tmp_path / "trace.json").read_text())
     rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
@@ -212,6 +248,11 @@ def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):
     for inner in of.values():
         assert outer["ts"] - 1e4 < inner["ts"] <= inner["ts"] + inner["dur"] < outer["ts"] + outer["dur"] + 1e4
     assert [event["dur"] for event in events if event["name"] == "request"] == [1e6]
+    (update,) = (event for event in events if event["name"] == "update_actor")
+    (curve,) = (event for event in events if event["ph"] == "C")
+    assert update["args"] == {"step": 5}
+    assert (curve["name"], curve["pid"], curve["args"]) == ("throughput, tokens/s", 1, {"value": 1000.0})
+    assert update["ts"] - 1e4 < curve["ts"] < update["ts"] + update["dur"] + 1e4
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.spans import current_step
 from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Sequence, TeacherTopK
 from hybrid_gkd.waiting import Timeout
@@ -20,7 +21,8 @@ GROUP_WAIT_SECONDS = 0.005
 """A request that is not full leaves when its first sequence has waited this long."""
 TOKENS_PER_REQUEST = 16384
 """A request takes no further sequence beyond this many tokens; two or more fill one call of the engine."""
-Pair = tuple[Sequence, Future[TeacherTopK]]
+Pair = tuple[Sequence, Future[TeacherTopK], int | None]
+"""A sequence, its scores to come, and the training step that it is for."""
 
 
 @dataclass(kw_only=True)
@@ -29,6 +31,8 @@ class TeacherMetrics:
 
     requests: list[tuple[float, float]] = field(default_factory=list)
     """time.monotonic of the first sending of a request and of its scores, one entry per request."""
+    steps: list[int | None] = field(default_factory=list)
+    """Training step of each of them."""
     complete_until: float = 0.0
     """Every request that began before this is among these or earlier ones."""
     tokens: int = 0
@@ -57,7 +61,7 @@ class Waiting:
         self.num_tokens = 0
 
     def add(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
-        self._line.append((time.monotonic(), (sequence, future)))
+        self._line.append((time.monotonic(), (sequence, future, current_step.get())))
         self.num_tokens += sequence.num_tokens
 
     def take_group(self, now: float) -> tuple[list[Pair], float]:
@@ -68,7 +72,7 @@ class Waiting:
         if not self._line:
             return [], math.inf
         size = num_tokens = 0
-        for _, (sequence, _) in itertools.islice(self._line, self._group_size):
+        for _, (sequence, *_) in itertools.islice(self._line, self._group_size):
             num_tokens += sequence.num_tokens
             if size > 0 and num_tokens > TOKENS_PER_REQUEST:
                 break
@@ -80,7 +84,7 @@ class Waiting:
 
     def take(self, count: int | None = None) -> list[Pair]:
         taken = [self._line.popleft()[1] for _ in range(len(self._line) if count is None else count)]
-        self.num_tokens -= sum(sequence.num_tokens for sequence, _ in taken)
+        self.num_tokens -= sum(sequence.num_tokens for sequence, *_ in taken)
         return taken
 
 
@@ -93,6 +97,8 @@ class Request:
     futures: tuple[Future[TeacherTopK], ...]
     started: float
     deadline: float
+    step: int | None = None
+    """Training step of its first sequence."""
     attempt: int = 0
     attempt_deadline: float = 0.0
     connection: Connection | None = None
