@@ -30,7 +30,7 @@ from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.spans import Clock, current_step, working_for
+from hybrid_gkd.spans import Clock, working_for
 from hybrid_gkd.types import (
     Generation,
     GenerationRequest,
@@ -125,10 +125,10 @@ class PPOTrainer:
 
     def fit(self) -> None:
         """Train to the last step, or until a stop is requested."""
-        current_step.set(self.step)
-        self._publish_weights()
-        if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
-            self._report(self._validate())
+        with working_for(self.step):
+            self._publish_weights()
+            if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
+                self._report(self._validate())
         self.clock.take()  # the first step's times are its own
         try:
             rollouts = self._rollouts(self.step + 1, self.total_steps)
