@@ -125,8 +125,9 @@ def checkpoint(facts: Facts) -> str:
     )
     if found is None:
         return f"a new run in {facts.config.run_dir}"
-    end = f"which is the last of {facts.steps}: nothing is left to do" if facts.finished else "(trainer.resume_mode)"
-    return "\n".join([*found.remarks, f"continuing from {found.folder} after step {found.state.step} {end}"])
+    done = f"nothing is left to do: {found.folder} is of step {found.state.step} of {facts.steps}"
+    goes_on = f"continuing from {found.folder} after step {found.state.step} (trainer.resume_mode)"
+    return "\n".join([*found.remarks, done if facts.finished else goes_on])
 
 
 def disk(facts: Facts) -> str:
