@@ -15,6 +15,7 @@ JSON: nothing in it is executed when it is read.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import math
 import os
@@ -129,15 +130,16 @@ def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=2))
 
 
-def find_damage(folder: Path, *, largest: float = math.inf) -> dict[str, str]:
-    """What is wrong with files of a checkpoint, by their path in it.
+def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) -> dict[str, str]:
+    """What is wrong with the files of a checkpoint whose path in it matches a pattern, by that path.
 
     All sizes are compared, and the checksums of files up to `largest` bytes. Raises CheckpointError if the manifest
     cannot be read.
     """
     file = folder / MANIFEST
     try:
-        wanted = {name: FileSum(**entry) for name, entry in json.loads(file.read_text())["files"].items()}
+        listed = json.loads(file.read_text())["files"]
+        wanted = {name: FileSum(**entry) for name, entry in listed.items() if fnmatch.fnmatchcase(name, files)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 

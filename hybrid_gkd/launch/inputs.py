@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybrid_gkd.checkpoint import MANIFEST, find_damage
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
@@ -29,6 +30,7 @@ def student(facts: Facts) -> str:
     """The student's folder has what it needs; its tokenizer loads and ends answers; all positions fit."""
     config, model = facts.config, facts.config.actor_rollout_ref.model
     check_model_folder("actor_rollout_ref.model.path", model.path)
+    check_export("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
     try:
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
@@ -57,6 +59,7 @@ def teacher(facts: Facts) -> str:
     path = section.model.path
     assert path is not None
     check_model_folder(TEACHER_PATH, path)
+    check_export(TEACHER_PATH, path)
     needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
     check_length("teacher", path, config, needed, {})
     facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
@@ -160,6 +163,15 @@ def check_model_folder(key: str, path: str) -> None:
             raise ModelError(f"{key}: the folder has no weights ({', '.join(WEIGHT_SUFFIXES)}); got {path!r}")
     elif looks_local:
         raise ModelError(f"{key}: no such folder; got {path!r}")
+
+
+def check_export(key: str, path: str) -> None:
+    """Weights that a run has exported into a checkpoint are what it wrote. Raises ModelError or CheckpointError."""
+    folder = Path(path).absolute()
+    if not (folder.parent / MANIFEST).is_file():
+        return
+    for name, reason in find_damage(folder.parent, files=f"{folder.name}/*.safetensors").items():
+        raise ModelError(f"{key}: {folder.parent / name} {reason}")
 
 
 def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:

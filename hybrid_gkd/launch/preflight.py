@@ -26,7 +26,7 @@ from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.table import user_divergence
 from hybrid_gkd.offload.budget import GIB
-from hybrid_gkd.ppo.resuming import learning_settings
+from hybrid_gkd.ppo.resuming import contents_of, learning_settings
 from hybrid_gkd.ppo.rewards import load_reward
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
@@ -119,7 +119,7 @@ def trackers(facts: Facts) -> str:
 def checkpoint(facts: Facts) -> str:
     """The newest checkpoint to continue from is intact, of this run, and was trained with the same settings."""
     assert facts.steps is not None
-    facts.settings = learning_settings(facts.config, steps=facts.steps)
+    facts.settings = learning_settings(facts.config, steps=facts.steps) | contents_of(facts.train_prompts)
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.checkpoint import TrainerState, load_state
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.types import Prompt
 
 ARR = "actor_rollout_ref"
 SAME_BATCHES = (
@@ -63,6 +66,15 @@ def _flat(section: Any, prefix: str) -> dict[str, Any]:
         value, key = getattr(section, entry.name), f"{prefix}.{entry.name}"
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
     return found
+
+
+def contents_of(prompts: Iterable[Prompt]) -> dict[str, Any]:
+    """A setting of its own: files may keep their names and change. Of the texts, since a chat template may tell the
+    date."""
+    checksum = 0
+    for prompt in prompts:
+        checksum = zlib.crc32(prompt.text.encode(errors="replace"), checksum)
+    return {"data.train_files (checksum of the prompts)": f"{checksum:08x}"}
 
 
 def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from hybrid_gkd.__main__ import main
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state
+from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import inputs, preflight, run
@@ -107,6 +107,19 @@ def test_a_model_folder_without_weights_is_refused(tmp_path):
     config = runnable(tmp_path)
     (tmp_path / "student" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.path: the folder has no weights.*student"):
+        check_all(config)
+
+
+def test_an_exported_student_whose_weights_have_changed_is_refused(tmp_path):
+    config = runnable(tmp_path)
+    write_manifest(tmp_path, {})
+    (tmp_path / "student" / "chat_template.jinja").write_text("of the user's own")
+    check_all(config)
+    weights = tmp_path / "student" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.path: .*student/model\.safetensors has another checksum"):
         check_all(config)
 
 
@@ -226,6 +239,19 @@ def test_a_finished_run_says_so_and_touches_nothing(tmp_path):
     assert snapshot(tmp_path / "out") == before
     config.trainer.total_training_steps, config.trainer.allow_changed_config = 2, True
     begin(config)
+
+
+def test_other_prompts_in_the_same_file_are_other_data(tmp_path):
+    config = runnable(tmp_path, "trainer.total_training_steps=2")
+    facts = check_all(config)
+    state = TrainerState(step=1, data=data_state(config, 8), first_metrics={}, settings=facts.settings)
+    with CheckpointStore(config.run_dir, keep=None).writing(state) as folder:
+        (folder / "actor").mkdir()
+    assert check_all(config).steps_done == 1
+    file = tmp_path / "train.jsonl"
+    file.write_text(file.read_text().replace("What is 3?", "What is 4?"))
+    with pytest.raises(ConfigError, match=r"data\.train_files \(checksum of the prompts\): \w{8} -> \w{8}"):
+        check_all(config)
 
 
 def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypatch):
