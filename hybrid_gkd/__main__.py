@@ -35,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # of a disk or folder that nobody has thought of; run.log has the traceback
+        if options.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, SystemExit) as ended:  # Ray makes a SystemExit(1) of one that is raised while it waits
         if stopping.exit_code is None:
             print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.files import FileSum
+from hybrid_gkd.files import FileSum, ReservedSpace
 
 LATEST, STATE, MANIFEST = "latest_checkpointed_iteration.txt", "trainer_state.json", "manifest.json"
 READERS = 8
@@ -54,6 +54,26 @@ class CheckpointStore:
 
     run_dir: Path
     keep: int | None
+    reserved_bytes: int = 0
+    """Room that `reserve` takes on the disk for the next checkpoint."""
+
+    def reserve(self) -> None:
+        """Hold the room of one checkpoint until the next is written. Raises CheckpointError if the disk has less."""
+        try:
+            self._reserved.take()
+        except OSError as error:
+            needed = f"{self.reserved_bytes / 2**20:.0f} MiB"
+            raise CheckpointError(
+                f"{self.run_dir}: no room for the next checkpoint ({needed}): {error.strerror}"
+            ) from error
+
+    def release(self) -> None:
+        """Give the room back. Harmless when repeated."""
+        self._reserved.release()
+
+    @property
+    def _reserved(self) -> ReservedSpace:
+        return ReservedSpace(self.run_dir / ".reserved_for_a_checkpoint", self.reserved_bytes)
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None. What it holds is not looked at."""
@@ -80,6 +100,7 @@ class CheckpointStore:
         final, replaced = self._folders(state.step)
         folder, pointer = (self.run_dir / f".{name}.writing" for name in (final.name, LATEST))
         try:
+            self.release()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             yield folder

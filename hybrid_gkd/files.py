@@ -1,8 +1,10 @@
-"""Names of files, checksums, and files of JSON lines."""
+"""Names of files, checksums, and files of JSON lines, and room on a disk."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import itertools
 import json
 import os
@@ -41,27 +43,58 @@ class FileSum:
 
 
 class JsonLinesFile:
-    """Append-only, each row written through to the system at once, never a part of a row left behind."""
+    """Append-only, each row written through to the system at once, never a part of a row left behind.
+
+    Rows that a full disk does not take are kept, and written when it does.
+    """
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def append(self, rows: Iterable[Any]) -> None:
         """Raises OSError, and ValueError for a number that JSON has not."""
-        data, start = memoryview(encode(rows)), self.size()
+        self._unwritten += encode(rows)
+        data, start = memoryview(self._unwritten), self.size()
         try:
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
             self._file.truncate(start)
             raise
+        self._unwritten = b""
 
     def size(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         self._file.close()
+
+
+class ReservedSpace:
+    """Room on a disk for what is to be written later: a file that holds it meanwhile."""
+
+    def __init__(self, path: Path, num_bytes: int):
+        self._path, self._num_bytes = path, num_bytes
+
+    def take(self) -> None:
+        """Raises OSError if the disk has less. On a file system or system that reserves nothing, nothing happens."""
+        # Not os.posix_fallocate, which writes all blocks where the file system does not know how to reserve them.
+        fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if not self._num_bytes or fallocate is None:
+            return
+        with self._path.open("wb") as file:
+            if fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(self._num_bytes)) == 0:
+                return
+            code = ctypes.get_errno()
+        self.release()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise OSError(code, os.strerror(code), str(self._path))
+
+    def release(self) -> None:
+        """Give the room back. Harmless when repeated."""
+        self._path.unlink(missing_ok=True)
 
 
 def encode(rows: Iterable[Any]) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import uses_demo
-from hybrid_gkd.errors import call_all, raise_all
+from hybrid_gkd.errors import ConfigError, call_all, raise_all
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 
@@ -42,7 +42,11 @@ def load(options: argparse.Namespace) -> Config:
     if uses_demo(config):
         from hybrid_gkd.demo.sorting import build_demo
 
-        build_demo()
+        try:
+            build_demo()
+        except OSError as error:
+            rule = f"the demo cannot be built there: {error}; set it, or XDG_CACHE_HOME, to a folder that takes it"
+            raise ConfigError("HOME", rule, show_value=False) from error
     return config
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import platform
 import shutil
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -21,6 +19,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
+from hybrid_gkd.launch.folders import check_folders, try_to_write
 from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan, time_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
@@ -148,6 +147,7 @@ def plan(facts: Facts) -> str:
 
 CHECKS = (
     Check("versions", versions),
+    Check("folders", lambda facts: check_folders()),
     Check("engine", engine),
     Check("device", device),
     Check("loss", loss),
@@ -166,14 +166,8 @@ CHECKS = (
 
 def check_disk(config: Config, needed: int) -> str:
     """Write to the disk of the run folder. Raises ConfigError if that fails, or fewer than `needed` bytes are free."""
-    folder = config.run_dir
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
+        folder = try_to_write(config.run_dir)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(

@@ -18,7 +18,7 @@ from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.plan import check_free_memory
+from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
@@ -35,6 +35,9 @@ from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
+
+TOKENIZER_BYTES = 32 * 2**20
+"""Of a checkpoint's files beside its tensors."""
 
 
 def train(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> None:
@@ -85,6 +88,8 @@ def keep_config(config: Config) -> None:
 def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
     """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
+    store = make_store(facts)
+    store.reserve()
     clock = stack.enter_context(recording(config.run_dir))
     teacher, local = None, None
     if config.distillation.enabled and section.server_ip is None:
@@ -105,14 +110,23 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,
         "val_prompts": facts.val_prompts, "reward": facts.reward,
         "tracking": stack.enter_context(start_tracking(facts)),
-        "store": CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep),
+        "store": store,
         "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
         "clock": clock, "stop_requested": stopping.requested,
     }
+    stack.callback(store.release)  # before the trackers end: they may have rows that a full disk did not take
     if teacher is None:
         return PPOTrainer(config, **arguments)
     check_teacher = local.check if local is not None else lambda: None
     return GKDTrainer(config, teacher=teacher, check_teacher=check_teacher, shares_gpu=shares_gpu, **arguments)
+
+
+def make_store(facts: Facts) -> CheckpointStore:
+    """The run's checkpoints, with the size of the next one where there will be any."""
+    config = facts.config
+    assert facts.spec is not None
+    size = checkpoint_bytes(config, facts.spec) + TOKENIZER_BYTES if config.trainer.save_freq else 0
+    return CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
 
 
 def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: bool) -> WorkerGroup:

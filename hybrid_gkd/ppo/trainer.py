@@ -373,6 +373,8 @@ class PPOTrainer:
         with self.clock.span("save_checkpoint"):
             self._write_checkpoint()
             self._refill_engine()
+        if self.step < self.total_steps and not self.stop_requested():
+            self.store.reserve()
 
     def _refill_engine(self) -> None:
         """Publish once more where the engine made room for the student, and so lost its weights, and is needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -34,5 +35,6 @@ class JsonLines:
         self._generations.append({"step": step, **asdict(sample)} for sample in samples)
 
     def close(self, *, failed: bool) -> None:
-        self._metrics.close()
-        self._generations.close()
+        for file in (self._metrics, self._generations):
+            with contextlib.closing(file):
+                file.append([])  # what a full disk did not take before

@@ -225,8 +225,8 @@ class WorkerGroup:
             # At the timeout a waiting worker raises; one that stays silent is what the others waited for.
             limit = Timeout(self.timeout, NCCL_KEY)
             seconds = gather("weight sync", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
-        except HybridGKDError as error:
-            logger.error("Rollout weight sync failed after %.2fs: %s", time.monotonic() - started, error)
+        except HybridGKDError:  # which is said at the end
+            logger.error("Rollout weight sync failed after %.2fs", time.monotonic() - started)
             raise
         logger.info("Rollout weight sync completed in %.2fs", time.monotonic() - started)
         return seconds
@@ -263,8 +263,11 @@ class WorkerGroup:
         """Stop the workers. Returns within seconds also when Ray itself has been killed before."""
         # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
         def stop() -> None:
-            for pool in self.pools:
-                pool.close()
+            try:
+                for pool in self.pools:
+                    pool.close()
+            except Exception as error:  # Ray may have ended before: then the workers end with it
+                logger.debug("the workers were not stopped one by one: %s", error)
 
         closing = threading.Thread(target=stop, name="close workers", daemon=True)
         closing.start()

@@ -73,8 +73,9 @@ class Pool:
         sizes = [min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items()) for node in there]
         if sum(size >= self.per_node for size in sizes) < self.nodes:  # even if nothing else ran there
             raise WorkerError(
-                f"{keys}: {self.per_node} {self.role}s on each of {self.nodes} node(s) need {bundle} each; the "
-                f"Ray cluster has nodes for {', '.join(map(str, sorted(sizes, reverse=True))) or 'none'} of them"
+                f"{keys}: {self.nodes} node(s) with room for {self.per_node} {self.role}(s) are needed, each of which "
+                f"takes {bundle}; the Ray cluster has {len(sizes)} node(s)"
+                + (f", with room for {', '.join(map(str, sorted(sizes, reverse=True)))}" if sizes else "")
             )
         on_a_node = {name: amount * self.per_node for name, amount in bundle.items()}
         self._group = placement_group([on_a_node] * self.nodes, strategy="STRICT_SPREAD")
@@ -148,14 +149,13 @@ class Pool:
             if isinstance(cause, HybridGKDError):
                 cause.args = (f"{cause} ({self._where(rank)})",)
                 raise cause from error
-            raise WorkerError(
-                f"{self.role} {rank} failed in {method}: {type(cause).__name__}: {cause} ({self._where(rank)})"
-            ) from error
+            what = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            raise WorkerError(f"{self.role} {rank} failed in {method}: {what} ({self._where(rank)})") from error
         except GetTimeoutError as error:
             raise self.timeout_error(method, [rank]) from error
         except RayError as error:
-            lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-            reason = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+            # Its last line has the cause; what Ray supposes beyond that is a paragraph, and in run.log.
+            reason = str(error).strip().splitlines()[-1].strip().partition(" Some common causes include")[0]
             raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
 
     def answers(self) -> bool:

@@ -38,7 +38,8 @@ def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path):
     model = make_tiny_model(tmp_path / "model")
     given = f"ray_init.address={address}"
     with ray_cluster(configure(given), "cpu"):
-        with pytest.raises(WorkerError, match=r"trainer\.nnodes: 2 workers on each of 1 node\(s\).*for 1, 1 of them"):
+        room = r"trainer\.nnodes: 1 node\(s\) with room for 2 worker\(s\) .*has 2 node\(s\), with room for 1, 1"
+        with pytest.raises(WorkerError, match=room):
             start(configure(given, "trainer.n_gpus_per_node=2"))
         with contextlib.closing(start(configure(given, "trainer.nnodes=2"))) as group:
             nodes = ray.get([worker.__ray_call__.remote(node) for worker in group.actors.workers], timeout=60)

@@ -1,12 +1,16 @@
 """An interrupted or failed write never replaces a good checkpoint."""
 
+import ctypes
+import errno
 import json
 import os
 import shutil
 import zlib
+from types import SimpleNamespace
 
 import pytest
 
+from hybrid_gkd import files
 from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState, find_damage, load_state
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.files import FileSum
@@ -83,6 +87,44 @@ def test_a_run_killed_while_it_replaces_a_step_keeps_the_old_one(tmp_path, monke
     write(store, 5, "new")
     assert (store.latest() / "actor" / "part").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir() if "replaced" in path.name] == []
+
+
+def reserved(folder):
+    """Bytes of the disk that files of the store's own take, checkpoints aside."""
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file() and path.name != LATEST)
+
+
+def test_room_for_a_checkpoint_is_held_until_it_is_written(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, reserved_bytes=2**20)
+    store.reserve()
+    assert reserved(tmp_path) >= 2**20
+    with store.writing(state(1)):
+        assert reserved(tmp_path) == 0
+    assert reserved(tmp_path) == 0
+    store.reserve()
+    assert reserved(tmp_path) >= 2**20
+    store.release()
+    store.release()
+    assert reserved(tmp_path) == 0
+
+
+def test_a_disk_without_the_room_is_said(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    store = CheckpointStore(tmp_path, keep=1, reserved_bytes=free + 2**40)
+    with pytest.raises(CheckpointError, match=r"no room for the next checkpoint \(\d+ MiB\): "):
+        store.reserve()
+    assert reserved(tmp_path) == 0
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_reserves_nothing_is_no_obstacle(tmp_path, monkeypatch, code):
+    def fallocate(*args):
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *args, **kwargs: SimpleNamespace(fallocate=fallocate))
+    CheckpointStore(tmp_path, keep=1, reserved_bytes=2**20).reserve()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_of_the_user_beside_the_checkpoints_are_left_alone(tmp_path):

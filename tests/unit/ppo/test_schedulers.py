@@ -10,7 +10,7 @@ from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import BadTeacherReply, ConfigError, HybridGKDError, TrainingError, WorkerError
+from hybrid_gkd.errors import BadTeacherReply, CheckpointError, ConfigError, HybridGKDError, TrainingError, WorkerError
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.trainer import request_seeds
@@ -342,6 +342,21 @@ def test_a_stop_in_the_last_step_or_after_a_save_leaves_nothing_out(tmp_path):
     stop = lambda: asked.append(len(group.saved)) or asked[-1] == 1  # noqa: E731 (from within the first save on)
     fit("sync", 3, tmp_path / "other", "trainer.save_freq=1", group=group, stop_requested=stop)
     assert group.saved == [1]
+
+
+def test_a_disk_that_fills_ends_the_run_with_the_step_in_hand_saved(tmp_path, monkeypatch, caplog):
+    """The room for that checkpoint was reserved; there is none for the next."""
+
+    def reserve(store):
+        raise CheckpointError("no room for the next checkpoint")
+
+    monkeypatch.setattr(CheckpointStore, "reserve", reserve)
+    group = RecordingGroup()
+    trainer, _, failure = fit("sync", 5, tmp_path, "trainer.save_freq=2", group=group)
+    assert str(failure) == "no room for the next checkpoint"
+    assert group.saved == [2]
+    assert f"to continue from: {trainer.checkpoint}, after step 2" in caplog.text
+    assert "lost" not in caplog.text
 
 
 def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
