@@ -215,6 +215,12 @@ class TeacherConfig:
     """Their port where server_ip names none, null for 15555; or that of a local service, null for any that is free."""
     keys: str | None = None
     """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that were started with keys."""
+    chat_template: str | None = None
+    """What the teacher sees prompts behind, in place of the student's template: a file with a template, a folder with
+    a tokenizer, or the template itself. Prompts have to fit behind both."""
+    check_fit: bool = True
+    """Compare chat templates and ends of answers with the student's, and let the teacher score some tokens of its own
+    greedy answers to training prompts before the first step."""
     n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
     """Requests in flight."""
     num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)

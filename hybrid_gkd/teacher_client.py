@@ -28,7 +28,7 @@ import zmq
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
 from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
-from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting, with_arrays
+from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting, as_sent
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.types import Sequence, TeacherTopK
@@ -120,6 +120,11 @@ class TeacherClient:
             self._needs = needs
         return self._served[self._endpoints[0]]
 
+    @property
+    def served(self) -> dict[str, ModelInfo]:
+        """The model of every server by address; empty before the handshake."""
+        return self._served
+
     def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
         """Queue sequences for scoring; returns one future per sequence in the same order.
 
@@ -127,7 +132,7 @@ class TeacherClient:
         already: TeacherTimeout after request_timeout. A future raises TeacherTimeout, BadTeacherReply, TeacherRefused
         or TeacherMismatch.
         """
-        sequences = list(map(with_arrays, sequences))
+        sequences = list(map(as_sent, sequences))
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
         with self._changed:
             for sequence, future in zip(sequences, futures, strict=True):

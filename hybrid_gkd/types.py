@@ -22,6 +22,8 @@ class Prompt:
     """Row number in the data set."""
     token_ids: np.ndarray
     """[P], chat template applied."""
+    teacher_ids: np.ndarray | None = None
+    """The same behind the teacher's chat template, where it has one of its own; None: `token_ids`."""
     text: str
     """The user's message, for sample generations."""
     answer: str | None = None
@@ -67,6 +69,8 @@ class Sequence:
     """"stop" (end of sequence) or "length" (max_response_length)."""
     logprobs: np.ndarray | None = None
     """Of the sampled tokens in the rollout engine; None if not asked for."""
+    teacher_prompt_ids: np.ndarray | None = None
+    """What the teacher sees before the response; None: `prompt_ids`."""
 
     @property
     def num_tokens(self) -> int:

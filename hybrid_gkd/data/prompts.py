@@ -53,24 +53,29 @@ def read_rows(entries: list[str], *, key: str, prompt_key: str, answer_key: str 
 
 def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
-    filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any],
+    filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
 ) -> list[Prompt]:
     """Every row as a Prompt, in order. `Prompt.index` counts the rows of all tables, the left-out ones included.
 
-    Raises DataError for a row that the chat template refuses, and for prompts that are too long.
+    With `teacher_template` a prompt has to fit behind both chat templates. Raises DataError for a row that a chat
+    template refuses, and for prompts that are too long.
     """
     prompts: list[Prompt] = []
     num_rows = 0
     for table in tables:
-        all_ids = _tokenize(table.messages, tokenizer, apply_chat_template_kwargs, table.where)
-        lengths = [len(ids) for ids in all_ids]
+        tokenize = functools.partial(tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where)
+        all_ids = tokenize()
+        others = None if teacher_template is None else tokenize(teacher_template)
+        lengths = [max(map(len, both)) for both in zip(all_ids, others or all_ids, strict=True)]
         if truncation == "error" and not filter_overlong_prompts and max(lengths) > max_prompt_length:
             raise _too_long(lengths, max_prompt_length, table.where)
-        for row, ids in enumerate(all_ids):
-            if len(ids) <= max_prompt_length or not filter_overlong_prompts:
-                token_ids = np.asarray(_truncate(ids, max_prompt_length, truncation), np.int32)
-                text, answer = _user_text(table.messages[row]), table.answers[row]
-                prompts.append(Prompt(index=num_rows + row, token_ids=token_ids, text=text, answer=answer))
+        for row, length in enumerate(lengths):
+            if length <= max_prompt_length or not filter_overlong_prompts:
+                prompts.append(Prompt(
+                    index=num_rows + row, token_ids=_truncate(all_ids[row], max_prompt_length, truncation),
+                    teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
+                    text=_user_text(table.messages[row]), answer=table.answers[row],
+                ))  # fmt: skip
         num_rows += len(all_ids)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
     if len(prompts) < num_rows:
@@ -142,15 +147,19 @@ def _answer(value: object, path: list[str], where: str) -> str:
     return str(value)
 
 
-def _tokenize(
-    messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str
+def tokenize_chats(
+    messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
+    template: str | None = None,
 ) -> list[list[int]]:
-    if not tokenizer.chat_template:
+    """Token ids of each conversation, behind another chat template than the tokenizer's if one is given."""
+    if not template and not tokenizer.chat_template:
         return tokenizer(["\n".join(m["content"] for m in row) for row in messages]).input_ids
     texts = []
     for row, conversation in enumerate(messages, 1):
         try:
-            text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(
+                conversation, chat_template=template, add_generation_prompt=True, tokenize=False, **options
+            )
         # A template is a program of the model's maker; it refuses roles or their order with errors of its own.
         except Exception as error:
             reason = f"the chat template refuses it: {error}; got {short(conversation)}"
@@ -159,13 +168,12 @@ def _tokenize(
     return tokenizer(texts, add_special_tokens=False).input_ids
 
 
-def _truncate(ids: list[int], limit: int, truncation: str) -> list[int]:
-    if len(ids) <= limit or truncation == "right":
-        return ids[:limit]
-    if truncation == "left":
-        return ids[-limit:]
-    assert truncation == "middle"
-    return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
+def _truncate(ids: list[int], limit: int, truncation: str) -> np.ndarray:
+    cut = len(ids) - limit
+    if cut > 0:
+        start = {"left": 0, "middle": limit // 2, "right": limit}[truncation]
+        ids = ids[:start] + ids[start + cut :]
+    return np.asarray(ids, np.int32)
 
 
 def _too_long(lengths: list[int], limit: int, where: str) -> DataError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.data.prompts import Rows
+from hybrid_gkd.data.prompts import Chat, Rows
 from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
@@ -28,6 +28,8 @@ class Facts:
     tokenizer: Any = None
     teacher_tokenizer: Any = None
     """Of the model that the run starts a teacher with."""
+    first_chat: Chat | None = None
+    """Of the training prompts."""
     stop_token_ids: list[int] = field(default_factory=list)
     spec: ModelSpec | None = None
     """Of the student."""

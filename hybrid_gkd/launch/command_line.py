@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
@@ -13,8 +15,10 @@ from hybrid_gkd.errors import ConfigError, call_all, raise_all
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 
 
-def parse(arguments: list[str], prog: str = "python -m hybrid_gkd") -> argparse.Namespace:
-    """The command line as a namespace; exits on a usage error."""
+def parse(
+    arguments: list[str], prog: str = "python -m hybrid_gkd", switches: Mapping[str, str] = MappingProxyType({})
+) -> argparse.Namespace:
+    """The command line as a namespace; exits on a usage error. `switches`: further ones, and what they do."""
     parser = argparse.ArgumentParser(
         prog=prog, description="On-policy distillation of a student from a teacher.",
         epilog="Every key is documented in hybrid_gkd/config.py.",
@@ -26,6 +30,8 @@ def parse(arguments: list[str], prog: str = "python -m hybrid_gkd") -> argparse.
         "--dry-run", action="store_true", help="print the resolved configuration and what the checks before a run find"
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for name, text in switches.items():
+        parser.add_argument(name, action="store_true", help=text)
     return parser.parse_intermixed_args(arguments)
 
 

@@ -1,7 +1,8 @@
 """Would this run start, and what goes where? `python -m hybrid_gkd.doctor [--config-name NAME] [dotted.key=value ...]`
 
 Takes the arguments of a run. Walks the checks of preflight.py, then places the workers on Ray without loading a model
-and lets them reach each other. The exit code is 1 if a check failed.
+and lets them reach each other; with --self-test it then takes one step with the student as its own teacher. The exit
+code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from pathlib import Path
 from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import load, parse
+from hybrid_gkd.launch.fit import check_own_answers
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
+from hybrid_gkd.launch.self_test import self_test
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.launch.teacher import refuse_teacher_gpu
+from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 ALL_REDUCE_SECONDS = 60.0
 """For the first collective of a pool; workers import torch and find each other within it."""
+
+
+SELF_TEST = "take one step with the student as its own teacher: their divergence is 0, within rounding"
+
+
+def own_answers(facts: Facts) -> str:
+    """A given teacher is sure of what it writes; one that a run starts is asked when it has loaded."""
+    with connect(facts.config, facts.tokenizer, facts.config.actor_rollout_ref.teacher.endpoints) as client:
+        return check_own_answers(facts, client)
 
 
 class PlacedWorkers:
@@ -65,7 +77,8 @@ class PlacedWorkers:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    options = parse(sys.argv[1:] if arguments is None else arguments, "python -m hybrid_gkd.doctor")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments, "python -m hybrid_gkd.doctor", {"--self-test": SELF_TEST})
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("hybrid_gkd.waiting").setLevel(logging.INFO)
     Stopping().install()
@@ -77,6 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     report, facts = Report(), Facts(config)
     report.walk(CHECKS, facts)
+    if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is not None:
+        report.walk([Check("own answers", own_answers, after=("fit", "data"))], facts)
     with contextlib.ExitStack() as stack:
         report.walk(PlacedWorkers(stack).checks, facts)
+    if options.self_test:
+        report.walk([Check("self-test", self_test, after=tuple(report.failed))], facts)
     return 1 if report.failed else 0

@@ -12,12 +12,11 @@ from hybrid_gkd.checkpoint import MANIFEST, find_damage
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
-from hybrid_gkd.errors import ConfigError, ModelError, TeacherMismatch, call_all
+from hybrid_gkd.errors import ConfigError, ModelError, call_all
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.resume import accepted_changes
-from hybrid_gkd.launch.teacher import connect, local_teacher_place
+from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
-from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.ppo.trainer import make_sampler, total_steps
 from hybrid_gkd.teacher.client.connection import query_status
@@ -37,7 +36,12 @@ def student(facts: Facts) -> str:
     except ModelError as error:
         key = "tokenizer_path" if model.tokenizer_path else "path"
         raise ModelError(f"actor_rollout_ref.model.{key}: {error}") from error
-    facts.stop_token_ids = find_stop_token_ids("actor_rollout_ref.model.path", model.path, facts.tokenizer)
+    try:
+        facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
+    except ModelError as error:
+        raise ModelError(f"actor_rollout_ref.model.path: {error}") from error
+    if not facts.stop_token_ids:
+        raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
     facts.spec = student_spec(config)
     return (
         f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
@@ -66,27 +70,22 @@ def teacher(facts: Facts) -> str:
     return f"the run will start {path} on {local_teacher_place(config, facts.device)}"
 
 
-def fit(facts: Facts) -> str:
-    """Teacher and student have the same tokens."""
-    config, section = facts.config, facts.config.actor_rollout_ref.teacher
+def teacher_template(config: Config) -> str | None:
+    """The chat template that the teacher is to see in place of the student's. Raises ConfigError, ModelError."""
     if not config.distillation.enabled:
-        return "no teacher"
-    if section.server_ip is not None:
-        with connect(config, facts.tokenizer, section.endpoints) as client:
-            served = [status.model.model for status in client.status().values() if status.model is not None]
-        found = {TEACHER_PATH: served[0]} if served else {}
-        facts.settings |= found
-        changed = accepted_changes(facts.resumption, config, found) if facts.resumption is not None else []
-        return "\n".join([f"{', '.join(served)} scores what the student will write", *changed])
-    own, path = facts.teacher_tokenizer, section.model.path
-    if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
-        raise TeacherMismatch(
-            f"{TEACHER_PATH}: teacher and student must have the same vocabulary; "
-            f"teacher {path} has {len(own)} tokens (hash {tokenizer_hash(own)[:12]}), student "
-            f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
-            f"(hash {tokenizer_hash(facts.tokenizer)[:12]})"
-        )
-    return "teacher and student have the same vocabulary"
+        return None
+    given, key = config.actor_rollout_ref.teacher.chat_template, "actor_rollout_ref.teacher.chat_template"
+    if given is None or "{" in given:
+        return given
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path.read_text()
+    if not path.is_dir():
+        raise ConfigError(key, "must be a file with a template, a folder with a tokenizer, or a template", given)
+    template = load_tokenizer(given).chat_template
+    if not isinstance(template, str):
+        raise ConfigError(key, "the tokenizer there has no chat template", given)
+    return template
 
 
 def files(facts: Facts) -> str:
@@ -97,6 +96,7 @@ def files(facts: Facts) -> str:
         lambda: read(section.train_files, key="data.train_files"),
         lambda: read(section.val_files, key="data.val_files") if section.val_files else [],
     ])  # fmt: skip
+    facts.first_chat = facts.train_rows[0].messages[0] if facts.train_rows else None
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
     return "{} to train on, {} for validation, each with a prompt".format(*parts)
 
@@ -107,7 +107,7 @@ def data(facts: Facts) -> str:
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
-        apply_chat_template_kwargs=section.apply_chat_template_kwargs,
+        apply_chat_template_kwargs=section.apply_chat_template_kwargs, teacher_template=teacher_template(facts.config),
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
         lambda: make(facts.train_rows, key="data.train_files"),
@@ -188,22 +188,3 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
             f"need {needed} positions, but the {who} {path} has {limit}"
         )
         raise ConfigError("data.max_response_length", rule, lengths.max_response_length)
-
-
-def find_stop_token_ids(key: str, path: str, tokenizer: Any) -> list[int]:
-    """End-of-sequence ids of the tokenizer and of generation_config.json. Raises ModelError if there are none."""
-    from transformers import GenerationConfig
-
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    try:
-        configured = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the file is optional
-        configured = None
-    except ValueError as error:
-        raise ModelError(
-            f"{key}: generation_config.json of {path} cannot be used: {first_line(error)}"
-        ) from error
-    ids += configured if isinstance(configured, list) else [] if configured is None else [configured]
-    if not ids:
-        raise ModelError(f"{key}: {path} defines no end-of-sequence token")
-    return sorted(set(ids))

@@ -19,6 +19,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
+from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.folders import check_folders, try_to_write
 from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan, time_plan
 from hybrid_gkd.launch.resume import find_resumption
@@ -158,7 +159,7 @@ CHECKS = (
     Check("data", inputs.data, after=("student", "files")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("teacher", inputs.teacher),
-    Check("fit", inputs.fit, after=("student", "teacher")),
+    Check("fit", fit, after=("student", "teacher")),
     Check("disk", disk, after=("student",)),
     Check("plan", plan, after=("student", "teacher")),
 )

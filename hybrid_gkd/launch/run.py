@@ -18,6 +18,7 @@ from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.fit import check_own_answers
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -117,6 +118,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     stack.callback(store.release)  # before the trackers end: they may have rows that a full disk did not take
     if teacher is None:
         return PPOTrainer(config, **arguments)
+    logger.info("teacher: %s", check_own_answers(facts, teacher))
     check_teacher = local.check if local is not None else lambda: None
     return GKDTrainer(config, teacher=teacher, check_teacher=check_teacher, shares_gpu=shares_gpu, **arguments)
 

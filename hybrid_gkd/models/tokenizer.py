@@ -29,6 +29,20 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """End-of-sequence ids of the tokenizer and of generation_config.json, ascending. Raises ModelError."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    try:
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        configured = None
+    except ValueError as error:
+        raise ModelError(f"generation_config.json of {path} cannot be used: {first_line(error)}") from error
+    return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
+
+
 def first_line(error: BaseException) -> str:
     """Type and first line of an error, for messages of one line."""
     text = str(error).strip()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -220,13 +222,25 @@ class PPOTrainer:
         for begins in self.on_generate:
             begins()
         with working_for(step), self.clock.span("gen"):
-            for finished in self.group.generate(requests, sampling):
+            for finished in self._drawn(prompts, requests, sampling):
                 self._rollouts.progress()
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished if finished else ():
                     listener(step, finished)
         ordered = tuple(sequences[request.index] for request in requests)
         return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered)
+
+    def _drawn(
+        self, prompts: abc.Sequence[Prompt], requests: list[GenerationRequest], sampling: SamplingParams
+    ) -> Iterator[list[Sequence]]:
+        """Responses as they are finished, with what the teacher sees before them; as many to each prompt."""
+        n = len(requests) // len(prompts)
+        for finished in self.group.generate(requests, sampling):
+            others = (prompts[sequence.index // n].teacher_ids for sequence in finished)
+            yield [
+                sequence if ids is None else dataclasses.replace(sequence, teacher_prompt_ids=ids)
+                for sequence, ids in zip(finished, others, strict=True)
+            ]
 
     def _requests(self, prompts: Iterable[Prompt], n: int, step: int) -> list[GenerationRequest]:
         """`n` requests for each prompt, with the seeds of a step; 0 is validation."""
@@ -290,7 +304,7 @@ class PPOTrainer:
         requests = self._requests(self.val_prompts, 1, 0)
         sampling = self._sampling(self.config.actor_rollout_ref.rollout.val_kwargs)
         with self.clock.span("testing"):
-            drawn = [sequence for finished in self.group.generate(requests, sampling) for sequence in finished]
+            drawn = itertools.chain.from_iterable(self._drawn(self.val_prompts, requests, sampling))
             found = sorted(drawn, key=lambda sequence: sequence.index)
             metrics = {
                 "val/response_length": float(np.mean([len(sequence.response_ids) for sequence in found])),

@@ -84,6 +84,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and response tokens together."""
     any_temperature: bool
     """False: only 1.0."""
+    chat_template: str | None = None
+    """Of its tokenizer; None: it has none, or the server does not say."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the model's answers; empty where the server does not say."""
 
 
 class Hello(Message, tag="hello"):

@@ -55,15 +55,16 @@ def examine(capsys, *args):
 
 def test_a_run_that_would_start(world, tmp_path, capsys):
     before = set(psutil.Process().children(recursive=True))
-    code = doctor.main(arguments(world, tmp_path / "out"))
+    code = doctor.main(["--self-test", *arguments(world, tmp_path / "out")])
     text = capsys.readouterr().out
     assert code == 0, text
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
-        "versions", "engine", "device", "loss", "student", "teacher", "fit", "reward", "trackers", "files", "data",
-        "checkpoint", "disk", "plan", "placement", "GPU memory", "all-reduce",
+        "versions", "engine", "device", "loss", "student", "reward", "trackers", "files", "data", "checkpoint",
+        "teacher", "fit", "disk", "plan", "placement", "GPU memory", "all-reduce", "self-test",
     ]
-    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "start it on the CPU"):
+    assert "as its own teacher has a divergence of" in text
+    for shown in ("ray ", "torch ", "worker 1: ", "2 worker(s) reach each", "optimizer_state", "on the CPU"):
         assert shown in text
     assert not (tmp_path / "out").exists()
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)

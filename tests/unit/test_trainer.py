@@ -91,6 +91,21 @@ def test_gkd_trains_every_sequence_with_its_own_scores():
     assert metrics["teacher/latency"] == pytest.approx(0.1)
 
 
+def test_the_teacher_gets_prompts_behind_its_own_template():
+    """And the student its own."""
+    seen = []
+    teacher = LocalTeacher(lambda sequence: (seen.append(sequence), scores(sequence))[1])
+    trainer, _, _ = make(GKDTrainer, teacher=teacher)
+    trainer.train_prompts = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in trainer.train_prompts]
+    rollout = trainer._generate(1)
+    assert len(seen) == len(rollout.sequences) == 3 * GROUP_SIZE
+    for sequence in seen:
+        np.testing.assert_array_equal(sequence.teacher_prompt_ids, sequence.prompt_ids + 100)
+        np.testing.assert_array_equal(
+            sequence.prompt_ids, rollout.prompts[sequence.index // GROUP_SIZE].token_ids
+        )
+
+
 def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
     """The teacher answers two sequences, and two more whenever the workers have trained what there was."""
     teacher = LocalTeacher(scores, delay=None)

@@ -131,9 +131,13 @@ class Request:
         return f"the limit is {limit}; {servers}" + (f"; the last attempt: {self.problem}" if self.problem else "")
 
 
-def with_arrays(sequence: Sequence) -> Sequence:
-    """With token ids as arrays, where they may have been lists. Raises TeacherError for anything but integers."""
-    prompt_ids, response_ids = np.asarray(sequence.prompt_ids), np.asarray(sequence.response_ids)
+def as_sent(sequence: Sequence) -> Sequence:
+    """With the prompt that the teacher sees, and arrays where token ids may have been lists.
+
+    Raises TeacherError for anything but integers.
+    """
+    seen = sequence.prompt_ids if sequence.teacher_prompt_ids is None else sequence.teacher_prompt_ids
+    prompt_ids, response_ids = np.asarray(seen), np.asarray(sequence.response_ids)
     for name, array in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             what = f"{array.dtype} of shape {array.shape}"

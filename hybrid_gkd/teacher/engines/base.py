@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.protocol import ModelInfo, TokenIds
 from hybrid_gkd.types import TeacherTopK
@@ -105,6 +106,9 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
         config = AutoConfig.from_pretrained(options.ckpt_path, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # whatever a broken folder raises
         raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {first_line(error)}") from error
+    stop_ids: list[int] = []
+    with contextlib.suppress(ModelError):  # a generation_config.json that transformers refuses: scoring needs none
+        stop_ids = stop_token_ids(options.ckpt_path, tokenizer)
     text = config.get_text_config()
     # Not the whole path: workers on other hosts may keep the same model elsewhere.
     name, longest = Path(options.ckpt_path).resolve().name, text.max_position_embeddings
@@ -112,4 +116,6 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
         model=name, backend=backend, vocab_size=len(tokenizer), num_embeddings=text.vocab_size, any_temperature=True,
         tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
         max_sequence_length=min(options.max_model_len or longest, longest),
+        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        stop_token_ids=tuple(stop_ids),
     )

@@ -541,6 +541,16 @@ def test_token_ids_may_be_lists():
             refused.result(TIMEOUT)
 
 
+def test_the_teacher_may_see_another_prompt():
+    (sequence,) = sequences(1)
+    other = dataclasses.replace(sequence, prompt_ids=np.arange(9, dtype=np.int32))
+    with Server() as server, connect(server) as client:
+        client.handshake(**STUDENT)
+        assert client.served == {server.address: server.model}
+        assert other.prompt_ids.sum() != sequence.prompt_ids.sum()
+        expect_scores(client.submit([dataclasses.replace(sequence, teacher_prompt_ids=other.prompt_ids)]), [other])
+
+
 def test_servers_of_different_models():
     with Server() as one, Server(model=model_info(model="n")) as two, connect(one, two) as client:
         with pytest.raises(TeacherMismatch, match="serves"):

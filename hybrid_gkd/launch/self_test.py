@@ -1,0 +1,58 @@
+"""Is what is trained on what the models say? The student as its own teacher has a divergence of 0, within rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+
+from hybrid_gkd.config import AlgorithmConfig, Config, DistillationConfig
+from hybrid_gkd.errors import TrainingError
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.launch.run import assemble
+from hybrid_gkd.launch.stopping import Stopping
+
+PROMPTS, TOKENS = 8, 64
+"""Of the step, at most."""
+LARGEST = {"cpu": 1e-4, "cuda": 1e-2}
+"""Nats per token: a divergence is the square of the rounding, of scores in float16 and, on GPUs, of bfloat16."""
+
+
+def self_test(facts: Facts) -> str:
+    """One step of training with the student as its teacher, in a folder that is removed.
+
+    Raises TrainingError where they differ, and whatever a run raises.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybrid_gkd_self_test_") as folder, contextlib.ExitStack() as stack:
+        own = check_all(with_itself(facts.config, folder))
+        own.config.run_dir.mkdir(parents=True)
+        trainer = assemble(own, stack, Stopping())
+        trainer.fit()
+        found = trainer.first_metrics["actor/kl_loss"]
+    largest = LARGEST[own.device]
+    if not found <= largest:
+        raise TrainingError(
+            f"self-test: the student as its own teacher has a divergence of {found:.2g} nats per token, rounding is "
+            f"below {largest:g}: what the teacher scores is not what the student computes (its engine, the dtype of "
+            "either, actor_rollout_ref.model.override_config, or a model that is not supported)"
+        )
+    return f"the student as its own teacher has a divergence of {found:.2g} nats per token, below {largest:g}"
+
+
+def with_itself(config: Config, folder: str) -> Config:
+    """The configuration of the test: models, workers and engines are those of the run."""
+    config = copy.deepcopy(config)
+    arr, trainer, data = config.actor_rollout_ref, config.trainer, config.data
+    arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
+    arr.teacher.model.path = arr.model.path
+    arr.actor.ppo_mini_batch_size, arr.actor.ppo_epochs, arr.rollout.n = None, 1, 1
+    data.train_batch_size, data.val_files = min(PROMPTS, data.train_batch_size), []
+    data.max_response_length = min(TOKENS, data.max_response_length)
+    config.distillation = DistillationConfig(topk=config.distillation.topk)
+    config.algorithm = AlgorithmConfig()
+    trainer.scheduler, trainer.total_training_steps, trainer.logger = "sync", 1, []
+    trainer.save_freq = trainer.test_freq = 0
+    trainer.resume_mode, trainer.resume_from_path, trainer.val_before_train = "disable", None, False
+    trainer.default_local_dir = folder
+    return config

@@ -1,0 +1,124 @@
+"""Whether this is the right teacher: tokens, chat templates, ends of answers, and what it says of its own answers."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.errors import ConfigError, DataError, TeacherMismatch
+from hybrid_gkd.launch import fit
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.preflight import check_all
+from hybrid_gkd.models.tokenizer import load_tokenizer
+from hybrid_gkd.testing import LocalTeacher, make_tiny_model, tail_of
+from hybrid_gkd.types import Prompt, TeacherTopK
+
+OTHER = "{% for m in messages %}<s>{{ m.content }}{% endfor %}A:"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Student, and teachers that differ from it in one thing each."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("student", "template", "ends"):
+        make_tiny_model(folder / name)
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": "What is 1?"}) + "\n")
+    tokenizer = load_tokenizer(str(folder / "template"))
+    tokenizer.chat_template = OTHER
+    tokenizer.save_pretrained(folder / "template")
+    (folder / "ends" / "generation_config.json").write_text('{"eos_token_id": [256, 7]}')
+    return folder
+
+
+def check(models, teacher, *overrides):
+    return check_all(load_config([
+        f"actor_rollout_ref.model.path={models}/student", f"actor_rollout_ref.teacher.model.path={models}/{teacher}",
+        f"data.train_files={models}/train.jsonl", "data.train_batch_size=1", "data.max_prompt_length=32",
+        "data.max_response_length=16", f"trainer.default_local_dir={models}/out", "trainer.device=cpu",
+        "actor_rollout_ref.rollout.name=hf", *overrides,
+    ]))  # fmt: skip
+
+
+def test_the_same_template_and_end_are_fine(models, caplog):
+    facts = check(models, "student")
+    assert facts.train_prompts[0].teacher_ids is None
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_another_template_is_named_with_what_the_teacher_knows(models, caplog):
+    check(models, "template")
+    assert f"the chat templates differ: the teacher {models}/template will see 'What is 1?<|a|>'" in caplog.text
+    assert "and knows '<s>What is 1?A:'" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["folder", "file", "text"])
+def test_a_template_for_the_teacher_replaces_the_students(models, caplog, tmp_path, how):
+    (tmp_path / "template.jinja").write_text(OTHER)
+    given = {"folder": f"{models}/template", "file": f"{tmp_path}/template.jinja", "text": f"'{OTHER}'"}[how]
+    facts = check(models, "template", f"actor_rollout_ref.teacher.chat_template={given}")
+    (prompt,) = facts.train_prompts
+    assert facts.tokenizer.decode(prompt.teacher_ids) == "<s>What is 1?A:"
+    assert facts.tokenizer.decode(prompt.token_ids) == "What is 1?<|a|>"
+    assert "the chat templates differ" not in caplog.text
+
+
+def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named(models):
+    with pytest.raises(ConfigError, match=r"teacher\.chat_template: must be a file with a template.*got 'nowhere'"):
+        check(models, "student", "actor_rollout_ref.teacher.chat_template=nowhere")
+    with pytest.raises(DataError, match=r"the prompt has 50 tokens, the limit is"):
+        check(models, "student", f"actor_rollout_ref.teacher.chat_template='{{{{ \"{'x' * 50}\" }}}}'")
+
+
+def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
+    check(models, "ends")
+    assert f"the teacher {models}/ends ends its answers with the tokens [7, 256] [" in caplog.text
+    assert f"the student {models}/student with [256] [" in caplog.text
+    facts = check(models, "student")
+    with pytest.raises(TeacherMismatch, match=r"the teacher T ends its answers with .*\[7\] .*never to end"):
+        fit.compare(facts, "T", None, [7])
+    fit.compare(facts, "T", None, [])  # an older service does not say
+    facts.config.actor_rollout_ref.teacher.check_fit = False
+    fit.compare(facts, "T", None, [7])
+
+
+def counting(sequence):
+    """The next token is one more than the last, with a log-probability of -2."""
+    ids = np.array([[sequence.prompt_ids[-1] + 1, 0]], np.int32)
+    logprobs = np.array([[-2.0, -3.0]], np.float32)
+    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 1])
+
+
+def greedy(teacher, *prompts, **options):
+    ids = [np.array(prompt, np.int32) for prompt in prompts]
+    return fit.greedy_logprobs(teacher, ids, **{"length": 3, "stop_token_ids": [9], "seconds": 60.0} | options)
+
+
+def test_greedy_answers_are_written_through_scores_alone():
+    """Of three tokens, less where an answer ends; the prompts grow by what was written."""
+    seen = []
+    teacher = LocalTeacher(lambda sequence: (seen.append(sequence.prompt_ids.tolist()), counting(sequence))[1])
+    assert greedy(teacher, [1, 4], [7]) == [-2.0] * 5
+    assert seen == [[1, 4], [7], [1, 4, 5], [7, 8], [1, 4, 5, 6]]
+
+
+def test_a_teacher_that_does_not_answer_in_time_is_left_alone():
+    assert greedy(LocalTeacher(counting, delay=None), [1], seconds=0.05) == []
+
+
+def test_a_teacher_that_is_not_sure_of_itself_is_a_warning(caplog):
+    paths = ("data.train_files", "actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
+    config = load_config([f"{path}=x" for path in paths])
+    prompt = Prompt(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
+    facts = Facts(config, train_prompts=[prompt], stop_token_ids=[9])
+    found = fit.check_own_answers(facts, LocalTeacher(counting))  # behind its own template the answer ends at once
+    assert found == "-2.00 nats a token over 1 tokens of its own greedy answers to 1 prompts"
+    assert "the teacher is not sure of its own answers: -2.00 nats" in caplog.text
+    caplog.clear()
+    sure = LocalTeacher(lambda sequence: dataclasses.replace(counting(sequence), logprobs=np.zeros((1, 1), np.float32)))
+    assert fit.check_own_answers(facts, sure).startswith("0.00 nats")
+    config.actor_rollout_ref.teacher.check_fit = False
+    assert fit.check_own_answers(facts, sure).startswith("left out")
+    assert not caplog.records
