@@ -47,7 +47,7 @@ from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.run import locked_run_folder, start_tracking
 from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.budget import teacher_shares_gpu
-from hybrid_gkd.ppo.trainer import total_steps as total_steps_of
+from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer

@@ -376,6 +376,8 @@ class TrainerConfig:
     """Steps between validations; -1 validates only before and after training."""
     val_before_train: bool = True
     """Validate the untrained student first."""
+    val_only: bool = False
+    """Validate what the run would start from, a checkpoint or the model, and end; data.train_files is not read."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto continues from the newest checkpoint of this experiment; resume_path from resume_from_path."""
     resume_from_path: str | None = None
@@ -468,7 +470,12 @@ class Config:
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
-    def run_dir(self) -> Path:
-        """Folder of this run's checkpoints, metrics and logs."""
+    def experiment_dir(self) -> Path:
+        """Folder of the checkpoints."""
         trainer = self.trainer
         return Path(trainer.default_local_dir).expanduser().absolute() / trainer.project_name / trainer.experiment_name
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of what this run writes; with `trainer.val_only` a folder inside, as no training run is touched."""
+        return self.experiment_dir / "validation" if self.trainer.val_only else self.experiment_dir

@@ -33,7 +33,9 @@ def rules_between_fields(config: Config) -> Rules:
     """The rules between fields, in the order in which they are reported."""
     arr, data, longest = config.actor_rollout_ref, config.data, config.max_sequence_length
     actor, fsdp_size = arr.actor, arr.actor.fsdp_config.fsdp_size
-    yield "data.train_files", data.train_files, "must name at least one file"
+    val_only = config.trainer.val_only
+    yield "data.train_files", data.train_files or val_only, "must name at least one file"
+    yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
     yield (
         f"{ARR}.actor.ppo_max_token_len_per_gpu",
         actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
@@ -71,7 +73,7 @@ def rules_between_fields(config: Config) -> Rules:
     if config.distillation.enabled:
         yield from _teacher(config)
         yield from _loss(config)
-    if config.distillation.use_task_rewards or not config.distillation.enabled:
+    if (config.distillation.use_task_rewards or not config.distillation.enabled) and not val_only:
         yield "reward.answer_key", config.reward.answer_key, (
             "task rewards need the column with the right answers; distillation.enabled=true with "
             "distillation.use_task_rewards=false trains without"

@@ -23,7 +23,8 @@ import numpy as np
 
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
-from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
+from hybrid_gkd.ppo.steps import num_updates
+from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.spans import working_for
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence

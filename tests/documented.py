@@ -66,6 +66,8 @@ RUN_ELSEWHERE = {
     f"bash run_gkd.sh {POOLS} trainer.scheduler=one_step_off": _AHEAD,
     f".venv/bin/python -m hybrid_gkd.doctor {QWEN} {LARGE} {FILES}": _DOCTOR,
     ".venv/bin/python -m hybrid_gkd.doctor": _DOCTOR,
+    ".venv/bin/python -m hybrid_gkd.evaluate Qwen/Qwen3-0.6B outputs/hybrid_gkd/first/global_step_* --data val.jsonl "
+    f"{LARGE}": f"{_COMMAND_LINE}::test_models_and_checkpoints_are_validated_into_one_table",
     ".venv/bin/python -m hybrid_gkd.metrics": _METRICS,
     ".venv/bin/python -m hybrid_gkd.convert_checkpoint global_step_100 global_step_100_converted":
         "tests/unit/student/test_convert_checkpoint.py::test_what_is_converted_goes_on_as_it_would_have",

@@ -52,8 +52,8 @@ class Facts:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps of the run are done."""
-        return self.steps is not None and self.steps_done >= self.steps
+        """Whether all steps of the run are done, and nothing else is asked for."""
+        return self.steps is not None and self.steps_done >= self.steps and not self.config.trainer.val_only
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import uses_demo
-from hybrid_gkd.errors import ConfigError, call_all, raise_all
+from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
+from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.reporting.logs import log_to_console
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 
@@ -19,20 +24,46 @@ def parse(
     arguments: list[str], prog: str = "python -m hybrid_gkd", switches: Mapping[str, str] = MappingProxyType({})
 ) -> argparse.Namespace:
     """The command line as a namespace; exits on a usage error. `switches`: further ones, and what they do."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="On-policy distillation of a student from a teacher.",
-        epilog="Every key is documented in hybrid_gkd/config.py.",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
-    parser.add_argument("--config-path", default=CONFIG_DIR, type=Path, help="folder of YAML files (%(default)s)")
-    parser.add_argument("--config-name", help="a YAML file there; default: demo, or gkd with your own model or data")
+    parser = make_parser(prog, "On-policy distillation of a student from a teacher.")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and what the checks before a run find"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     for name, text in switches.items():
         parser.add_argument(name, action="store_true", help=text)
     return parser.parse_intermixed_args(arguments)
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The arguments of every command that takes a run's configuration."""
+    epilog = "Every key is documented in hybrid_gkd/config.py."
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
+    parser.add_argument("--config-path", default=CONFIG_DIR, type=Path, help="folder of YAML files (%(default)s)")
+    parser.add_argument("--config-name", help="a YAML file there; default: demo, or gkd with your own model or data")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
+    """Run a command with its log on the console and its errors as messages; the exit code, also after a signal."""
+    log_to_console()
+    stopping, code = Stopping(), 0
+    stopping.install()
+    try:
+        code = command(stopping)
+    except (HybridGKDError, OSError) as error:  # an OSError: of a disk or folder that nobody has thought of
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SystemExit) as ended:  # Ray makes a SystemExit(1) of one that is raised while it waits
+        if stopping.exit_code is None:
+            print(f"error: Ray ended the run: {getattr(ended, 'ray_terminate_msg', ended)}", file=sys.stderr)
+            return 1
+    if stopping.exit_code is not None:
+        name = signal.Signals(stopping.exit_code - 128).name
+        print(f"ended by {name}; everything that this run had started is stopped", file=sys.stderr)
+    return stopping.exit_code or code
 
 
 def load(options: argparse.Namespace) -> Config:

@@ -108,7 +108,7 @@ def check_own_answers(facts: Facts, teacher: TeacherClient) -> str:
     length = min(NUM_TOKENS, config.data.max_response_length)
     prompts = [
         prompt.token_ids if prompt.teacher_ids is None else prompt.teacher_ids
-        for prompt in facts.train_prompts[:NUM_PROMPTS]
+        for prompt in (facts.train_prompts or facts.val_prompts)[:NUM_PROMPTS]
     ]
     ends = facts.stop_token_ids
     with teacher.uncounted():

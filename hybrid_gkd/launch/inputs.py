@@ -18,7 +18,7 @@ from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
-from hybrid_gkd.ppo.trainer import make_sampler, total_steps
+from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 
@@ -93,10 +93,10 @@ def files(facts: Facts) -> str:
     section, answer_key = facts.config.data, facts.config.reward.answer_key
     read = functools.partial(read_rows, prompt_key=section.prompt_key, answer_key=answer_key)
     facts.train_rows, facts.val_rows = call_all([
-        lambda: read(section.train_files, key="data.train_files"),
+        lambda: [] if facts.config.trainer.val_only else read(section.train_files, key="data.train_files"),
         lambda: read(section.val_files, key="data.val_files") if section.val_files else [],
     ])  # fmt: skip
-    facts.first_chat = facts.train_rows[0].messages[0] if facts.train_rows else None
+    facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
     return "{} to train on, {} for validation, each with a prompt".format(*parts)
 
@@ -110,7 +110,7 @@ def data(facts: Facts) -> str:
         apply_chat_template_kwargs=section.apply_chat_template_kwargs, teacher_template=teacher_template(facts.config),
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
-        lambda: make(facts.train_rows, key="data.train_files"),
+        lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
     facts.train_rows, facts.val_rows = [], []
@@ -127,6 +127,8 @@ def data(facts: Facts) -> str:
 
 def left_over(config: Config, num_prompts: int, steps: int) -> str:
     """How many prompts of the last epoch a run leaves out that is as long as its epochs."""
+    if config.trainer.val_only:
+        return ""
     full, left = make_sampler(config, num_prompts).num_steps(config.trainer.total_epochs)
     if steps != full or not left:
         return ""
@@ -144,7 +146,7 @@ def check_presence(config: Config) -> None:
     model, teacher, data = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher, config.data
     looks: list[Callable[[], object]] = [
         lambda: check_model_folder("actor_rollout_ref.model.path", model.path),
-        lambda: find_sources(data.train_files, "data.train_files"),
+        lambda: config.trainer.val_only or find_sources(data.train_files, "data.train_files"),
         lambda: find_sources(data.val_files, "data.val_files"),
     ]
     path = teacher.model.path

@@ -143,7 +143,7 @@ def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
     are kept, there has to be room for the next one. `steps`: of the whole run, None where that is not known.
     """
     trainer, one = config.trainer, checkpoint_bytes(config, spec)
-    if trainer.save_freq == 0:
+    if trainer.save_freq == 0 or trainer.val_only:
         return 0
     if trainer.save_freq == -1 or trainer.max_actor_ckpt_to_keep is None:
         return one

@@ -125,6 +125,8 @@ def checkpoint(facts: Facts) -> str:
     )
     if found is None:
         return f"a new run in {facts.config.run_dir}"
+    if facts.config.trainer.val_only:
+        return "\n".join([*found.remarks, f"validating {found.folder}, after step {found.state.step}"])
     done = f"nothing is left to do: {found.folder} is of step {found.state.step} of {facts.steps}"
     goes_on = f"continuing from {found.folder} after step {found.state.step} (trainer.resume_mode)"
     return "\n".join([*found.remarks, done if facts.finished else goes_on])
@@ -141,7 +143,7 @@ def plan(facts: Facts) -> str:
     assert facts.spec is not None
     places = placement_plan(facts.config, device=facts.device, engine=facts.engine)
     lines = [places, memory_plan(facts.config, facts.spec, device=facts.device)]
-    if facts.steps is not None:
+    if facts.steps:
         lines.append(time_plan(facts.config, facts.steps, facts.steps_done))
     return "\n".join(lines)
 

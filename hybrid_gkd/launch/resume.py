@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,11 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
     section, given = config.trainer, config.trainer.resume_from_path
     if section.resume_mode == "disable":
         return None
-    folders = [Path(given)] if given is not None else CheckpointStore(config.run_dir, keep=None).newest_first()
+    folders = [Path(given)] if given is not None else CheckpointStore(config.experiment_dir, keep=None).newest_first()
     remarks: list[str] = []
     for folder in folders:
         try:
-            remarks += check_checkpoint(folder, steps=steps)
+            remarks += check_checkpoint(folder, steps=sys.maxsize if section.val_only else steps)
         except CheckpointError as error:
             if given is not None or is_old_format(folder):
                 raise CheckpointError(f"trainer.resume_mode={section.resume_mode}: {error}") from error
@@ -55,8 +56,8 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
         return resumption
     if folders:
         raise CheckpointError(
-            f"{config.run_dir} has no intact checkpoint to continue from; trainer.resume_mode=disable starts anew and "
-            "keeps the folder under another name\n" + "\n".join(remarks)
+            f"{config.experiment_dir} has no intact checkpoint to continue from; trainer.resume_mode=disable starts "
+            "anew and keeps the folder under another name\n" + "\n".join(remarks)
         )
     return None
 
@@ -83,12 +84,12 @@ def check_checkpoint(folder: Path, *, steps: int) -> list[str]:
 
 
 def accepted_changes(resumption: Resumption, config: Config, settings: dict[str, Any]) -> list[str]:
-    """A remark that lists the settings which are not those of the checkpoint, if there are any.
+    """A remark that lists the settings which are not those of the checkpoint, if there are any and it is trained on.
 
     Raises ConfigError unless `trainer.allow_changed_config` accepts them.
     """
     changed = changes(resumption.state.settings, settings)
-    if not changed:
+    if not changed or config.trainer.val_only:
         return []
     text = f"{resumption.folder} was trained with other settings (was -> is):\n" + "\n".join(changed)
     if config.trainer.allow_changed_config:

@@ -25,7 +25,8 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
-from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates
+from hybrid_gkd.ppo.steps import num_updates
+from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.trace import recording
@@ -56,6 +57,15 @@ def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stop
     facts = check_all(config)
     if facts.finished:
         return nothing_left(facts)
+    return summarise(execute(facts, stopping), started, teacher_accuracy)
+
+
+def execute(facts: Facts, stopping: Stopping) -> PPOTrainer:
+    """Start everything, train (with `trainer.val_only` validate), and stop what was started; the trainer's results.
+
+    Raises as `run`.
+    """
+    config = facts.config
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
@@ -63,9 +73,10 @@ def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stop
         with failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping)
             # Where nothing may be saved there is nothing to wait for.
-            with stopping.after_the_step(config.trainer.grace_period if config.trainer.save_freq else 0.0):
+            saves = config.trainer.save_freq != 0 and not config.trainer.val_only
+            with stopping.after_the_step(config.trainer.grace_period if saves else 0.0):
                 trainer.fit()
-    return summarise(trainer, started, teacher_accuracy)
+    return trainer
 
 
 def nothing_left(facts: Facts) -> str:
@@ -164,8 +175,8 @@ def start_tracking(facts: Facts) -> Tracking:
     assert facts.steps is not None
     info = RunInfo(
         project_name=config.trainer.project_name, experiment_name=config.trainer.experiment_name,
-        run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps, resume=facts.resumption is not None,
-        start_step=facts.resumption.state.step if facts.resumption else 0,
+        run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps or facts.steps_done,
+        resume=facts.resumption is not None and not config.trainer.val_only, start_step=facts.steps_done,
     )
     return Tracking(config.trainer.logger, info)
 

@@ -60,6 +60,7 @@ class Stopping:
     @contextlib.contextmanager
     def unwinding_after(self) -> Iterator[None]:
         """However the block ends, what was started is stopped next, and no signal interrupts that."""
+        self._unwinds_since = None  # an earlier run of this process has been stopped by now
         try:
             yield
         finally:

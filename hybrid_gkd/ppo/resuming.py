@@ -83,8 +83,10 @@ def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:
-    """Of a checkpoint. Raises CheckpointError if it cannot be read, or belongs to a run on other data."""
+    """Of a checkpoint. Raises CheckpointError if it cannot be read, or is to be trained on with other data."""
     state = load_state(folder)
+    if config.trainer.val_only:
+        return state
     for key, now in data_state(config, num_prompts).items():
         if state.data.get(key) != now:
             raise CheckpointError(

@@ -32,6 +32,7 @@ from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
+from hybrid_gkd.ppo.steps import make_sampler, num_updates, request_seeds, total_steps
 from hybrid_gkd.spans import Clock, working_for
 from hybrid_gkd.types import (
     Generation,
@@ -55,8 +56,9 @@ logger = logging.getLogger(__name__)
 
 COMPARED = (
     "actor/kl_loss", "reward/mean", "val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length",
+    "val/num_prompts",
 )
-"""Metrics that the final table compares between the beginning of a run and its end."""
+"""What the final table compares between the beginning of a run and its end, and an evaluation between models."""
 LATE_SECONDS = 30.0
 """Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
 THROUGHPUT = {"throughput": "perf/tokens_per_second", "teacher's throughput": "teacher/tokens_per_second"}
@@ -92,7 +94,6 @@ class PPOTrainer:
         self.train_prompts, self.val_prompts, self.reward = train_prompts, val_prompts, reward
         self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.clock, self.stop_requested = clock or Clock(), stop_requested
-        self.sampler = make_sampler(config, len(train_prompts))
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = 0
         self.checkpoint: Path | None = None
@@ -125,11 +126,17 @@ class PPOTrainer:
         if resume_from is not None:
             self._resume(resume_from)
 
+    @functools.cached_property
+    def sampler(self) -> PromptSampler:
+        """Which prompts a step takes."""
+        return make_sampler(self.config, len(self.train_prompts))
+
     def fit(self) -> None:
-        """Train to the last step, or until a stop is requested."""
+        """Train to the last step, or until a stop is requested; with `trainer.val_only` validate and no more."""
+        before_training = self.step == 0 and self.config.trainer.val_before_train
         with working_for(self.step):
             self._publish_weights()
-            if self.step == 0 and self.config.trainer.val_before_train and self.val_prompts:
+            if self.val_prompts and (before_training or self.config.trainer.val_only):
                 self._report(self._validate())
         self.clock.take()  # the first step's times are its own
         try:
@@ -437,26 +444,3 @@ class PPOTrainer:
         self.step = self._saved_step = state.step
         self.first_metrics = dict(state.first_metrics)
         self.checkpoint = folder
-
-
-def make_sampler(config: Config, num_prompts: int) -> PromptSampler:
-    """The order of the training prompts. Raises DataError if they do not fill one batch."""
-    data = config.data
-    return PromptSampler(num_prompts, data.train_batch_size, data.shuffle, data.seed)
-
-
-def total_steps(config: Config, num_prompts: int) -> int:
-    """Training steps of the whole run, all of them with a full batch."""
-    full, _ = make_sampler(config, num_prompts).num_steps(config.trainer.total_epochs)
-    return config.trainer.total_training_steps or full
-
-
-def num_updates(config: Config, steps: int) -> int:
-    """Optimizer steps in `steps` training steps."""
-    per_epoch = -(-config.data.train_batch_size // config.mini_batch_size)
-    return steps * per_epoch * config.actor_rollout_ref.actor.ppo_epochs
-
-
-def request_seeds(seed: int, step: int, count: int) -> list[int]:
-    """One 31-bit seed per sequence of a step, the same on every run."""
-    return (np.random.SeedSequence([seed, step]).generate_state(count) >> 1).tolist()

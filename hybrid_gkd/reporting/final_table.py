@@ -26,8 +26,14 @@ def final_table(
     """
     minutes, seconds = divmod(round(wall_seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if config.trainer.val_only:
+        known = {"held-out accuracy: teacher": teacher_accuracy} if teacher_accuracy is not None else {}
+        results = [(name, _show(value, ".5g")) for name, value in (known | {**last}).items()]
+        results = [("validated, not trained (trainer.val_only)", _validated(config, checkpoint)), *results]
+    else:
+        results = _results(config, first, last, teacher_accuracy)
     rows = [
-        *_results(config, first, last, teacher_accuracy),
+        *results,
         ("training steps", str(steps)),
         ("wall time", f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"),
         ("checkpoint", _show(checkpoint)),
@@ -39,6 +45,21 @@ def final_table(
     lines = [f"  {label:<{label_width}}  {value}" for label, value in rows]
     rule = "-" * max(len(line) for line in lines)
     return "\n".join([rule, *lines, rule])
+
+
+def comparison(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """A table of models, each a line with its metrics; plain text, without a newline at the end."""
+    names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
+    lines = [["model", *names]]
+    lines += [[model, *(_show(metrics.get(name), ".5g") for name in names)] for model, metrics in rows.items()]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names) + 1)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
+    )
+
+
+def _validated(config: Config, checkpoint: Path | None) -> str:
+    return config.actor_rollout_ref.model.path if checkpoint is None else str(checkpoint)
 
 
 def _results(

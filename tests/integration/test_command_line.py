@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -178,6 +179,25 @@ def test_a_step_of_choice_is_profiled(finished):
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert any(name.startswith("Optimizer.step") for name in names)
     assert "aten::embedding" in names
+
+
+def test_models_and_checkpoints_are_validated_into_one_table(finished, world, tmp_path):
+    """The untrained student and a checkpoint, of which only the shards are left: what the run itself has reported."""
+    shutil.copytree(finished[0] / "hybrid_gkd" / "gkd", tmp_path / "first")
+    shutil.rmtree(tmp_path / "first" / "global_step_4" / "huggingface")
+    before = sorted(tmp_path.rglob("*"))
+    models = [f"{world}/student", f"{tmp_path}/first/global_step_4"]
+    settings = ["--config-path", f"{tmp_path}/first", "--config-name", "config", "--data", f"{world}/val.jsonl"]
+    command = [sys.executable, "-m", "hybrid_gkd.evaluate", *models, *settings, "--json"]
+    command.append(f"trainer.default_local_dir={tmp_path}/out")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(finished[0])
+    for found, model, step in zip(json.loads(done.stdout), models, (0, 4), strict=True):
+        assert found.pop("model") == model
+        assert set(found) >= {"val/accuracy", "val/forward_kl", "val/reverse_kl", "val/num_prompts"}
+        assert found == pytest.approx({name: rows[step][name] for name in found}, rel=1e-3)
+    assert sorted(path for path in tmp_path.rglob("*") if tmp_path / "out" not in (path, *path.parents)) == before
 
 
 def test_the_checkpoint_is_a_hugging_face_folder(finished):

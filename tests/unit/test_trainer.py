@@ -12,7 +12,8 @@ from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.ppo.trainer import PPOTrainer, num_updates, request_seeds, total_steps
+from hybrid_gkd.ppo.steps import num_updates, request_seeds, total_steps
+from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer

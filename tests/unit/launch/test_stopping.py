@@ -55,6 +55,13 @@ def test_during_training_the_first_signal_is_a_request_and_the_second_ends_the_r
     assert f"{number.name}: the run ends when the step in hand is done and saved, within 60 s" in caplog.text
 
 
+def test_a_second_run_of_the_process_is_ended_like_the_first(stopping):
+    with stopping.unwinding_after():
+        pass
+    with pytest.raises(KeyboardInterrupt), stopping.unwinding_after(), stopping.after_the_step(0.0):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_a_grace_period_that_is_over_ends_the_run_and_says_so(stopping, caplog):
 
     def train():

@@ -13,13 +13,13 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import BadTeacherReply, CheckpointError, ConfigError, HybridGKDError, TrainingError, WorkerError
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
-from hybrid_gkd.ppo.trainer import request_seeds
+from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, TeacherTopK
 
 BATCH, NUM_PROMPTS = 3, 9
-VALIDATED = {"val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length"}
+VALIDATED = {"val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length", "val/num_prompts"}
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
 POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
@@ -169,6 +169,19 @@ def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_
     never_again, _, _ = fit("sync", 2, tmp_path, "trainer.test_freq=0")
     assert never_again.first_metrics.keys() >= VALIDATED
     assert not VALIDATED & never_again.last_metrics.keys()
+
+
+def test_val_only_validates_what_the_run_would_start_from_and_ends(tmp_path):
+    """A new run, and a finished one with other settings for its batches, which do not matter here."""
+    only = ("trainer.val_only=true", "trainer.val_before_train=false", "data.val_files=unused")
+    trainer, group, _ = fit("one_step_off", 3, tmp_path, *only)
+    assert group.events == [("publish", 0), ("generate", 0, 1), ("evaluate", 0, 1)]
+    assert trainer.last_metrics.keys() == VALIDATED
+    fit("sync", 3, tmp_path, "trainer.save_freq=-1")
+    other = ("data.train_batch_size=2", "data.seed=5")
+    trainer, group, _ = fit("sync", 3, tmp_path, *only, *other, resume_from=tmp_path / "global_step_3")
+    assert group.events == [("publish", 3), ("generate", 3, 1), ("evaluate", 3, 1)]
+    assert trainer.tracking.by_step[3]["val/forward_kl"] == 0.5
 
 
 @POOLS

@@ -44,6 +44,17 @@ def test_full_table():
     }
 
 
+def test_a_validation_without_training_says_so():
+    validated = {"val/forward_kl": 0.125, "val/num_prompts": 256.0}
+    found = table([*GKD, "trainer.val_only=true"], steps=0, last=validated)
+    assert list(found.items())[:4] == [
+        ("validated, not trained (trainer.val_only)", "unused"), ("val/forward_kl", "0.125"),
+        ("val/num_prompts", "256"), ("training steps", "0"),
+    ]  # fmt: skip
+    resumed = table([*GKD, "trainer.val_only=true"], steps=40, last=validated, checkpoint=Path("global_step_40"))
+    assert resumed["validated, not trained (trainer.val_only)"] == "global_step_40"
+
+
 def test_what_is_unknown_is_a_dash():
     found = table([*GKD, "reward.answer_key=answer"])
     assert found["wall time"] == "1:00"

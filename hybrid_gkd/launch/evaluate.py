@@ -1,0 +1,134 @@
+"""Validation without training, several models into one table.
+
+    python -m hybrid_gkd.evaluate MODEL ... --data FILE [--config-name NAME] [--json] [dotted.key=value ...]
+
+A MODEL is a Hugging Face folder or hub id, or a `global_step_N` folder of a run. Each is a run with `trainer.val_only`,
+one after the other, in a run folder of its own; where a teacher is given, with the divergences from it. Everything is
+checked for all of them before the first is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybrid_gkd.checkpoint import STATE
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import broken_rules, load_config
+from hybrid_gkd.errors import call_all, raise_all
+from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.launch.command_line import load, make_parser, run_command
+from hybrid_gkd.launch.stopping import Stopping
+
+DEFAULTS = (
+    "trainer.val_only=true", "trainer.experiment_name=evaluation", "trainer.resume_mode=disable", "trainer.logger=[]",
+    "data.train_files=[]", "distillation.enabled=false",
+)
+"""Behind the recipe, before what the command line says."""
+MODEL_PATH = "actor_rollout_ref.model.path"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda stopping: evaluate(options, stopping), debug=options.debug)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line, with `models` apart from `overrides`; exits on a usage error."""
+    parser = make_parser("python -m hybrid_gkd.evaluate", "Validation of several models, without training.")
+    parser.add_argument("--data", action="append", help="held-out prompts, as data.val_files; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of the table")
+    parser.usage = "%(prog)s MODEL ... --data FILE [options] [dotted.key=value ...]"
+    options = parser.parse_intermixed_args(arguments)
+    is_override = re.compile(r"\+?\w+(\.\w+)*=").match
+    options.models = list(dict.fromkeys(word for word in options.overrides if not is_override(word)))
+    options.overrides = list(filter(is_override, options.overrides))
+    if not options.models or any(override.startswith(f"{MODEL_PATH}=") for override in options.overrides):
+        parser.error(f"the models to validate are named as arguments, at least one (not by {MODEL_PATH})")
+    return options
+
+
+def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
+    """Validate every model and print the table, also of those before one that failed. Raises HybridGKDError."""
+    config = base_config(options)
+    configs = name_runs(call_all(functools.partial(for_model, config, model) for model in options.models))
+    with quick_imports():
+        from hybrid_gkd.launch import preflight, run
+
+    all_facts = call_all(functools.partial(preflight.check_all, each) for each in configs)
+    rows: dict[str, Mapping[str, float]] = {}
+    try:
+        for model, facts in zip(options.models, all_facts, strict=True):
+            if stopping.requested():  # by a signal while the model before was stopped
+                break
+            rows[model] = run.execute(facts, stopping).last_metrics
+    finally:
+        if rows:
+            print(to_text(rows, as_json=options.json))
+    return 0
+
+
+def base_config(options: argparse.Namespace) -> Config:
+    """The configuration for all models, distilling where a teacher is given. Raises HybridGKDError."""
+    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(exported(options.models[0]))}"]
+    files = [f"data.val_files={json.dumps(options.data)}"] if options.data else []
+    options.overrides = [*overrides, *own, *files]
+    config = load(options)
+    teacher = config.actor_rollout_ref.teacher
+    given = teacher.model.path is not None or teacher.server_ip is not None
+    if given and not any(override.startswith("distillation.enabled=") for override in own):
+        config.distillation.enabled = True
+        raise_all(broken_rules(config, wrong=set()))
+    return config
+
+
+def exported(model: str) -> str:
+    """The Hugging Face folder of a checkpoint that has one; anything else as it is, with the home folder expanded."""
+    folder = Path(model).expanduser()
+    huggingface = folder / "huggingface"
+    if (folder / STATE).is_file() and huggingface.is_dir():
+        return str(huggingface)
+    return str(folder) if folder.exists() else model
+
+
+def for_model(config: Config, model: str) -> Config:
+    """A copy for one model. A checkpoint without an export is loaded over the model that its run began with.
+
+    Raises ConfigError: the configuration of that run cannot be read.
+    """
+    config, path = copy.deepcopy(config), exported(model)
+    config.actor_rollout_ref.model.path = path
+    if (Path(path) / STATE).is_file():
+        began = load_config(config_name="config", config_path=Path(path).parent)
+        config.actor_rollout_ref.model = began.actor_rollout_ref.model
+        config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", path
+    config.trainer.experiment_name += "_" + re.sub(r"[^\w.-]", "_", "_".join(Path(model).parts[-2:]))
+    return config
+
+
+def name_runs(configs: list[Config]) -> list[Config]:
+    """Give each a run folder of its own, also where the names of models end alike."""
+    taken: set[str] = set()
+    for config in configs:
+        name, number = config.trainer.experiment_name, 1
+        while config.trainer.experiment_name in taken:
+            number += 1
+            config.trainer.experiment_name = f"{name}_{number}"
+        taken.add(config.trainer.experiment_name)
+    return configs
+
+
+def to_text(rows: Mapping[str, Mapping[str, float]], *, as_json: bool) -> str:
+    """Model -> metrics as a table, or as a JSON list of objects."""
+    if as_json:
+        return json.dumps([{"model": model, **metrics} for model, metrics in rows.items()], indent=2)
+    from hybrid_gkd.reporting.final_table import comparison
+
+    return comparison(rows)

@@ -1,0 +1,78 @@
+"""Which configuration each model of `python -m hybrid_gkd.evaluate` gets, and what is printed."""
+
+import json
+
+import pytest
+
+from hybrid_gkd.config_loading import load_config, to_yaml
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.launch.evaluate import base_config, for_model, name_runs, parse, to_text
+
+TEACHER = "actor_rollout_ref.teacher.model.path=large"
+
+
+def base(*words):
+    return base_config(parse([*words, "--data", "held out.jsonl"]))
+
+
+def test_models_are_told_from_overrides_and_named_once():
+    options = parse(["a/b", "runs/lr=1e-3/global_step_4", "data.prompt_key=question", "a/b", "--json", "--data", "x"])
+    assert options.models == ["a/b", "runs/lr=1e-3/global_step_4"]
+    assert options.overrides == ["data.prompt_key=question"]
+    assert (options.json, options.data) == (True, ["x"])
+
+
+@pytest.mark.parametrize("words", [["data.prompt_key=q"], ["a/b", "actor_rollout_ref.model.path=c/d"]])
+def test_a_model_is_an_argument(words, capsys):
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert "named as arguments" in capsys.readouterr().err
+
+
+def test_a_teacher_that_is_given_is_asked_unless_told_not_to():
+    assert not base("a/b").distillation.enabled
+    assert base("a/b", TEACHER).distillation.enabled
+    assert not base("a/b", TEACHER, "distillation.enabled=false").distillation.enabled
+    assert base("a/b").data.val_files == ["held out.jsonl"]
+    assert base("a/b").data.train_files == []
+    with pytest.raises(ConfigError, match=r"server_ip: must be host"):
+        base("a/b", "actor_rollout_ref.teacher.server_ip=a b")
+
+
+def test_without_data_the_key_is_named():
+    with pytest.raises(ConfigError, match=r"data.val_files: must name at least one file with trainer.val_only=true"):
+        base_config(parse(["a/b"]))
+
+
+def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_path):
+    run = tmp_path / "first"
+    for step in (2, 4):
+        (run / f"global_step_{step}").mkdir(parents=True)
+        (run / f"global_step_{step}" / "trainer_state.json").write_text("{}")
+    (run / "global_step_4" / "huggingface").mkdir()
+    began = ["data.train_files=x", "actor_rollout_ref.model.path=org/student", TEACHER]
+    began = load_config([*began, "actor_rollout_ref.model.tokenizer_path=org/tok"])
+    (run / "config.yaml").write_text(to_yaml(began))
+    config, models = base("a/b"), [f"{run}/global_step_4", f"{run}/global_step_2", "a/b"]
+    export, shards, hub = (for_model(config, model) for model in models)
+    assert export.actor_rollout_ref.model.path == f"{run}/global_step_4/huggingface"
+    assert (export.trainer.resume_mode, hub.trainer.resume_mode) == ("disable", "disable")
+    assert shards.actor_rollout_ref.model.path == "org/student"
+    assert shards.actor_rollout_ref.model.tokenizer_path == "org/tok"
+    assert (shards.trainer.resume_mode, shards.trainer.resume_from_path) == ("resume_path", f"{run}/global_step_2")
+    assert hub.actor_rollout_ref.model.path == "a/b"
+    names = [each.run_dir.parts[-2:] for each in name_runs([export, shards, hub, for_model(config, "x/a/b")])]
+    assert names == [
+        ("evaluation_first_global_step_4", "validation"), ("evaluation_first_global_step_2", "validation"),
+        ("evaluation_a_b", "validation"), ("evaluation_a_b_2", "validation"),
+    ]
+
+
+def test_the_table_and_the_list():
+    rows = {"a/b": {"val/accuracy": 0.25, "val/num_prompts": 256.0}, "c": {"val/forward_kl": 0.0123456}}
+    lines = [line.split() for line in to_text(rows, as_json=False).splitlines()]
+    assert lines == [
+        ["model", "val/accuracy", "val/num_prompts", "val/forward_kl"], ["a/b", "0.25", "256", "—"],
+        ["c", "—", "—", "0.012346"],
+    ]
+    assert json.loads(to_text(rows, as_json=True)) == [{"model": name, **metrics} for name, metrics in rows.items()]
