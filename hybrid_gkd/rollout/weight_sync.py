@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.rollout.store import open_store
 from hybrid_gkd.rollout.weights import Layout, Names, cut
 from hybrid_gkd.waiting import Timeout
 
@@ -48,7 +49,7 @@ class WeightSync:
         self.rank, self.dtype, self.device, self.timeout = rank, dtype, device, timeout
         self.buckets = cut(layout, bucket_bytes // dtype.itemsize)
         try:
-            store = dist.TCPStore(*address, size, rank == 0, timedelta(seconds=timeout))
+            store = open_store(address, rank=rank, size=size, timeout=timeout)
             self._group: Any
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
@@ -58,7 +59,7 @@ class WeightSync:
                 self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             # Connect now, so that an unreachable address shows at the start of a run.
             self._finish([], self._broadcast(torch.zeros(1, device=device)), time.monotonic() + timeout)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise WorkerError(
                 f"the group for weights did not form at {address[0]}:{address[1]} within {self._limit}: {error}"
             ) from error

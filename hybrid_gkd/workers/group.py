@@ -24,7 +24,7 @@ from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
 from hybrid_gkd.waiting import Timeout, waiting
-from hybrid_gkd.workers.own_cluster import own_group, starting
+from hybrid_gkd.workers.own_cluster import on_loopback, own_group, starting
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.pool import (
     CAUSE_SECONDS,
@@ -324,7 +324,7 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
         stack.callback(ray.shutdown)
         whom = f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"
         try:
-            with waiting(whom), starting(group):
+            with waiting(whom), starting(group), contextlib.nullcontext() if init.address else on_loopback():
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error

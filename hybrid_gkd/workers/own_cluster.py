@@ -17,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+import ray
+from ray._private import ray_constants
+
 logger = logging.getLogger(__name__)
 
 GUARD = "read _; sleep 1; kill -KILL 0"
@@ -99,3 +102,17 @@ def _wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> se
     while (left := members(group).difference(besides)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """What Ray starts within listens on 127.0.0.1 only, as on macOS; on Linux no option of Ray's does it."""
+    if not hasattr(ray_constants, "ENABLE_RAY_CLUSTER"):
+        logger.warning("this Ray %s listens on all interfaces, see docs/security.md", ray.__version__)
+        yield
+        return
+    there, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = there

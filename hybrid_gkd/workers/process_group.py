@@ -15,6 +15,9 @@ from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Role, threads_per_process
 
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""What gloo, NCCL and vLLM listen on where all workers are on one machine, unless the user has set it."""
+
 
 class GroupMember:
     """Process `rank` of `size` in the process group of its pool, on "cuda" or "cpu"."""
@@ -24,7 +27,7 @@ class GroupMember:
         self.device_type = device_type
 
     def address(self) -> tuple[str, int]:
-        """Host and a free port of this process, for a rendezvous."""
+        """Host and a free port of this process, for a rendezvous: of the interface that the others reach."""
         host = "127.0.0.1"
         if not self._on_one_host():
             import ray
@@ -45,18 +48,20 @@ class GroupMember:
         )
         if self.device_type == "cpu":
             os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
-            if self._on_one_host():  # the host's own name may not resolve on a laptop
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self._on_one_host():  # nobody else has to reach them, and the host's own name may not resolve on a laptop
+            for name, value in LOOPBACK.items():
+                os.environ.setdefault(name, value)
         import torch
         import torch.distributed as dist
 
+        from hybrid_gkd.rollout.store import open_store
         from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
 
         if self.device_type == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
         try:
-            store = dist.TCPStore(*address, self.size, self.rank == 0, timedelta(seconds=timeout.seconds))
-        except RuntimeError as error:
+            store = open_store(address, rank=self.rank, size=self.size, timeout=timeout.seconds)
+        except (RuntimeError, OSError) as error:
             raise WorkerError(
                 f"{self.role} {self.rank}: the {self.size} {self.role}s did not meet at {address[0]}:{address[1]} "
                 f"within {timeout}: {str(error).splitlines()[0]}"

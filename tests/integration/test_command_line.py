@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from hybrid_gkd.checkpoint import find_damage
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.reporting.trace import write_trace
 from hybrid_gkd.spans import Span, hidden_seconds, seconds
+from hybrid_gkd.teacher.server.local import child_environment
 from hybrid_gkd.testing import make_tiny_model
 
 ENGINE = "vllm" if vllm_compat.vllm_available() else "hf"
@@ -83,6 +85,34 @@ def run(args, **options):
     return finish(start(args, **options))
 
 
+def run_watched(args):
+    """The same, and (address, command line) of all that the run and its descendants were seen to listen on."""
+    process, seen, ended = start(args), set(), threading.Event()
+
+    def look():
+        while not ended.wait(0.3):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(process.pid)
+                for each in [root, *root.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        places = [one.laddr for one in each.net_connections() if one.status == psutil.CONN_LISTEN]
+                        seen.update((place.ip, " ".join(each.cmdline())[:200]) for place in places)
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        return *finish(process), seen
+    finally:
+        ended.set()
+        watching.join()
+
+
+def refuse_strangers(seen):
+    """What listens is reached from this machine only."""
+    assert seen
+    assert not {each for each in seen if not each[0].removeprefix("::ffff:").startswith("127.")}
+
+
 def rows_of(out, experiment="gkd"):
     lines = (out / "hybrid_gkd" / experiment / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, lines)}
@@ -110,13 +140,13 @@ def logged_step(out, step):
 def finished(world, tmp_path_factory):
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("out")
-    code, text, errors = run([*arguments(world, out), "trainer.profile_steps=[2]"])
+    code, text, errors, seen = run_watched([*arguments(world, out), "trainer.profile_steps=[2]"])
     assert code == 0, errors
-    return out, text, errors
+    return out, text, errors, seen
 
 
 def test_a_run_trains_and_says_where_everything_is(finished):
-    out, text, errors = finished
+    out, text, errors, _ = finished
     rows = rows_of(out)
     assert sorted(rows) == [0, 1, 2, 3, 4]
     assert rows[4]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
@@ -134,9 +164,17 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert all(line in log for line in ("INFO versions: ", "INFO run folder: ", "DEBUG step 4  actor/"))
 
 
+def test_everything_listens_on_loopback_only(finished):
+    """Other runs below look too: two workers, and two pools, have stores and groups besides."""
+    seen = finished[-1]
+    for program in ("hybrid_gkd.teacher serve", "raylet", "gcs_server", "ray::Worker"):
+        assert [address for address, command in seen if program in command], program
+    refuse_strangers(seen)
+
+
 def test_the_trace_shows_what_the_metrics_say(finished):
     """One row per participant; sums of the trainer's spans are timing/*, and the rest follows from the others."""
-    out, _, _ = finished
+    out, _, _, _ = finished
     rows = rows_of(out).values()
     events = json.loads((out / "hybrid_gkd" / "gkd" / "trace.json").read_text())
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -170,7 +208,7 @@ def test_the_trace_shows_what_the_metrics_say(finished):
 
 def test_a_step_of_choice_is_profiled(finished):
     """In the form of trace.json; the other steps are not."""
-    out, _, errors = finished
+    out, _, errors, _ = finished
     folder = out / "hybrid_gkd" / "gkd"
     assert sorted(path.name for path in folder.glob("profile*")) == ["profile_step_2_worker_0.json.gz"]
     assert f"torch's profiler, step 2: {folder}/profile_step_2_worker_0.json.gz" in errors
@@ -239,10 +277,11 @@ def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it
 ):
     """With separate pools; and with importance weights, which are 1 for the first batch and not for what is stale."""
     weights = ["algorithm.rollout_is_threshold=2"] if depth == 2 else []
-    code, _, errors = run(
+    code, _, errors, seen = run_watched(
         arguments(world, tmp_path, f"trainer.scheduler={scheduler}", "trainer.save_freq=0", *weights, *pools)
     )
     assert code == 0, errors
+    refuse_strangers(seen)
     assert errors.count("Rollout weight sync completed in ") == (5 if pools else 0)
     whole, rows = rows_of(finished[0]), rows_of(tmp_path)
     assert [rows[step]["training/staleness"] for step in range(1, 5)] == [min(step - 1, depth) for step in range(1, 5)]
@@ -390,12 +429,14 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
             sys.executable, "-m", "hybrid_gkd.teacher", "serve", "--ckpt-path", str(exported), "--port", "0",
             "--worker-port", "0", "--backend", ENGINE, "--max-model-len", "64", "--device", "cpu",
             "--ready-file", str(ready),
-        ]
-    )
+        ],
+        cwd=tmp_path, env=child_environment(),
+    )  # fmt: skip
     try:
         wait_for(ready.exists, "readiness")
         port = json.loads(ready.read_text())["port"]
         given = ["actor_rollout_ref.teacher.server_ip=127.0.0.1", f"actor_rollout_ref.teacher.server_port={port}"]
+        given.append(f"actor_rollout_ref.teacher.keys={tmp_path}/teacher_keys/client")
         short = ["trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0", "data.val_files=null"]
         code, text, errors = run(arguments(world, tmp_path, *given, *short))
         assert code == 0, errors
@@ -405,7 +446,7 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
         command = [sys.executable, "-m", "hybrid_gkd.doctor", *arguments(world, tmp_path, *given)]
         doctor = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert doctor.returncode == 0, doctor.stdout
-        assert f"ok   teacher: 127.0.0.1:{port} fits the student, 1 worker(s)" in doctor.stdout
+        assert f"ok   teacher: 127.0.0.1:{port} answers, 1 worker(s)" in doctor.stdout
         stranger = [f"actor_rollout_ref.model.path={world}/stranger", "trainer.experiment_name=other"]
         code, _, errors = run(arguments(world, tmp_path, *given, *stranger))
         assert code == 1
@@ -420,7 +461,7 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
     """A reward that the random student can reach: short answers are no better, long ones are."""
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(response, answer):\n    return len(response) % 7 / 7\n")
-    code, _, errors = run(
+    code, _, errors, seen = run_watched(
         arguments(
             world, tmp_path, "distillation.enabled=false", "actor_rollout_ref.teacher.model.path=null",
             "actor_rollout_ref.rollout.n=4", f"reward.custom_reward_function.path={reward}",
@@ -428,6 +469,7 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
             "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", *HF,
         )
     )
+    refuse_strangers(seen)
     assert code == 0, errors
     rows = rows_of(tmp_path)
     assert sorted(rows) == [0, 1, 2]

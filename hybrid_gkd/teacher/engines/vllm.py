@@ -9,6 +9,7 @@ cached block comes back without hidden states, and responses to one prompt often
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class VLLMScoringEngine(ScoringEngine):
         # The last response token is not read, but vLLM insists on generating one.
         limits = {"max_model_len": info.max_sequence_length, "max_num_seqs": SEQUENCES_PER_STEP[device]}
         try:
+            os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # all processes of the engine are on this machine
             llm_class = vllm_compat.import_llm(device)
             vllm_compat.keep_raw_prompt_logprobs()
             llm = llm_class(

@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -82,7 +83,9 @@ class Port:
                 (identity, *frames), num_left_out = network.receive_frames(self.socket, 1 + protocol.MAX_FRAMES)
             except zmq.Again:
                 return
-            self._heard.add(identity.get(zmq.SRCFD))
+            descriptor = _property(identity, zmq.SRCFD)
+            if descriptor is not None:
+                self._heard.add(descriptor)
             if num_left_out:
                 self._drop(identity, f"a message of {len(frames) + num_left_out} parts")
             yield identity.bytes, ([] if num_left_out else frames)
@@ -121,16 +124,17 @@ class Port:
 
     def _drop(self, identity: zmq.Frame, what: str) -> None:
         """End the connection over which a message came, and let its key in no more."""
-        who = f"a peer at {identity.get('Peer-Address')}"
-        if self._allowed is not None:
-            key = str(identity.get("User-Id")).encode()
-            who = f"{self._allowed.name(self.role, key)} at {identity.get('Peer-Address')}"
+        name, user = "a peer", _property(identity, "User-Id")
+        if self._allowed is not None and user is not None:
+            key = user.encode()
+            name = self._allowed.name(self.role, key) or "a key that was withdrawn"
             self._allowed.ban(key)
+        who = f"{name} at {_property(identity, 'Peer-Address')}"
         log.warning(
             "%s: %s sent %s, the protocol has %d at most: dropped, and not let in again until the service is restarted",
             self.role, who, what, protocol.MAX_FRAMES,
         )
-        descriptor = identity.get(zmq.SRCFD)
+        descriptor = _property(identity, zmq.SRCFD)
         if descriptor in {connection[0] for connection, _ in self._connections()}:  # else it has gone by itself
             _shut(descriptor)
 
@@ -145,6 +149,14 @@ class Port:
                     if same.type == socket.SOCK_STREAM and same.getsockname()[1:2] == (self.number,):
                         info = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED.size)
                         yield (descriptor, same.getpeername()), BYTES_RECEIVED.unpack(info)[0]
+
+
+def _property(frame: zmq.Frame, name: int | str) -> Any:
+    """What libzmq knows of the connection over which a frame came; None where it does not say."""
+    try:
+        return frame.get(name)
+    except zmq.ZMQError:
+        return None
 
 
 def _shut(descriptor: int) -> None:
