@@ -47,7 +47,8 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
             remarks += check_checkpoint(folder, steps=sys.maxsize if section.val_only else steps)
         except CheckpointError as error:
             if given is not None or is_old_format(folder):
-                raise CheckpointError(f"trainer.resume_mode={section.resume_mode}: {error}") from error
+                key = "trainer.resume_mode" if given is None else "trainer.resume_from_path"
+                raise CheckpointError(f"{key}: {error}") from error
             remarks.append(f"left out: {error}")
             continue
         state = state_to_resume(folder, config, num_prompts)

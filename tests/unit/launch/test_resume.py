@@ -90,7 +90,7 @@ def test_the_newest_intact_one_is_taken_and_the_damaged_one_named(damage, tmp_pa
     given = make_config(
         tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.run_dir}/global_step_10"
     )
-    with pytest.raises(CheckpointError, match=rf"resume_path: .*{reason}"):
+    with pytest.raises(CheckpointError, match=rf"trainer\.resume_from_path: .*{reason}"):
         find(given)
     flip(config.run_dir / "global_step_5" / "manifest.json")
     with pytest.raises(CheckpointError, match=rf"no intact checkpoint(.|\n)*{reason}(.|\n)*global_step_5"):
