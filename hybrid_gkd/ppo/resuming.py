@@ -26,7 +26,7 @@ LEARNING = (
     f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.teacher.chat_template",
     f"{ARR}.actor.optim", f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip",
     f"{ARR}.actor.clip_ratio", f"{ARR}.actor.fsdp_config.model_dtype",
-    f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k",
+    f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.teacher.chat_template",
     "distillation", "algorithm", "trainer.scheduler",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""
