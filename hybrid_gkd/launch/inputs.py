@@ -115,7 +115,8 @@ def data(facts: Facts) -> str:
     ])  # fmt: skip
     facts.train_rows, facts.val_rows = [], []
     facts.steps = total_steps(facts.config, len(facts.train_prompts))
-    if max(facts.config.trainer.profile_steps, default=0) > facts.steps:
+    val_only = facts.config.trainer.val_only
+    if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]

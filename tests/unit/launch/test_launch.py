@@ -103,6 +103,18 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
     assert not (tmp_path / "out").exists()
 
 
+def test_validation_alone_needs_no_training_prompts_no_room_for_checkpoints_and_no_rule_of_training(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
+    only = ("trainer.val_only=true", "data.train_files=[]", f"data.val_files={tmp_path}/train.jsonl")
+    training = ("reward.answer_key=null", "actor_rollout_ref.rollout.n=1", "trainer.profile_steps=[2]")
+    facts = check_all(runnable(tmp_path, *only, *training))
+    assert (len(facts.train_prompts), len(facts.val_prompts), facts.steps, facts.finished) == (0, 8, 0, False)
+    assert facts.config.run_dir == facts.config.experiment_dir / "validation"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_folder_without_weights_is_refused(tmp_path):
     config = runnable(tmp_path)
     (tmp_path / "student" / "model.safetensors").unlink()
