@@ -90,4 +90,7 @@ class Tracking:
                 if name not in self._warned:
                     self._warned.add(name)
                     reason = f"{type(error).__name__}: {error}"
-                    logger.warning("trainer.logger: %s failed, training goes on without its rows: %s", name, reason)
+                    if name == "jsonl":
+                        logger.warning("rows of metrics.jsonl and generations.jsonl wait for room: %s", reason)
+                    else:
+                        logger.warning("trainer.logger: %s failed, training goes on without its rows: %s", name, reason)

@@ -416,6 +416,8 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
     assert errors.splitlines()[-1].startswith("error: ")
     assert ("worker 0" if victim == "Worker" else "teacher") in errors.splitlines()[-1]
     assert "Traceback" not in errors
+    assert "Some common causes" not in errors  # a paragraph of Ray's, which is in run.log
+    assert ("there is no checkpoint to continue from" if victim == "Worker" else "to continue from: ") in errors
     # The state of the last step is lost with the student, and otherwise saved.
     assert len(list((tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*"))) == (0 if victim == "Worker" else 1)
 

@@ -178,7 +178,7 @@ def test_new_run_keeps_the_files_of_an_earlier_one(tmp_path):
     assert steps_of(tmp_path / "metrics.2.jsonl") == [0, 1]
 
 
-def test_full_disk_leaves_no_part_of_a_row(tmp_path):
+def test_full_disk_leaves_no_part_of_a_row_and_rows_wait_for_room(tmp_path, caplog):
     class FullDisk:
         """Takes ten bytes of every row, then fails."""
 
@@ -203,7 +203,8 @@ def test_full_disk_leaves_no_part_of_a_row(tmp_path):
         rows._file.full = False
         tracker.log({"actor/kl_loss": 3.0}, 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]  # the second when there was room again
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert "rows of metrics.jsonl and generations.jsonl wait for room: OSError" in caplog.text
 
 
 # --- console
