@@ -132,10 +132,9 @@ class TeacherClient:
         already: TeacherTimeout after request_timeout. A future raises TeacherTimeout, BadTeacherReply, TeacherRefused
         or TeacherMismatch.
         """
-        sequences = list(map(as_sent, sequences))
         futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
         with self._changed:
-            for sequence, future in zip(sequences, futures, strict=True):
+            for sequence, future in zip(map(as_sent, sequences), futures, strict=True):
                 if not self._has_room():
                     self._wake()
                 if not self._wait_for(self._has_room, self._request_timeout, "room for more sequences"):
