@@ -186,8 +186,9 @@ def naive_losses(loss, item, logits):
     if loss == "k1 policy":
         return policy((teacher_sampled - sampled).detach())
     ids = torch.from_numpy(item.teacher.ids).long()
-    p, q = torch.from_numpy(item.teacher.logprobs).double().exp(), logprobs.exp().gather(1, ids)
-    p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], 1) for x in (p, q))
+    p, q = np.column_stack([item.teacher.logprobs, item.teacher.tail_logprobs]), logprobs.exp().gather(1, ids)
+    p = torch.from_numpy(p).double().softmax(-1)  # of float32, so not quite of sum 1
+    q = torch.cat([q, 1 - q.sum(-1, keepdim=True)], 1)
     if loss == "forward_kl":
         return (p * (p / q).log()).sum(-1)
     if "reverse_kl" in loss:
