@@ -17,6 +17,7 @@ from hybrid_gkd.models.tokenizer import stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Sequence
+from hybrid_gkd.waiting import Timeout
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ UNSURE = -1.5
 """Mean log-probability of the most likely token, nats, below which a teacher cannot mean what it says."""
 LONGEST_SHOWN = 200
 """Characters of a prompt in a message."""
-SECONDS = 10.0
+SCORES_SECONDS = 10.0
 """For these answers; what takes longer is left out."""
 
 
@@ -112,9 +113,9 @@ def check_own_answers(facts: Facts, teacher: TeacherClient) -> str:
     ]
     ends = facts.stop_token_ids
     with teacher.uncounted():
-        logprobs = greedy_logprobs(teacher, prompts, length=length, stop_token_ids=ends, seconds=SECONDS)
+        logprobs = greedy_logprobs(teacher, prompts, length=length, stop_token_ids=ends, seconds=SCORES_SECONDS)
     if not logprobs:
-        return f"no scores within {SECONDS:g} s"
+        return f"no scores within {Timeout(SCORES_SECONDS)}"
     mean = float(np.mean(logprobs))
     found = f"{mean:.2f} nats a token over {len(logprobs)} tokens of its own greedy answers to {len(prompts)} prompts"
     if mean < UNSURE:
