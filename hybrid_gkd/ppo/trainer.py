@@ -243,11 +243,7 @@ class PPOTrainer:
         """Responses as they are finished, with what the teacher sees before them; as many to each prompt."""
         n = len(requests) // len(prompts)
         for finished in self.group.generate(requests, sampling):
-            others = (prompts[sequence.index // n].teacher_ids for sequence in finished)
-            yield [
-                sequence if ids is None else dataclasses.replace(sequence, teacher_prompt_ids=ids)
-                for sequence, ids in zip(finished, others, strict=True)
-            ]
+            yield [dataclasses.replace(s, teacher_prompt_ids=prompts[s.index // n].teacher_ids) for s in finished]
 
     def _requests(self, prompts: Iterable[Prompt], n: int, step: int) -> list[GenerationRequest]:
         """`n` requests for each prompt, with the seeds of a step; 0 is validation."""
