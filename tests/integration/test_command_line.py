@@ -533,8 +533,8 @@ def test_bad_input_ends_with_one_message(bad_runs, case):
     code, text, errors = future.result(600)
     assert code == 1
     assert "Traceback" not in errors + text
-    message = errors.splitlines()[-1]
-    assert message.startswith("error: ")
+    before, error, message = f"\n{errors}".rpartition("\nerror: ")  # with a line for each file that is wrong
+    assert error, before
     for part in parts:
         assert part in message
     assert not out.exists() or not list(out.glob("*/*/global_step_*"))
