@@ -102,7 +102,8 @@ class WorkerGroup:
         """Load all pools at the same time, and build the group through which weights travel from pool to pool."""
         calls: Calls = {}
         for pool in self.pools:
-            calls |= pool.start("initialize", pool.rendezvous(), num_updates=num_updates, stop_token_ids=stop_token_ids)
+            address = pool.rendezvous(pool.load_timeout)
+            calls |= pool.start("initialize", address, num_updates=num_updates, stop_token_ids=stop_token_ids)
         results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS)
         self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
         """Of each worker that trains: its device and versions, and the engine that generates for it."""

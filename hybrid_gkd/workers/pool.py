@@ -28,9 +28,10 @@ CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
 LONG_NAMES = {
-    "placement": "the start of their processes", "initialize": "loading student and rollout engine",
-    "publish": "the weight sync", "load_checkpoint": "reading the checkpoint",
-    "save_checkpoint": "writing the checkpoint", "memory_metrics": "memory metrics",
+    "placement": "the start of their processes", "address": "a worker's address",
+    "initialize": "loading student and rollout engine", "publish": "the weight sync",
+    "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
+    "memory_metrics": "memory metrics",
     "compute_logprobs": "log-probabilities", "write_profiles": "writing torch's profile of the step",
     "generate": "the generation",
 }

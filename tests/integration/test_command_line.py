@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -454,6 +455,20 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
         assert code == 1
         assert "260" in errors
         assert "261" in errors
+        long = [*HF[:1], "trainer.experiment_name=lost", "trainer.total_training_steps=1000", *short[1:]]
+        process = start(arguments(world, tmp_path, *given, *long, "actor_rollout_ref.teacher.request_timeout=12"))
+        rows = tmp_path / "hybrid_gkd" / "lost" / "metrics.jsonl"
+        wait_for(lambda: rows.exists() and "actor/kl_loss" in rows.read_text(), "a step")
+        service.kill()
+        code, _, errors = finish(process)
+        assert code == 1
+        lost = rf"127\.0\.0\.1:{port}: connection refused since \d\d:\d\d:\d\d, it scored \d+ request\(s\) before"
+        assert re.search(
+            rf"waiting for the teacher: \d of 8 sequences are not scored yet; {lost}; since \S+, for 1\d s now, until "
+            r"\S+ \(actor_rollout_ref\.teacher\.request_timeout=12\)", errors,
+        )
+        limit = r"the limit is 12 s \(actor_rollout_ref\.teacher\.request_timeout\)"
+        assert re.search(rf"error: .*: {limit}; {lost}", errors)
     finally:
         service.terminate()
         service.wait(timeout=60)
@@ -568,8 +583,8 @@ def test_an_unreachable_teacher_ends_the_run_within_its_connect_timeout(world, t
             )
         )
     assert code == 1
-    assert f"127.0.0.1:{port}" in errors.splitlines()[-1]
-    assert "2" in errors.splitlines()[-1]
+    limit = "waited 2 s (actor_rollout_ref.teacher.connect_timeout) for the teacher's handshake"
+    assert f"127.0.0.1:{port}: {limit}: connected, but no answer since " in errors.splitlines()[-1]
 
 
 def test_a_port_in_use_is_named(world, tmp_path):
