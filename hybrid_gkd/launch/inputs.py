@@ -56,7 +56,8 @@ def teacher(facts: Facts) -> str:
         return "none is needed"
     if section.server_ip is not None:
         keys = load_keys(section.keys) if section.keys is not None else None
-        ask = functools.partial(query_status, timeout=section.connect_timeout, keys=keys)
+        key = "actor_rollout_ref.teacher.connect_timeout"
+        ask = functools.partial(query_status, timeout=section.connect_timeout, keys=keys, timeout_key=key)
         found = call_all(functools.partial(ask, address) for address in section.endpoints)
         answers = zip(section.endpoints, found, strict=True)
         return ", ".join(f"{address} answers, {status.num_workers} worker(s)" for address, status in answers)

@@ -134,6 +134,8 @@ def query_status(
             for message, _ in connection.receive():
                 if isinstance(message, protocol.Status):
                     return message
-    limit = Timeout(timeout, timeout_key)
-    reason = connection.problem or f"no teacher server answered the status request within {limit}"
+    reason = connection.problem
+    if not reason:
+        found = connection_error(address) or "connected, but no answer"
+        reason = f"no teacher server answered the status request within {Timeout(timeout, timeout_key)}: {found}"
     raise TeacherUnreachable(f"{address}: {reason}")
