@@ -34,8 +34,10 @@ def save_model(model: ShardedModel, folder: Path) -> dict[str, FileSum]:
         written = write_shard(folder / name, parts, updates_done=str(model.updates_done))
     except OSError as error:
         reason = f"cannot write {folder / name}: {error}"
-    failed = torch.tensor(float(written is None), device=model.device)
-    dist.all_reduce(failed)  # the others must not wait for this rank in the next collective
+    # The others must not wait for this rank in the next collective. On the host: on a GPU the first collective takes
+    # half a GiB for NCCL, which a single worker otherwise never needs.
+    failed = torch.tensor(float(written is None))
+    dist.all_reduce(failed)
     if written is None or failed.item():
         raise CheckpointError(reason or f"cannot write {folder}: another worker has failed")
     return {name: written}
