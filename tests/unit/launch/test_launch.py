@@ -16,7 +16,7 @@ from hybrid_gkd.__main__ import main
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import inputs, preflight, run
+from hybrid_gkd.launch import fit, preflight, run
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.teacher import teacher_environment
@@ -278,14 +278,14 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
 
     @contextlib.contextmanager
     def connect(config, tokenizer, endpoints):
-        served = SimpleNamespace(model=SimpleNamespace(model="larger"), num_workers=1)
-        yield SimpleNamespace(status=lambda: {"far:15555": served})
+        model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=())
+        yield SimpleNamespace(served={"far:15555": model})
 
-    monkeypatch.setattr(inputs, "connect", connect)
+    monkeypatch.setattr(fit, "connect", connect)
     with pytest.raises(ConfigError, match=rf"allow_changed_config: .*\n{TEACHER_PATH}: large -> larger"):
-        inputs.fit(facts)
+        fit.fit(facts)
     config.trainer.allow_changed_config = True
-    assert "large -> larger" in inputs.fit(facts)
+    assert "large -> larger" in fit.fit(facts)
     assert facts.settings == {TEACHER_PATH: "larger"}
 
 
