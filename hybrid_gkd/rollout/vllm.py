@@ -16,6 +16,7 @@ from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
+from hybrid_gkd.rollout import vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
 from hybrid_gkd.rollout.weights import num_bytes
@@ -67,6 +68,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
         self.engine = self.llm.llm_engine
+        self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm)
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.engine.model_config.dtype
@@ -78,6 +80,15 @@ class VLLMRolloutEngine(RolloutEngine):
         self.on_cpu, self.model_type = device.type == "cpu", hf_config.model_type
         if rollout.verify_weights:
             self.layout: VLLMLayout = self.llm.apply_model(VLLMLayout)[0]
+
+    def _install_scheduler(self, engine_kwargs: dict[str, Any]) -> Any:
+        """vLLM's scheduler with the short path for decode steps; None where it stays as vLLM has made it."""
+        given = "scheduler_cls" in engine_kwargs
+        reason = "engine_kwargs.vllm.scheduler_cls is given" if given else vllm_scheduler.install(self.engine)
+        if reason is not None:
+            logger.warning("rollout engine: vLLM schedules every step itself, which is slower: %s", reason)
+            return None
+        return self.engine.engine_core.engine_core.scheduler
 
     def generate(
         self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
@@ -98,7 +109,7 @@ class VLLMRolloutEngine(RolloutEngine):
         last_progress = time.monotonic()
         while self.engine.has_unfinished_requests():
             finished = [
-                _to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
+                self._to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
                 for output in self.engine.step() if output.finished
             ]
             if finished or time.monotonic() > last_progress + PROGRESS_SECONDS:
@@ -106,6 +117,17 @@ class VLLMRolloutEngine(RolloutEngine):
                 last_progress = time.monotonic()
         if prompts:
             raise WorkerError(f"the rollout engine lost {len(prompts)} of {len(requests)} sequences")
+
+    def _to_sequence(self, request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = np.asarray(output.logprobs.logprobs, np.float32)
+            if self.scheduler is not None:
+                logprobs = self.scheduler.take_logprobs(str(request.index))
+        return Sequence(
+            index=request.index, prompt_ids=request.prompt_ids, response_ids=np.asarray(output.token_ids, np.int32),
+            weight_version=weight_version, finish_reason=str(output.finish_reason), logprobs=logprobs,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self.copies_in_place:
@@ -145,9 +167,3 @@ def _measured_share(config: Config) -> float:
     return share
 
 
-def _to_sequence(request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
-    return Sequence(
-        index=request.index, prompt_ids=request.prompt_ids, response_ids=np.asarray(output.token_ids, np.int32),
-        weight_version=weight_version, finish_reason=str(output.finish_reason),
-        logprobs=None if output.logprobs is None else np.asarray(output.logprobs.logprobs, np.float32),
-    )

@@ -1,0 +1,157 @@
+"""How much of a generation is GPU time: vLLM's own scheduler against the short path for decode steps.
+
+    python benchmarks/generation.py --shape 0.5b --sequences 128 256 512
+    python benchmarks/generation.py --shape 1.5b --sequences 128 --lengths geometric
+
+One engine in one process, built as a run builds it, generates the same sequences (same prompts, same seeds) three ways:
+with vLLM's scheduler, with ours, and again under torch's profiler, which says how long the kernels alone take. Random
+weights in the shapes of Qwen2.5; no sequence ends before its length. "same" says whether both schedulers gave the same
+tokens to the last one. All figures are of one run; seconds are the best of `--repeats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models import SHAPES, make_model
+from safetensors.torch import load_file
+
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
+from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.workers.process_group import GroupMember
+
+PROMPT_TOKENS = 128
+
+
+def lengths_of(kind: str, limit: int, sequences: int) -> np.ndarray:
+    """Tokens of every sequence: all alike, or geometric with a quarter of the limit as their mean."""
+    if kind == "equal":
+        return np.full(sequences, limit)
+    return np.minimum(np.random.default_rng(0).geometric(4 / limit, sequences), limit)
+
+
+def generate(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int, *, logprobs: bool) -> dict[str, Any]:
+    """Seconds, steps and tokens of one generation."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rng = np.random.default_rng(1)
+    for index, length in enumerate(lengths):
+        sampling = SamplingParams(
+            max_tokens=int(length), seed=index, ignore_eos=True, detokenize=False, flat_logprobs=True,
+            logprobs=0 if logprobs else None, output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": rng.integers(0, vocabulary, PROMPT_TOKENS).tolist()}
+        engine.engine.add_request(str(index), prompt, sampling)
+    torch.cuda.synchronize()
+    started, steps, found = time.perf_counter(), 0, {}
+    while engine.engine.has_unfinished_requests():
+        steps += 1
+        for output in engine.engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+                if logprobs and engine.scheduler is not None:
+                    engine.scheduler.take_logprobs(output.request_id)
+    torch.cuda.synchronize()
+    assert engine.llm.reset_prefix_cache()
+    return {"seconds": time.perf_counter() - started, "steps": steps, "tokens": found}
+
+
+def kernel_seconds(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int) -> float:
+    """Seconds in which at least one kernel or copy ran, of one generation."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        generate(engine, lengths, vocabulary, logprobs=False)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    total, last = 0.0, 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total / 1e6
+
+
+def make_engine(args: argparse.Namespace, folder: Path, model: str) -> VLLMRolloutEngine:
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cuda",
+            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
+            f"data.max_prompt_length={PROMPT_TOKENS}", f"data.max_response_length={args.new_tokens}",
+            f"actor_rollout_ref.rollout.max_num_seqs={max(args.sequences)}",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.6", *args.overrides,
+        ]
+    )
+    member = GroupMember(config, role="worker", rank=0, size=1, device_type="cuda")
+    member.join(member.address(), Timeout(60.0))
+    engine = VLLMRolloutEngine(config, device=torch.device("cuda", 0), stop_token_ids=[])
+    weights = load_file(Path(model) / "model.safetensors")
+    engine.load_weights((name, weight.cuda()) for name, weight in weights.items())
+    return engine
+
+
+def main() -> None:
+    """Print a row for each number of sequences."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--lengths", choices=["equal", "geometric"], nargs="+", default=["equal", "geometric"])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("overrides", nargs="*", help="configuration keys")
+    args = parser.parse_intermixed_args()
+    vocabulary = SHAPES[args.shape][5]
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(args, Path(folder), make_model(Path(folder) / "model", args.shape))
+        short = engine.scheduler
+        assert short is not None, "the short path was not installed"
+        for name in args.lengths:
+            for sequences in args.sequences:
+                lengths = lengths_of(name, args.new_tokens, sequences)
+                table.append([args.shape, name, sequences, *measure(args.repeats, engine, lengths, vocabulary)])
+    names = "shape lengths seqs vLLM_s ours_s +logp vLLM+lp kernels ratio tok/s same short/full"
+    print("{:6} {:10} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>6} {:>7} {} {}".format(*names.split()))
+    for row in table:
+        print("{:6} {:10} {:5d} {:7.2f} {:7.2f} {:7.2f} {:7.2f} {:8.2f} {:6.2f} {:7.0f} {} {}".format(*row))
+
+
+def measure(repeats: int, engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int) -> list[Any]:
+    """The figures of one row."""
+    scheduler = engine.scheduler
+    ours_class = type(scheduler)
+    best: dict[tuple[str, bool], float] = {}
+    found: dict[tuple[str, bool], dict[str, list[int]]] = {}
+    steps = (0, 0)
+    for repeat in range(repeats + 1):  # the first one warms up
+        for which in ("vllm", "ours"):
+            for logprobs in (False, True):
+                scheduler.__class__ = ours_class.vllm if which == "vllm" else ours_class
+                engine.scheduler = None if which == "vllm" else scheduler
+                scheduler_steps = (scheduler.short_steps, scheduler.full_steps)
+                row = generate(engine, lengths, vocabulary, logprobs=logprobs)
+                if which == "ours":
+                    steps = (scheduler.short_steps - scheduler_steps[0], scheduler.full_steps - scheduler_steps[1])
+                key = which, logprobs
+                if repeat:
+                    best[key] = min(best.get(key, np.inf), row["seconds"])
+                found[key] = row["tokens"]
+    same = all(tokens == found["vllm", False] for tokens in found.values())
+    kernels = kernel_seconds(engine, lengths, vocabulary)
+    ours = best["ours", False]
+    return [
+        best["vllm", False], ours, best["ours", True], best["vllm", True], kernels, ours / kernels,
+        lengths.sum() / ours, "yes" if same else "NO", "/".join(map(str, steps)),
+    ]
+
+
+if __name__ == "__main__":
+    main()

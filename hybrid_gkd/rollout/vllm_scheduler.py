@@ -1,0 +1,292 @@
+"""Decode steps that cost the host little: a short path through vLLM's scheduler for rollouts.
+
+vLLM's scheduler decides anew in every step what each sequence may compute, which costs more time than the GPU needs for
+a small model. In most steps of a rollout there is nothing to decide: nothing can be admitted, the KV cache has room,
+and every running sequence computes one token. `install` gives the scheduler of an engine a subclass that does these
+steps itself, changes the state that vLLM's own code would change, and leaves every other step to it. Tokens come out of
+the scheduler once per sequence, when it ends; log-probabilities are kept as numbers and taken with `take_logprobs`.
+
+Written against the schedulers of vLLM 0.26 to 0.33, with and without asynchronous scheduling and with both model
+runners; for anything else `install` says why not and leaves the engine as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+NEEDED = (
+    "running", "requests", "kv_cache_manager", "kv_cache_config", "max_model_len", "max_num_running_reqs",
+    "max_num_scheduled_tokens", "current_step", "sched_step_seq", "processed_step_seq", "defer_block_free",
+    "deferred_frees", "finished_req_ids", "finished_req_ids_dict", "reset_preempted_req_ids", "use_v2_model_runner",
+    "prev_step_scheduled_req_ids", "get_request_counts", "_inflight_prefills", "_pause_state", "_free_request",
+    "_drain_deferred_frees", "_get_new_block_ids_to_zero",
+)
+"""What the short path uses of vLLM's scheduler."""
+STEPS_IN_FLIGHT = 3
+"""At least as many as vLLM computes at a time, without pipeline parallelism."""
+
+
+def install(engine: Any) -> str | None:
+    """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    core = getattr(engine.engine_core, "engine_core", None)
+    scheduler: Any = getattr(core, "scheduler", None)
+    if type(scheduler) not in (Scheduler, AsyncScheduler):
+        return f"the scheduler is {type(scheduler).__name__}"
+    missing = [name for name in NEEDED if not hasattr(scheduler, name)]
+    if missing:
+        return f"the scheduler has no {', '.join(missing)}"
+    unusual = _unusual(scheduler, engine.vllm_config)
+    if unusual:
+        return f"the engine uses {', '.join(unusual)}"
+    scheduler.__class__ = _with_decode_steps(type(scheduler))
+    scheduler.begin(is_async=isinstance(scheduler, AsyncScheduler))
+    return None
+
+
+def _unusual(scheduler: Any, config: Any) -> list[str]:
+    """What the short path does not do."""
+    features = {
+        "speculative decoding": config.speculative_config is not None,
+        "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
+        "connectors": any(getattr(scheduler, name, None) for name in ("connector", "ec_connector")),
+        "statistics": scheduler.log_stats,
+        "several clients": scheduler.finished_req_ids_dict is not None,
+        "priorities": scheduler.policy.name != "FCFS",
+        "cascade attention": not config.model_config.disable_cascade_attn,
+        "an encoder": config.model_config.is_encoder_decoder,
+        "aligned state blocks": getattr(scheduler, "need_mamba_block_aligned_split", False),
+        "routed experts": bool(getattr(scheduler, "enable_return_routed_experts", False)),
+        "KV cache events": bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
+    }
+    return [name for name, used in features.items() if used]
+
+
+def _with_decode_steps(base: type) -> type:
+    """A subclass with the methods of DecodeSteps. Python gives an object no class with a second base."""
+    methods = {name: value for name, value in vars(DecodeSteps).items() if not name.startswith("__")}
+    return type(f"Decode{base.__name__}", (base,), {**methods, "vllm": base})
+
+
+class DecodeSteps:
+    """Methods for a subclass of vLLM's Scheduler or AsyncScheduler, which is their attribute `vllm`."""
+
+    def begin(self: Any, *, is_async: bool) -> None:
+        """Set up the state of the short path, once."""
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+        from vllm.v1.core.sched.utils import check_stop, remove_all
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.request import RequestStatus
+
+        self._unpaused, self._running_status = PauseState.UNPAUSED, RequestStatus.RUNNING
+        self._cached_data, self._output = CachedRequestData, SchedulerOutput
+        self._check_stop, self._remove_all = check_stop, remove_all
+        self._core_output, self._core_outputs = EngineCoreOutput, EngineCoreOutputs
+        self._ahead = 1 if is_async else 0
+        groups = self.kv_cache_config.kv_cache_groups
+        self._num_groups, self._caches = len(groups), self.kv_cache_manager.enable_caching
+        self._block = groups[0].kv_cache_spec.block_size
+        if len(groups) > 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+            self._block = 1  # blocks also leave, as the window moves on: vLLM has to look at every token
+        self._full_updates = 0
+        """Outputs under way that vLLM's own code has to take: a sequence in them has lost its place."""
+        self._refused_at: int | None = None
+        """Free blocks when the first sequence that waits did not fit."""
+        self._tokens: dict[str, list[int]] = {}
+        self._logprobs: dict[str, list[float]] = {}
+        self._finished_logprobs: dict[str, list[float]] = {}
+        self._stops: dict[str, frozenset[int | None]] = {}
+        self.short_steps = self.full_steps = 0
+
+    def take_logprobs(self: Any, request_id: str) -> np.ndarray:
+        """Of a finished request, by the id that its caller gave it: its tokens' log-probabilities, float32 [R]."""
+        return np.asarray(self._finished_logprobs.pop(request_id), np.float32)
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's `schedule`."""
+        due = self._due()
+        if due is not None:
+            self.short_steps += 1
+            return self._schedule_decodes(due)
+        self.full_steps += 1
+        output = self.vllm.schedule(self, *args, **kwargs)
+        if output.preempted_req_ids:
+            self._full_updates = STEPS_IN_FLIGHT
+        admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        refused = not self._caches and not admitted and not output.preempted_req_ids and self.get_request_counts()[1]
+        self._refused_at = self.kv_cache_manager.block_pool.get_num_free_blocks() if refused else None
+        return output
+
+    def _due(self: Any) -> list[Any] | None:
+        """The requests that compute a token in this step; None where vLLM has to decide."""
+        running, free = self.running, self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if (
+            not running
+            or self._inflight_prefills
+            or self.reset_preempted_req_ids
+            or self._pause_state != self._unpaused
+            or len(running) > self.max_num_scheduled_tokens
+        ):
+            return None
+        is_refused = self._refused_at is not None and free <= self._refused_at  # what waits does not fit
+        if self.get_request_counts()[1] and len(running) < self.max_num_running_reqs and not is_refused:
+            return None
+        last, due = self.max_model_len - 1, []
+        for request in running:
+            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+            # Its last token is being computed; or the model has no position for another one.
+            if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                continue
+            if computed < last:
+                due.append(request)
+        if free < len(due) * self._num_groups:
+            needed = sum(request.num_computed_tokens % self._block == 0 for request in due) * self._num_groups
+            if free < needed:
+                return None
+        return due
+
+    def _schedule_decodes(self: Any, due: list[Any]) -> Any:
+        manager, block, ahead, caches = self.kv_cache_manager, self._block, self._ahead, self._caches
+        self.current_step += 1
+        manager.new_step_starts()
+        names, blocks, computed, outputs = [], [], [], []
+        sequence_number = self.sched_step_seq + bool(due)
+        for request in due:
+            position = request.num_computed_tokens
+            new = None
+            # Without asynchronous scheduling a block goes into the prefix cache when its last token is scheduled.
+            if position % block == 0 or (caches and not ahead and (position + 1) % block == 0):
+                allocated = manager.allocate_slots(request, 1)
+                if allocated is None:
+                    raise RuntimeError(f"no KV cache block for {request.request_id}, though there were free ones")
+                new = allocated.get_block_ids(allow_none=True)
+            names.append(request.request_id)
+            blocks.append(new)
+            computed.append(position)
+            outputs.append(position + 1 - request.num_prompt_tokens)
+            request.num_computed_tokens = position + 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += ahead
+            request.last_sched_seq = sequence_number
+        counts = dict.fromkeys(names, 1)
+        all_token_ids = {}
+        if not self.use_v2_model_runner:
+            before = self.prev_step_scheduled_req_ids
+            all_token_ids = {name: self.requests[name].all_token_ids.copy() for name in names if name not in before}
+            before.clear()
+            before.update(counts)
+        output = self._output.make_empty()
+        output.scheduled_cached_reqs = self._cached_data(
+            req_ids=names, resumed_req_ids=set(), new_token_ids=[], all_token_ids=all_token_ids, new_block_ids=blocks,
+            num_computed_tokens=computed, num_output_tokens=outputs,
+        )
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = counts, len(names)
+        output.num_common_prefix_blocks = [0] * self._num_groups
+        output.finished_req_ids, output.preempted_req_ids = self.finished_req_ids, self.reset_preempted_req_ids
+        output.new_block_ids_to_zero = self._get_new_block_ids_to_zero()
+        if self.defer_block_free and names:
+            self.sched_step_seq += 1
+        self.finished_req_ids, self.reset_preempted_req_ids = set[str](), set[str]()
+        output.is_short = True
+        return output
+
+    def update_from_output(self: Any, scheduled: Any, computed: Any) -> Any:
+        """vLLM's `update_from_output`."""
+        is_short = getattr(scheduled, "is_short", False)
+        if not is_short or self._full_updates or computed.num_nans_in_logits or computed.kv_connector_output:
+            self._full_updates = max(0, self._full_updates - 1)
+            return self._keep_unfinished(self.vllm.update_from_output(self, scheduled, computed))
+        if self.defer_block_free and scheduled.total_num_scheduled_tokens > 0:
+            self.processed_step_seq += 1
+            self._drain_deferred_frees()
+        finished, stopped = self._append_tokens(scheduled, computed)
+        if stopped:
+            self.running = self._remove_all(self.running, stopped)
+        return {0: self._core_outputs(outputs=finished)} if finished else {}
+
+    def _append_tokens(self: Any, scheduled: Any, computed: Any) -> tuple[list[Any], set[Any]]:
+        """Give every request its token; outputs of those that end with it, and their requests."""
+        tokens, index, longest, running = (
+            computed.sampled_token_ids, computed.req_id_to_index, self.max_model_len, self._running_status
+        )  # fmt: skip
+        logprobs = None if computed.logprobs is None else computed.logprobs.logprobs[:, 0].tolist()
+        finished, stopped = [], set()
+        for name in scheduled.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is None:  # it has been aborted
+                continue
+            request.num_in_flight_tokens -= 1
+            if request.status is not running:
+                assert request.is_finished(), f"{name} is {request.status.name} in a step of running sequences"
+                continue
+            row = index[name]
+            token = tokens[row][0]
+            if self._caches:
+                request.append_output_token_ids(token)
+            else:
+                request._output_token_ids.append(token)
+                request._all_token_ids.append(token)
+            if self._ahead:
+                request.num_output_placeholders -= 1
+                written = request.num_computed_tokens - request.num_output_placeholders
+                if self._caches and written % self._block == 0:
+                    self.kv_cache_manager.cache_blocks(request, written)
+            kept = self._tokens.get(name)
+            if kept is None:
+                kept = self._tokens[name] = []
+            kept.append(token)
+            if logprobs is not None:
+                self._logprobs.setdefault(name, []).append(logprobs[row])
+            stops = self._stops.get(name)
+            if stops is None:
+                stops = self._stops[name] = _stop_ids(request.sampling_params)
+            may_end = (
+                token in stops or len(request._output_token_ids) >= request.max_tokens
+                or len(request._all_token_ids) >= longest
+            )  # fmt: skip
+            if may_end and self._check_stop(request, longest):
+                reason = request.get_finished_reason()
+                self._free_request(request)
+                stopped.add(request)
+                finished.append(
+                    self._core_output(
+                        request_id=name, new_token_ids=self._all_tokens(name), finish_reason=reason,
+                        stop_reason=request.stop_reason,
+                    )
+                )
+        return finished, stopped
+
+    def _keep_unfinished(self: Any, found: Any) -> Any:
+        """What vLLM's own code has put out, without the requests that go on."""
+        for outputs in found.values():
+            ended = []
+            for output in outputs.outputs:
+                name = output.request_id
+                if output.new_logprobs is not None:
+                    self._logprobs.setdefault(name, []).extend(output.new_logprobs.logprobs[:, 0].tolist())
+                    output.new_logprobs = None
+                self._tokens.setdefault(name, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    output.new_token_ids = self._all_tokens(name)
+                    ended.append(output)
+            outputs.outputs = ended
+        return found
+
+    def _all_tokens(self: Any, name: str) -> list[int]:
+        """Of a request that has ended."""
+        self._stops.pop(name, None)
+        if name in self._logprobs:
+            given = name.partition("-")[0]  # vLLM has put a number behind the id of the caller
+            self._finished_logprobs[given] = self._logprobs.pop(name)
+        return self._tokens.pop(name)
+
+
+def _stop_ids(sampling: Any) -> frozenset[int | None]:
+    """Tokens that may end a sequence, some of them only after `min_tokens`."""
+    return frozenset([sampling.eos_token_id, *(sampling.stop_token_ids or ())])

@@ -1,0 +1,18 @@
+"""The short path of the rollout scheduler on a GPU: asynchronous scheduling, the newer model runner, CUDA graphs."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from hybrid_gkd.testing import make_tiny_model
+from tests.same_tokens import check_cases
+
+pytestmark = pytest.mark.gpu
+TIMEOUT = 600.0
+
+
+def test_both_schedulers_give_the_same_tokens(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", num_words=200)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check_cases, folder, "cuda").result(TIMEOUT)

@@ -1,0 +1,97 @@
+"""The short path of the rollout scheduler against vLLM's own: the same requests through both, in one engine.
+
+In a process of its own, because vLLM changes the process that imports it.
+"""
+
+import random
+
+import numpy as np
+
+from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.rollout import vllm_scheduler
+
+# Several answers to a prompt that share its blocks, and answers of many lengths; greedy ones have no seed.
+JOBS = (
+    {"n": 1, "lengths": (5, 200), "logprobs": False, "temperature": 1.0},
+    {"n": 2, "lengths": (80, 150), "logprobs": True, "temperature": 1.0},
+    {"n": 1, "lengths": (5, 60), "logprobs": True, "temperature": 0.0},
+)
+PROMPTS, STOP_TOKENS = 8, [7, 11]
+MANY, FEW = 60, 6
+"""Blocks of the KV cache: with few of them sequences lose their place."""
+CASES = ((True, MANY), (False, FEW), (True, FEW))
+
+
+def check_cases(folder, device):
+    """`compare` with and without prefix caching, with a large and a small KV cache."""
+    vllm_compat.prepare_environment(device)
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    for caching, blocks in CASES:
+        short, full, preemptions = compare(folder, device, caching=caching, blocks=blocks)
+        cleanup_dist_env_and_memory()
+        assert (preemptions > 0) == (blocks == FEW)
+        assert short > (4 * full if blocks == MANY else 0)
+
+
+def compare(folder, device, *, caching, blocks):
+    """Log-probabilities and tokens of all jobs are equal. Returns how many steps were short and preempted."""
+    llm = make_llm(folder, device, caching=caching, blocks=blocks)
+    core = llm.llm_engine.engine_core.engine_core
+    expected = [generate(llm, job, own=False) for job in JOBS]
+    assert vllm_scheduler.install(llm.llm_engine) is None
+    assert "the scheduler is Decode" in vllm_scheduler.install(llm.llm_engine)  # a second time
+    preemptions = []
+    preempt = core.scheduler._preempt_request
+    core.scheduler._preempt_request = lambda *args, **kwargs: (preemptions.append(args), preempt(*args, **kwargs))
+    for job, before in zip(JOBS, expected, strict=True):
+        found = generate(llm, job, own=True)
+        assert found.keys() == before.keys()
+        for name, (tokens, reason, logprobs) in before.items():
+            assert found[name][:2] == (tokens, reason), (job, name)
+            assert np.array_equal(found[name][2], logprobs), (job, name)
+    kept = core.scheduler._tokens, core.scheduler._logprobs, core.scheduler._finished_logprobs, core.scheduler._stops
+    assert not any(kept)
+    return core.scheduler.short_steps, core.scheduler.full_steps, len(preemptions)
+
+
+def make_llm(folder, device, *, caching, blocks):
+    from vllm import LLM
+
+    more = {"num_gpu_blocks_override": blocks * 8, "gpu_memory_utilization": 0.1}  # of 16 tokens
+    if device == "cpu":
+        block_bytes = 128 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, head size, float32
+        more = {"kv_cache_memory_bytes": blocks * block_bytes, "dtype": "float32", "enforce_eager": True}
+        more |= vllm_compat.seeded_sampling_args(device)
+    return LLM(
+        str(folder), enable_prefix_caching=caching, max_model_len=512, max_num_seqs=12, max_num_batched_tokens=512,
+        disable_log_stats=True, generation_config="vllm", logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
+        seed=0, **more,
+    )
+
+
+def generate(llm, job, *, own):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, rng, found = llm.llm_engine, random.Random(0), {}
+    for prompt in range(PROMPTS):
+        tokens = [rng.randrange(3, 150) for _ in range(rng.randrange(5, 200))]
+        for answer in range(job["n"]):
+            seed = prompt * 100 + answer
+            sampling = SamplingParams(
+                max_tokens=rng.randrange(*job["lengths"]), temperature=job["temperature"], stop_token_ids=STOP_TOKENS,
+                seed=seed if job["temperature"] else None, detokenize=False, flat_logprobs=True,
+                logprobs=0 if job["logprobs"] else None, output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(seed), {"prompt_token_ids": tokens}, sampling)
+    while engine.has_unfinished_requests():
+        for output in filter(lambda output: output.finished, engine.step()):
+            answer, logprobs = output.outputs[0], np.empty(0)
+            if job["logprobs"] and own:
+                logprobs = engine.engine_core.engine_core.scheduler.take_logprobs(output.request_id)
+            elif job["logprobs"]:
+                logprobs = np.asarray(answer.logprobs.logprobs, np.float32)
+            found[output.request_id] = list(answer.token_ids), str(answer.finish_reason), logprobs
+    assert llm.reset_prefix_cache()
+    return found
