@@ -1,11 +1,12 @@
-"""The demo task with every loss, same seed: a table of where each ends, and a plot of the way there.
+"""The demo task with every loss, three seeds each: a table of where each ends, and a plot of the way there.
 
     python benchmarks/losses.py --folder outputs/losses            # trains (about a minute each), then draws
     python benchmarks/losses.py --folder outputs/losses --draw     # draws the runs that are there
-    python benchmarks/losses.py --folder outputs/losses --only k2 k3
+    python benchmarks/losses.py --folder outputs/losses --only k2 k3 --seeds 0
 
-Every run is the program itself on config/demo.yaml with the overrides of RUNS. Table and plot come from the runs'
-metrics.jsonl alone; the plot is written to docs/losses.svg, the table printed.
+Every run is the program itself on config/demo.yaml with the overrides of RUNS; its seed decides the order of the
+prompts and what is sampled, models and data are the same. Table and plot come from the runs' metrics.jsonl alone: means
+over the seeds, with the lowest and the highest in the table. The plot is written to docs/losses.svg, the table printed.
 """
 
 from __future__ import annotations
@@ -45,40 +46,59 @@ RUNS = {
 }
 PLOTTED = ("forward_kl", "reverse_kl", "jsd", "mixed", "k1_policy", "k2", "k3", "rewards")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")  # Okabe and Ito
+SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "trainer.seed")
 KL, ACCURACY = "actor/distillation/forward_kl", "val/accuracy"
+Run = list[dict[str, float]]
+"""The rows of a run's metrics.jsonl."""
 LAST_STEPS = 10
 """Steps whose mean stands for the end of a run."""
 
 
-def train(name: str, folder: Path) -> None:
+def train(name: str, seed: int, folder: Path) -> None:
     """One run; the program's own error ends this one."""
     command = [
         sys.executable, "-m", "hybrid_gkd", "--config-name", "demo", *RUNS[name].split(), "trainer.test_freq=10",
-        "trainer.save_freq=0", f"trainer.experiment_name={name}", f"trainer.default_local_dir={folder}",
-        "trainer.logger=[jsonl]",
+        "trainer.save_freq=0", f"trainer.experiment_name={name}_{seed}", f"trainer.default_local_dir={folder}",
+        *(f"{key}={seed}" for key in SEEDS),
     ]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def read(name: str, folder: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.jsonl."""
-    file = folder / "hybrid_gkd" / name / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def read(name: str, seeds: list[int], folder: Path) -> list[Run]:
+    """What there is of the runs with this name, one for each seed."""
+    files = [folder / "hybrid_gkd" / f"{name}_{seed}" / "metrics.jsonl" for seed in seeds]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files if file.exists()]
 
 
-def table(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: where each run ended."""
+def ends(run: Run) -> list[float]:
+    """Accuracy, both divergences, entropy and gradient norm at the end of a run."""
+    last = [row for row in run if KL in row][-LAST_STEPS:]
+    names = (KL, "actor/distillation/reverse_kl", "actor/entropy", "actor/grad_norm")
+    accuracy = [row[ACCURACY] for row in run if ACCURACY in row][-1]
+    return [100 * accuracy, *(sum(row[name] for row in last) / len(last) for name in names)]
+
+
+def table(runs: dict[str, list[Run]]) -> str:
+    """Markdown: where the runs ended, mean over the seeds and lowest to highest."""
     lines = [
-        "| run | accuracy | KL(teacher, student) | KL(student, teacher) | entropy | gradient norm |",
+        "| run | accuracy in % | KL(teacher, student) | KL(student, teacher) | entropy | gradient norm |",
         "|---|---|---|---|---|---|",
     ]
-    for name, rows in runs.items():
-        last = [row for row in rows if KL in row][-LAST_STEPS:]
-        accuracy = [row[ACCURACY] for row in rows if ACCURACY in row][-1]
-        names = (KL, "actor/distillation/reverse_kl", "actor/entropy", "actor/grad_norm")
-        means = [sum(row[each] for row in last) / len(last) for each in names]
-        lines.append(f"| `{name}` | {accuracy:.1%} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
+    for name, each in runs.items():
+        cells = []
+        for digits, values in zip((1, 3, 3, 3, 2), zip(*map(ends, each), strict=True), strict=True):
+            mean, low, high = (f"{x:.{digits}f}" for x in (sum(values) / len(values), min(values), max(values)))
+            cells.append(mean if low == high else f"{mean} ({low} to {high})")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def mean_by_step(runs: list[Run], metric: str) -> list[tuple[float, float]]:
+    """(step, mean over the runs) where all of them have the metric."""
+    found: dict[float, list[float]] = {}
+    for row in (row for run in runs for row in run if metric in row):
+        found.setdefault(row["step"], []).append(row[metric])
+    return [(step, sum(values) / len(values)) for step, values in sorted(found.items()) if len(values) == len(runs)]
 
 
 class Panel:
@@ -113,18 +133,18 @@ class Panel:
         return self.TOP + self.HEIGHT * (1 - (value - self.low) / (self.high - self.low))
 
 
-def plot(runs: dict[str, list[dict[str, float]]]) -> str:
-    """SVG: divergence by step (mean of five) and accuracy by step."""
-    steps = max(row["step"] for rows in runs.values() for row in rows)
+def plot(runs: dict[str, list[Run]]) -> str:
+    """SVG: divergence by step (mean of five) and accuracy by step, means over the seeds."""
+    steps = max(row["step"] for each in runs.values() for run in each for row in run)
     kl = Panel(60, "KL(teacher, student), nats per token", steps, 0.03, 3, [0.03, 0.1, 0.3, 1, 3], log=True)
     accuracy = Panel(460, "accuracy on held-out prompts", steps, 0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1], log=False)
     legend = []
-    for index, (name, rows) in enumerate(runs.items()):
+    for index, (name, each) in enumerate(runs.items()):
         color = COLORS[index % len(COLORS)]
-        values = [(row["step"], row[KL]) for row in rows if KL in row]
+        values = mean_by_step(each, KL)
         windows = [values[max(0, i - 2) : i + 3] for i in range(len(values))]
         kl.line([(values[i][0], sum(v for _, v in window) / len(window)) for i, window in enumerate(windows)], color)
-        accuracy.line([(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row], color)
+        accuracy.line(mean_by_step(each, ACCURACY), color)
         y = 46 + 20 * index
         legend.append(f'<path d="M810 {y}h22" stroke="{color}" stroke-width="3"/>')
         legend.append(f'<text x="838" y="{y + 4}">{name}</text>')
@@ -140,12 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the runs are kept")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="train these")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run with each")
     parser.add_argument("--draw", action="store_true", help="train nothing")
     args = parser.parse_args()
     folder = args.folder.absolute()
     for name in [] if args.draw else args.only:
-        train(name, folder)
-    runs = {name: read(name, folder) for name in RUNS if (folder / "hybrid_gkd" / name / "metrics.jsonl").exists()}
+        for seed in args.seeds:
+            train(name, seed, folder)
+    runs = {name: found for name in RUNS if (found := read(name, args.seeds, folder))}
     (ROOT / "docs" / "losses.svg").write_text(plot({name: rows for name, rows in runs.items() if name in PLOTTED}))
     print(table(runs))
 
