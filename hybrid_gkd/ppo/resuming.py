@@ -23,9 +23,9 @@ SAME_BATCHES = (
 LEARNING = (
     "data.train_files", "data.prompt_key", "data.max_prompt_length", "data.max_response_length",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
-    f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.teacher.chat_template",
-    f"{ARR}.actor.optim", f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip",
-    f"{ARR}.actor.clip_ratio", f"{ARR}.actor.fsdp_config.model_dtype",
+    f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
+    f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip", f"{ARR}.actor.clip_ratio",
+    f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.teacher.chat_template",
     "distillation", "algorithm", "trainer.scheduler",
 )

@@ -4,9 +4,9 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from same_tokens import check_cases
 
 from hybrid_gkd.testing import make_tiny_model
-from tests.same_tokens import check_cases
 
 pytestmark = pytest.mark.gpu
 TIMEOUT = 600.0

@@ -5,11 +5,11 @@ from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from same_tokens import check_cases
 
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_scheduler
 from hybrid_gkd.testing import make_tiny_model
-from tests.same_tokens import check_cases
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
