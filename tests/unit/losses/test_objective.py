@@ -149,7 +149,9 @@ def test_importance_weights_are_factors_of_every_loss(mode):
 def test_any_sizes_and_temperatures(mode, rows, topk, seed, temperature):
     problem = Problem(rows, topk, seed, temperature)
     mass = torch.stack([x.exp().gather(1, problem.topk_ids).sum(-1) for x in (problem.teacher, problem.student())])
-    if (1 - mass).amin() > 1e-4:  # closer to the floor of the tail the plain formula loses digits
+    log_ratio = (problem.teacher - problem.student()).gather(1, problem.sampled[:, None])
+    # The plain formula loses digits closer to the floor of the tail, and where k3 adds a large ratio and takes it away.
+    if (1 - mass).amin() > 1e-4 and log_ratio.amax() < 12:
         assert_equal(problem, config(mode))
 
 
