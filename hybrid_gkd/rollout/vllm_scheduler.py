@@ -12,6 +12,7 @@ runners; for anything else `install` says why not and leaves the engine as it is
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,22 +31,41 @@ STEPS_IN_FLIGHT = 3
 
 def install(engine: Any) -> str | None:
     """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    core = getattr(engine.engine_core, "engine_core", None)
-    scheduler: Any = getattr(core, "scheduler", None)
-    if type(scheduler) not in (Scheduler, AsyncScheduler):
-        return f"the scheduler is {type(scheduler).__name__}"
-    missing = [name for name in NEEDED if not hasattr(scheduler, name)]
-    if missing:
-        return f"the scheduler has no {', '.join(missing)}"
-    unusual = _unusual(scheduler, engine.vllm_config)
+    try:
+        vllm = _parts_of_vllm()
+        scheduler = engine.engine_core.engine_core.scheduler
+        if type(scheduler) not in (vllm.Scheduler, vllm.AsyncScheduler):
+            return f"the scheduler is {type(scheduler).__name__}"
+        missing = [name for name in NEEDED if not hasattr(scheduler, name)]
+        if missing:
+            return f"the scheduler has no {', '.join(missing)}"
+        unusual = _unusual(scheduler, engine.vllm_config)
+    except (ImportError, AttributeError) as error:
+        return f"this vLLM is built differently: {error}"
     if unusual:
         return f"the engine uses {', '.join(unusual)}"
     scheduler.__class__ = _with_decode_steps(type(scheduler))
-    scheduler.begin(is_async=isinstance(scheduler, AsyncScheduler))
+    scheduler.begin(vllm)
     return None
+
+
+def _parts_of_vllm() -> SimpleNamespace:
+    """What the short path takes from vLLM. Raises ImportError."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.sched.utils import check_stop, remove_all
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.request import RequestStatus
+
+    return SimpleNamespace(
+        AsyncScheduler=AsyncScheduler, PauseState=PauseState, CachedRequestData=CachedRequestData,
+        SchedulerOutput=SchedulerOutput, Scheduler=Scheduler, check_stop=check_stop, remove_all=remove_all,
+        EngineCoreOutput=EngineCoreOutput, EngineCoreOutputs=EngineCoreOutputs, FullAttentionSpec=FullAttentionSpec,
+        RequestStatus=RequestStatus,
+    )
 
 
 def _unusual(scheduler: Any, config: Any) -> list[str]:
@@ -75,24 +95,17 @@ def _with_decode_steps(base: type) -> type:
 class DecodeSteps:
     """Methods for a subclass of vLLM's Scheduler or AsyncScheduler, which is their attribute `vllm`."""
 
-    def begin(self: Any, *, is_async: bool) -> None:
-        """Set up the state of the short path, once."""
-        from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-        from vllm.v1.core.sched.utils import check_stop, remove_all
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-        from vllm.v1.request import RequestStatus
-
-        self._unpaused, self._running_status = PauseState.UNPAUSED, RequestStatus.RUNNING
-        self._cached_data, self._output = CachedRequestData, SchedulerOutput
-        self._check_stop, self._remove_all = check_stop, remove_all
-        self._core_output, self._core_outputs = EngineCoreOutput, EngineCoreOutputs
-        self._ahead = 1 if is_async else 0
+    def begin(self: Any, vllm: SimpleNamespace) -> None:
+        """Set up the state of the short path, once, with `_parts_of_vllm`."""
+        self._unpaused, self._running_status = vllm.PauseState.UNPAUSED, vllm.RequestStatus.RUNNING
+        self._cached_data, self._output = vllm.CachedRequestData, vllm.SchedulerOutput
+        self._check_stop, self._remove_all = vllm.check_stop, vllm.remove_all
+        self._core_output, self._core_outputs = vllm.EngineCoreOutput, vllm.EngineCoreOutputs
+        self._ahead = 1 if isinstance(self, vllm.AsyncScheduler) else 0
         groups = self.kv_cache_config.kv_cache_groups
         self._num_groups, self._caches = len(groups), self.kv_cache_manager.enable_caching
         self._block = groups[0].kv_cache_spec.block_size
-        if len(groups) > 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+        if len(groups) > 1 or type(groups[0].kv_cache_spec) is not vllm.FullAttentionSpec:
             self._block = 1  # blocks also leave, as the window moves on: vLLM has to look at every token
         self._full_updates = 0
         """Outputs under way that vLLM's own code has to take: a sequence in them has lost its place."""

@@ -31,11 +31,14 @@ def leave_unknown_ones_alone():
     other = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace())))
     empty = object.__new__(Scheduler)
     lacking = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=empty)))
-    return vllm_scheduler.install(other), vllm_scheduler.install(lacking), type(empty) is Scheduler
+    elsewhere = SimpleNamespace(engine_core=SimpleNamespace())  # the core is in another process
+    reasons = [vllm_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
+    return reasons, type(empty) is Scheduler
 
 
 def test_a_scheduler_that_is_not_known_stays_as_it_is():
-    other, lacking, is_untouched = in_own_process(leave_unknown_ones_alone)
+    (other, lacking, elsewhere), is_untouched = in_own_process(leave_unknown_ones_alone)
     assert other == "the scheduler is SimpleNamespace"
     assert lacking.startswith("the scheduler has no running, requests")
+    assert elsewhere.startswith("this vLLM is built differently: ")
     assert is_untouched
