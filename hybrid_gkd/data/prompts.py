@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short
-from hybrid_gkd.errors import DataError, call_all
+from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Prompt
 
 if TYPE_CHECKING:
@@ -60,15 +60,15 @@ def make_prompts(
     With `teacher_template` a prompt has to fit behind both chat templates. Raises DataError for a row that a chat
     template refuses, and for prompts that are too long.
     """
-    prompts: list[Prompt] = []
-    num_rows = 0
+    prompts, problems, num_rows = list[Prompt](), list[DataError](), 0
     for table in tables:
         tokenize = functools.partial(tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where)
         all_ids = tokenize()
         others = None if teacher_template is None else tokenize(teacher_template)
         lengths = [max(map(len, both)) for both in zip(all_ids, others or all_ids, strict=True)]
         if truncation == "error" and not filter_overlong_prompts and max(lengths) > max_prompt_length:
-            raise _too_long(lengths, max_prompt_length, table.where)
+            problems.append(_too_long(lengths, max_prompt_length, table.where))
+            continue
         for row, length in enumerate(lengths):
             if length <= max_prompt_length or not filter_overlong_prompts:
                 prompts.append(Prompt(
@@ -77,6 +77,7 @@ def make_prompts(
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                 ))  # fmt: skip
         num_rows += len(all_ids)
+    raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
     if len(prompts) < num_rows:
         logger.warning("%s: left out %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
@@ -84,14 +85,6 @@ def make_prompts(
         rule = "data.filter_overlong_prompts=true leaves them out"
         raise DataError(f"{key}: all {num_rows} prompts are {limit} and {rule}")
     return prompts
-
-
-def load_prompts(
-    files: list[str], *, key: str, prompt_key: str, answer_key: str | None, **options: Any
-) -> list[Prompt]:
-    """`read_rows` and `make_prompts`, which takes the other options."""
-    tables = read_rows(files, key=key, prompt_key=prompt_key, answer_key=answer_key)
-    return make_prompts(tables, key=key, **options)
 
 
 def _read_rows(source: Source, where: str, prompt_key: str, answer_key: str | None) -> Rows:

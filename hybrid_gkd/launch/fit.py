@@ -69,8 +69,8 @@ def compare(facts: Facts, teacher: str, template: str | None, ends: list[int]) -
     section, student = facts.config.actor_rollout_ref.teacher, facts.config.actor_rollout_ref.model.path
     if not section.check_fit or not ends:
         return
-    own, his = (f"{ids} {facts.tokenizer.convert_ids_to_tokens(ids)}" for ids in (facts.stop_token_ids, ends))
-    differ = f"the teacher {teacher} ends its answers with the tokens {his}, the student {student} with {own}"
+    own, theirs = (f"{ids} {facts.tokenizer.convert_ids_to_tokens(ids)}" for ids in (facts.stop_token_ids, ends))
+    differ = f"the teacher {teacher} ends its answers with the tokens {theirs}, the student {student} with {own}"
     if not set(ends) & set(facts.stop_token_ids):
         raise TeacherMismatch(
             f"actor_rollout_ref.teacher: {differ}: the student would learn never to end; "

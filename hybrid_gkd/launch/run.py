@@ -76,6 +76,8 @@ def execute(facts: Facts, stopping: Stopping) -> PPOTrainer:
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only
             with stopping.after_the_step(config.trainer.grace_period if saves else 0.0):
                 trainer.fit()
+                if trainer.step == trainer.total_steps:
+                    stopping.withdraw()
     return trainer
 
 

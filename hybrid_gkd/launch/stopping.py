@@ -57,6 +57,12 @@ class Stopping:
             self._grace_period = None
             self._is_saved.set()
 
+    def withdraw(self) -> None:
+        """A request that came with the last step has nothing left to end: the run is complete."""
+        if self.exit_code is not None:
+            logger.warning("%s came with the last step: the run is complete", signal.Signals(self.exit_code - 128).name)
+        self.exit_code = None
+
     @contextlib.contextmanager
     def unwinding_after(self) -> Iterator[None]:
         """However the block ends, what was started is stopped next, and no signal interrupts that."""

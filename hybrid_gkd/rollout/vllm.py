@@ -120,10 +120,10 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _to_sequence(self, request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
         logprobs = None
-        if output.logprobs is not None:
+        if output.logprobs is not None and self.scheduler is not None:
+            logprobs = self.scheduler.take_logprobs(str(request.index))
+        elif output.logprobs is not None:
             logprobs = np.asarray(output.logprobs.logprobs, np.float32)
-            if self.scheduler is not None:
-                logprobs = self.scheduler.take_logprobs(str(request.index))
         return Sequence(
             index=request.index, prompt_ids=request.prompt_ids, response_ids=np.asarray(output.token_ids, np.int32),
             weight_version=weight_version, finish_reason=str(output.finish_reason), logprobs=logprobs,

@@ -6,17 +6,22 @@ and every running sequence computes one token. `install` gives the scheduler of 
 steps itself, changes the state that vLLM's own code would change, and leaves every other step to it. Tokens come out of
 the scheduler once per sequence, when it ends; log-probabilities are kept as numbers and taken with `take_logprobs`.
 
-Written against the schedulers of vLLM 0.26 to 0.33, with and without asynchronous scheduling and with both model
-runners; for anything else `install` says why not and leaves the engine as it is.
+With and without asynchronous scheduling and with both model runners. For a version in which nobody has compared the
+tokens, and for an engine that does more than a rollout needs, `install` says why not and leaves it as it is.
 """
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from hybrid_gkd.models.vllm_compat import vllm_version
+
+TRIED = ((0, 26), (0, 32))
+"""Versions of vLLM whose tokens were compared, by tests/same_tokens.py: 0.26 on a GPU, 0.32 on the CPU."""
 NEEDED = (
     "running", "requests", "kv_cache_manager", "kv_cache_config", "max_model_len", "max_num_running_reqs",
     "max_num_scheduled_tokens", "current_step", "sched_step_seq", "processed_step_seq", "defer_block_free",
@@ -31,6 +36,9 @@ STEPS_IN_FLIGHT = 3
 
 def install(engine: Any) -> str | None:
     """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
+    version = str(vllm_version())
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TRIED:
+        return f"this path was not tried with vLLM {version}"
     try:
         vllm = _parts_of_vllm()
         scheduler = engine.engine_core.engine_core.scheduler

@@ -226,8 +226,8 @@ class WorkerGroup:
             # At the timeout a waiting worker raises; one that stays silent is what the others waited for.
             limit = Timeout(self.timeout, NCCL_KEY)
             seconds = gather("weight sync", sending | receiving, limit, on_answer, grace_period=CAUSE_SECONDS)
-        except HybridGKDError:  # which is said at the end
-            logger.error("Rollout weight sync failed after %.2fs", time.monotonic() - started)
+        except HybridGKDError as error:
+            logger.error("Rollout weight sync failed after %.2fs: %s", time.monotonic() - started, error)
             raise
         logger.info("Rollout weight sync completed in %.2fs", time.monotonic() - started)
         return seconds

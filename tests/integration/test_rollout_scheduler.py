@@ -33,12 +33,15 @@ def leave_unknown_ones_alone():
     lacking = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=empty)))
     elsewhere = SimpleNamespace(engine_core=SimpleNamespace())  # the core is in another process
     reasons = [vllm_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
+    vllm_scheduler.vllm_version = lambda: "0.29.1"
+    reasons.append(vllm_scheduler.install(other))
     return reasons, type(empty) is Scheduler
 
 
 def test_a_scheduler_that_is_not_known_stays_as_it_is():
-    (other, lacking, elsewhere), is_untouched = in_own_process(leave_unknown_ones_alone)
+    (other, lacking, elsewhere, untried), is_untouched = in_own_process(leave_unknown_ones_alone)
     assert other == "the scheduler is SimpleNamespace"
     assert lacking.startswith("the scheduler has no running, requests")
     assert elsewhere.startswith("this vLLM is built differently: ")
+    assert untried == "this path was not tried with vLLM 0.29.1"
     assert is_untouched

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybrid_gkd.data.prompts import load_prompts
+from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
 
@@ -16,17 +16,18 @@ TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three t
 
 
 def load(*files, **changes):
+    columns = {"prompt_key": "prompt", "answer_key": None}
+    columns |= {name: changes.pop(name) for name in columns if name in changes}
+    key = changes.pop("key", "data.train_files")
     arguments = {
-        "key": "data.train_files",
-        "prompt_key": "prompt",
-        "answer_key": None,
         "tokenizer": TOKENIZER,
         "max_prompt_length": 64,
         "truncation": "error",
         "filter_overlong_prompts": False,
         "apply_chat_template_kwargs": {},
     }
-    return load_prompts([str(file) for file in files], **(arguments | changes))
+    rows = read_rows([str(file) for file in files], key=key, **columns)
+    return make_prompts(rows, key=key, **(arguments | changes))
 
 
 @pytest.fixture
@@ -384,3 +385,12 @@ def test_reading_is_quiet_and_leaves_nothing_behind(write, tmp_path, monkeypatch
     assert sorted(tmp_path.iterdir()) == before
     assert capfd.readouterr() == ("", "")
     assert not datasets.are_progress_bars_disabled()
+
+
+def test_prompts_that_are_too_long_are_named_in_every_file(tmp_path):
+    files = [tmp_path / f"{name}.jsonl" for name in ("first", "fine", "last")]
+    for file in files:
+        file.write_text(json.dumps({"prompt": "long" * (1 if file.stem == "fine" else 30)}) + "\n")
+    with pytest.raises(SeveralErrors, match=r"(?s)first\.jsonl.*last\.jsonl") as raised:
+        load(*files)
+    assert "fine.jsonl" not in str(raised.value)

@@ -84,6 +84,15 @@ def test_a_step_that_is_saved_in_time_is_not_ended(stopping):
     assert stopping.exit_code == 128 + signal.SIGTERM
 
 
+def test_a_signal_at_the_last_step_leaves_a_complete_run(stopping, caplog):
+    with stopping.after_the_step(60.0):
+        signal.raise_signal(signal.SIGTERM)
+        stopping.withdraw()
+    wait_for_threads()
+    assert stopping.exit_code is None
+    assert "SIGTERM came with the last step: the run is complete" in caplog.text
+
+
 def test_without_a_grace_period_the_first_signal_ends_the_run(stopping):
     with pytest.raises(KeyboardInterrupt), stopping.after_the_step(0.0):
         signal.raise_signal(signal.SIGINT)
