@@ -1,0 +1,79 @@
+"""The sections distillation, algorithm and reward: what is learned from. See config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybrid_gkd import config_metadata as rules
+from hybrid_gkd.losses.table import DIVERGENCES
+
+
+@dataclass
+class DistillationConfig:
+    """The distillation loss."""
+
+    enabled: bool = True
+    """false trains with PPO on the rule reward and needs no teacher."""
+    loss_mode: str = field(default="forward_kl", metadata=rules.names(*DIVERGENCES, "mixed"))
+    """Divergence between teacher and student, see docs/losses.md: on the teacher's candidates (forward_kl,
+    reverse_kl, jsd), a weighted sum (mixed), or an estimate from the sampled token (k1, k2, k3)."""
+    loss_fn: str | None = field(default=None, metadata=rules.IMPORT_PATH)
+    """A divergence of your own in the place of loss_mode: module:name or file.py:name of a function like forward_kl of
+    hybrid_gkd/losses/divergence.py."""
+    beta: float = field(default=0.5, metadata=rules.SHARE)
+    """Weight of the teacher in jsd's mixture; 0 is forward_kl and 1 is reverse_kl."""
+    mixed_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of loss_mode=mixed, e.g. {forward_kl: 0.5, reverse_kl: 0.5}; of any mode but k1."""
+    use_policy_gradient: bool = False
+    """Minimise the mean of k1, k2 or k3 over the student's samples, by PPO's clipped loss: the negative advantage of
+    the sampled token is the value plus its slope in the student's log-probability. false: the value is the loss."""
+    topk: int = field(default=64, metadata=rules.POSITIVE)
+    """Teacher candidates per position."""
+    tail: Literal["bucket", "none", "renormalise"] = "bucket"
+    """The vocabulary outside the top-k: one bucket, left out, or removed from both distributions."""
+    temperature: float = field(default=1.0, metadata=rules.POSITIVE)
+    """Temperature at which both distributions are compared."""
+    distillation_loss_coef: float = field(default=1.0, metadata=rules.POSITIVE)
+    """Factor of the loss."""
+    use_task_rewards: bool = False
+    """Add PPO's policy loss on the rule reward."""
+    loss_max_clamp: float | None = field(default=None, metadata=rules.POSITIVE)
+    """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more. With
+    use_policy_gradient it is the advantage that is limited. actor/distillation/clamp_share says how many tokens are."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Advantages of PPO, and importance weights."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Reward relative to the other responses to the same prompt."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation."""
+    rollout_is_threshold: float | None = None
+    """Importance weights of stale responses (trainer.scheduler other than sync): every token's loss times
+    min(prod of pi_current / pi_rollout up to it, threshold), threshold >= 1; null: none. Costs a forward pass."""
+
+
+@dataclass
+class CustomRewardFunction:
+    """A reward function of your own."""
+
+    path: str | None = None
+    """Python file with a function `f(response: str, answer: str) -> float`."""
+    name: str = "compute_score"
+    """Name of the function."""
+
+
+@dataclass
+class RewardConfig:
+    """Rule reward, for PPO and for validation."""
+
+    name: Literal["exact_match", "gsm8k"] = "exact_match"
+    """exact_match compares the stripped response; gsm8k compares the last number."""
+    answer_key: str | None = None
+    """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
+    custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+    timeout: float = field(default=60.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
+    """Seconds that a function of your own may take for one response before the run ends with an error; .inf: any."""

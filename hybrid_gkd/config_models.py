@@ -1,0 +1,238 @@
+"""The section actor_rollout_ref: student, rollout engine and teacher. See config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omegaconf import MISSING
+
+from hybrid_gkd import config_metadata as rules
+
+TEACHER_PORT = 15555
+"""Of a teacher service, unless another one is given."""
+
+
+@dataclass
+class ModelConfig:
+    """The student."""
+
+    path: str = MISSING
+    """Hugging Face folder or hub id of a causal language model."""
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer; null takes `path`."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the folder."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a quarter slower."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config.json to replace, e.g. {attention_dropout: 0.0}."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = field(default=1e-6, metadata=rules.POSITIVE)
+    """Peak learning rate."""
+    betas: tuple[float, float] = field(default=(0.9, 0.999), metadata=rules.DECAY_RATES)
+    """Decay rates of the two moments."""
+    eps: float = field(default=1e-8, metadata=rules.POSITIVE)
+    """Added to the root of the second moment."""
+    weight_decay: float = field(default=0.01, metadata=rules.NOT_NEGATIVE)
+    """Decoupled weight decay, on matrices only (not on biases and norms)."""
+    lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """Optimizer steps of linear warm-up from 0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up, until the last step of the run."""
+    min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)
+    """Share of the peak at which linear and cosine end."""
+
+
+@dataclass
+class FSDPConfig:
+    """How the student is sharded and where it waits while it is not its turn (FSDP2)."""
+
+    param_offload: bool = False
+    """Keep parameters on the host in the rollout phase (no effect on the CPU, nor in a pool without the engine)."""
+    optimizer_offload: bool = False
+    """Keep optimizer state on the host outside of the optimizer step (no effect on the CPU)."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass; false: one gather per part of a batch, more memory."""
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of master weights, Adam state and accumulated gradients; the compute type is bf16 on GPUs, fp32 on the CPU.
+    With bf16 the gradients are rounded after every micro-batch, so the result depends slightly on the cut."""
+    fsdp_size: int = -1
+    """Workers that share one copy of the weights; -1 = all. Smaller: hybrid sharding, with replicas across groups."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Optional parts of a checkpoint."""
+
+    save_hf_model: bool = True
+    """Also write a Hugging Face folder (`huggingface/`), which transformers and vLLM load."""
+
+
+@dataclass
+class ActorConfig:
+    """The update of the student."""
+
+    ppo_mini_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Prompts per optimizer step; null takes data.train_batch_size (one exactly on-policy step per rollout)."""
+    use_dynamic_bsz: bool = True
+    """Micro-batches by token count; false: by number of sequences."""
+    ppo_max_token_len_per_gpu: int = field(default=16384, metadata=rules.POSITIVE)
+    """Tokens (prompt and response) in one packed micro-batch."""
+    ppo_micro_batch_size_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Sequences in one micro-batch when use_dynamic_bsz is false."""
+    use_torch_compile: bool = False
+    """Compile the decoder blocks: the first update takes longer, the others are faster and need less memory."""
+    ppo_epochs: int = field(default=1, metadata=rules.POSITIVE)
+    """Passes over each rollout."""
+    grad_clip: float = field(default=1.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
+    """Largest global gradient norm; larger gradients are scaled down to it, with .inf none."""
+    clip_ratio: float = field(default=0.2, metadata=rules.POSITIVE)
+    """Clip range of PPO's probability ratio."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass
+class ValKwargs:
+    """Sampling in validation."""
+
+    temperature: float = field(default=0.0, metadata=rules.NOT_NEGATIVE)
+    """0 is greedy."""
+    top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
+    """Nucleus mass."""
+    top_k: int = field(default=-1, metadata=rules.TOP_K)
+    """-1 keeps the whole vocabulary."""
+
+
+@dataclass
+class EngineKwargs:
+    """Arguments handed to an engine as they are."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """For `vllm.LLM(...)`; overrides the arguments that this program chooses."""
+
+
+@dataclass
+class RolloutConfig:
+    """Generation."""
+
+    name: str = field(default="auto", metadata=rules.names("auto", "vllm", "hf", or_own=True))
+    """Engine: vllm, hf (transformers, slow), auto = vllm where it is installed, or module:name of your own."""
+    n: int = field(default=1, metadata=rules.POSITIVE)
+    """Responses per prompt."""
+    temperature: float = field(default=1.0, metadata=rules.POSITIVE)
+    """Sampling temperature in training."""
+    top_p: float = field(default=1.0, metadata=rules.NUCLEUS)
+    """Nucleus mass; below 1 the samples are no longer drawn from the student's own distribution."""
+    top_k: int = field(default=-1, metadata=rules.TOP_K)
+    """-1 keeps the whole vocabulary."""
+    tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
+    """Workers that share one copy of the engine's weights."""
+    gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
+    """Share of the GPU's memory for the engine's weights and KV cache; null takes what is free when the engine is
+    built, and no more than max_num_seqs full sequences need (printed by --dry-run)."""
+    free_cache_engine: bool = True
+    """Release the engine's weights and KV cache during the update (vLLM sleep mode, GPUs only)."""
+    enforce_eager: bool = False
+    """No CUDA graphs: faster start, slower generation."""
+    max_num_batched_tokens: int = field(default=8192, metadata=rules.POSITIVE)
+    """Tokens in one engine step."""
+    max_num_seqs: int = field(default=256, metadata=rules.POSITIVE)
+    """Sequences generated at the same time per engine."""
+    max_model_len: int | None = None
+    """Longest sequence of the engine; null takes prompt limit + response limit."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the engine's weights; auto = bfloat16 on GPUs, float32 on the CPU."""
+    seed: int = field(default=0, metadata=rules.SEED)
+    """Seed of the sampling; every sequence gets its own from it."""
+    update_weights_bucket_megabytes: int = field(default=512, metadata=rules.POSITIVE)
+    """Weights gathered at once when they are published, MiB in the engine's type; smaller takes less memory."""
+    verify_weights: bool = False
+    """After every publish, compare all of the engine's weights with the actor's; a difference ends the run."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+    engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
+
+
+@dataclass
+class TeacherModelConfig:
+    """The model of a teacher that this run starts itself."""
+
+    path: str | None = None
+    """Hugging Face folder or hub id; its tokenizer must be the student's."""
+
+
+@dataclass
+class TeacherConfig:
+    """The teacher service."""
+
+    server_ip: str | None = None
+    """Address of a running service; null starts one on this machine for the length of the run. Several services of
+    one model, separated by commas, share the work; the others take over from one that fails. Each may be host:port."""
+    server_port: int | None = field(default=None, metadata=rules.PORT)
+    """Their port where server_ip names none, null for 15555; or that of a local service, null for any that is free."""
+    keys: str | None = None
+    """Folder with this client's keys (python -m hybrid_gkd.teacher keys), for services that were started with keys."""
+    chat_template: str | None = None
+    """What the teacher sees prompts behind, in place of the student's template: a file with a template, a folder with
+    a tokenizer, or the template itself. Prompts have to fit behind both."""
+    check_fit: bool = True
+    """Compare chat templates and ends of answers with the student's, and let the teacher score some tokens of its own
+    greedy answers to training prompts before the first step."""
+    n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
+    """Requests in flight."""
+    num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)
+    """Sequences in one request at most; long ones travel in smaller groups. null takes the default."""
+    overlap_rollout: bool = True
+    """Send a sequence as soon as it is finished; false waits for the whole rollout."""
+    connect_timeout: float = field(default=20.0, metadata=rules.POSITIVE)
+    """Seconds for the handshake with a given server."""
+    start_timeout: float = field(default=900.0, metadata=rules.POSITIVE)
+    """Seconds for a local service to load its model."""
+    request_timeout: float = field(default=600.0, metadata=rules.POSITIVE)
+    """Seconds until a request, retries included, must be answered."""
+    max_retries: int = field(default=3, metadata=rules.NOT_NEGATIVE)
+    """Further attempts for a request that was not answered or not answered well."""
+    backend: Literal["auto", "vllm", "hf"] = "auto"
+    """Scoring engine of a local service; auto = vllm where it is installed."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
+    tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
+    """GPUs of a local service."""
+    gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
+    """Share of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what the model needs
+    to score where it shares them with the workers (printed by --dry-run)."""
+    max_model_len: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Longest sequence a local service scores; null takes prompt limit + response limit + 1."""
+    model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """host:port of every given service; empty where server_ip has an empty entry."""
+        hosts = [host.strip() for host in (self.server_ip or "").split(",")]
+        port = TEACHER_PORT if self.server_port is None else self.server_port
+        return [host if ":" in host or not host else f"{host}:{port}" for host in hosts]
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """Student, rollout engine and teacher."""
+
+    hybrid_engine: bool = True
+    """Student and rollout engine take turns on the same GPUs; false gives the engine a pool of its own (section
+    rollout), where it generates while the student is updated (trainer.scheduler one_step_off or two_step_off)."""
+    nccl_timeout: float = field(default=600.0, metadata=rules.POSITIVE)
+    """Seconds that a collective, or a call to a worker, may take before the run ends with an error; in a generation,
+    the inactivity timeout of a worker (with rollout.name=hf, of one batch)."""
+    load_timeout: float = field(default=1800.0, metadata=rules.POSITIVE)
+    """Seconds that the workers may take to start and to load their models, and to read or write a checkpoint."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
