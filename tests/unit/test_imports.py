@@ -13,9 +13,9 @@ from hybrid_gkd.imports import quick_imports
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
-errors files imports types spans waiting config_metadata losses config_models config_learning config config_rules demo config_loading models data
-offload rollout student teacher teacher_client checkpoint convert_checkpoint workers ppo trainer reporting testing
-launch doctor metrics evaluate __main__
+errors files imports types spans waiting config_metadata losses config_models config_learning config config_rules demo
+config_loading models data offload rollout student teacher teacher_client checkpoint convert_checkpoint workers ppo
+trainer reporting testing launch doctor metrics evaluate __main__
 """.split()
 ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics", "__main__"}}
 # In a fresh interpreter, importing all of a room but its commands brings in none of these.
