@@ -33,9 +33,9 @@ from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import make_sampler, num_updates, request_seeds, total_steps
+from hybrid_gkd.ppo.validation import answer_metrics, sample_generations
 from hybrid_gkd.spans import Clock, working_for
 from hybrid_gkd.types import (
-    Generation,
     GenerationRequest,
     MetricLog,
     MiniBatch,
@@ -303,31 +303,22 @@ class PPOTrainer:
         self.clock.add("offload", seconds["offload"])
 
     def _validate(self) -> dict[str, float]:
-        """Answer the validation prompts; accuracy where the data has answers, and what the validators find."""
+        """Answer the validation prompts; what ppo/validation.py and the validators say of the answers."""
         requests = self._requests(self.val_prompts, 1, 0)
         sampling = self._sampling(self.config.actor_rollout_ref.rollout.val_kwargs)
+        metrics: dict[str, float] = {}
         with self.clock.span("testing"):
             drawn = itertools.chain.from_iterable(self._drawn(self.val_prompts, requests, sampling))
             found = sorted(drawn, key=lambda sequence: sequence.index)
-            metrics = {
-                "val/response_length": float(np.mean([len(sequence.response_ids) for sequence in found])),
-                "val/num_prompts": float(len(found)),
-            }
             for validator in self.validators:
                 metrics |= validator(found)
             if self.validators:
                 self._refill_engine()
         pairs = list(zip(self.val_prompts, found, strict=True))
-        rewards: list[float | None] = [None] * len(pairs)
-        if self.reward is not None:
-            rewards[:] = found_rewards = self._rewards(pairs)
-            metrics["val/accuracy"] = float(np.mean(found_rewards))
-        samples = [
-            Generation(prompt=prompt.text, response=self._decode(sequence), answer=prompt.answer, reward=reward)
-            for (prompt, sequence), reward in zip(pairs, rewards, strict=True)
-        ]
-        self.tracking.log_generations(samples[: self.config.trainer.log_val_generations], self.step)
-        return metrics
+        rewards = None if self.reward is None else self._rewards(pairs)
+        shown = pairs[: self.config.trainer.log_val_generations]
+        self.tracking.log_generations(sample_generations(shown, rewards, self._decode), self.step)
+        return metrics | answer_metrics(pairs, rewards)
 
     def _rewards(self, pairs: list[tuple[Prompt, Sequence]]) -> list[float]:
         """Of responses to their prompts. Raises TrainingError that names the row of the data."""
