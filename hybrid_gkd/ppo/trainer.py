@@ -31,6 +31,7 @@ from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
+from hybrid_gkd.ppo.scoring import Scorer, decode
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import make_sampler, num_updates, request_seeds, total_steps
 from hybrid_gkd.ppo.validation import answer_metrics, sample_generations
@@ -45,7 +46,7 @@ from hybrid_gkd.types import (
     Sequence,
     TrainSequence,
 )
-from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.waiting import Timeout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,8 @@ class PPOTrainer:
         stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
-        self.train_prompts, self.val_prompts, self.reward = train_prompts, val_prompts, reward
+        self.train_prompts, self.val_prompts = train_prompts, val_prompts
+        self.scorer = None if reward is None else Scorer(reward, tokenizer, config.reward)
         self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.clock, self.stop_requested = clock or Clock(), stop_requested
         self.total_steps = total_steps(config, len(train_prompts))
@@ -187,7 +189,8 @@ class PPOTrainer:
         """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
         n = self.config.actor_rollout_ref.rollout.n
         pairs = [(rollout.prompts[sequence.index // n], sequence) for sequence in rollout.sequences]
-        rewards = np.array(self._rewards(pairs), np.float32)
+        assert self.scorer is not None
+        rewards = np.array(self.scorer.scores(pairs), np.float32)
         advantages = group_relative_advantages(rewards, n, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo)
         sequences = [
             TrainSequence(sequence=s, advantages=np.full(len(s.response_ids), advantage, np.float32))
@@ -315,39 +318,11 @@ class PPOTrainer:
             if self.validators:
                 self._refill_engine()
         pairs = list(zip(self.val_prompts, found, strict=True))
-        rewards = None if self.reward is None else self._rewards(pairs)
+        rewards = None if self.scorer is None else self.scorer.scores(pairs)
         shown = pairs[: self.config.trainer.log_val_generations]
-        self.tracking.log_generations(sample_generations(shown, rewards, self._decode), self.step)
+        as_text = functools.partial(decode, self.tokenizer)
+        self.tracking.log_generations(sample_generations(shown, rewards, as_text), self.step)
         return metrics | answer_metrics(pairs, rewards)
-
-    def _rewards(self, pairs: list[tuple[Prompt, Sequence]]) -> list[float]:
-        """Of responses to their prompts. Raises TrainingError that names the row of the data."""
-        rewards: list[float] = []
-        own, seconds = self.config.reward.custom_reward_function, self.config.reward.timeout
-        limit = Timeout(seconds, "reward.timeout") if own.path and math.isfinite(seconds) else None
-
-        def detail() -> str:
-            row = pairs[min(len(rewards), len(pairs) - 1)][0].index
-            return f"{len(rewards)} of {len(pairs)} responses are scored, now one to row {row} of the data"
-
-        whom = f"{own.path}:{own.name}" if own.path else self.config.reward.name
-        with waiting(f"the reward function {whom}", limit, detail) as wait:
-            for prompt, sequence in pairs:
-                wait.restart_timeout()
-                rewards.append(self._score(prompt, sequence))
-        return rewards
-
-    def _score(self, prompt: Prompt, sequence: Sequence) -> float:
-        if prompt.answer is None:
-            raise TrainingError(f"row {prompt.index} of the data has no answer to compute a reward from")
-        assert self.reward is not None
-        try:
-            return self.reward(self._decode(sequence), prompt.answer)
-        except TrainingError as error:
-            raise TrainingError(f"row {prompt.index} of the data: {error}") from error
-
-    def _decode(self, sequence: Sequence) -> str:
-        return self.tokenizer.decode(sequence.response_ids.tolist(), skip_special_tokens=True)
 
     def _due(self, every: int) -> bool:
         """Whether something that happens each `every` steps happens now: -1 = at the last step, 0 = never."""

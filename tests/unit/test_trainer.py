@@ -50,8 +50,8 @@ def make(cls, *overrides, **options):
     group = RecordingGroup()
     trainer = cls(
         config(*overrides), group=group, tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
-        reward=lambda response, answer: float(len(response.split()) == int(answer)), tracking=None, store=None,
-        **options,
+        tracking=None, store=None,
+        **{"reward": lambda response, answer: float(len(response.split()) == int(answer))} | options,
     )
     sequences = tuple(
         Sequence(
@@ -248,8 +248,7 @@ def test_a_reward_that_takes_long_is_said_with_its_row_and_what_it_raises_names_
         raise TrainingError("the reward failed")
 
     overrides = "reward.answer_key=a", "reward.custom_reward_function.path=/mine.py"
-    trainer, group, rollout = make(PPOTrainer, *overrides)
-    trainer.reward = reward
+    trainer, group, rollout = make(PPOTrainer, *overrides, reward=reward)
     with pytest.raises(TrainingError, match=r"^row 0 of the data: the reward failed$"):
         trainer._update_actor(rollout)
     assert group.updates == []
