@@ -1,0 +1,132 @@
+"""A sharded model that is trained on a loss per response token: gradients of parts, optimizer steps, means over ranks.
+
+What the loss is, a subclass says: the actor's is in actor.py. All methods are collective, as in sharded_model.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_gkd.errors import TrainingError
+from hybrid_gkd.student.sharded_model import ShardedModel
+from hybrid_gkd.types import MiniBatch, TrainSequence
+
+
+class TrainedModel(ShardedModel):
+    """One rank of a model with its loss. Raises as `ShardedModel`, which gets all other arguments.
+
+    Args:
+        grad_clip: largest global gradient norm.
+        seed: of the random numbers that some architectures draw.
+    """
+
+    prefix: str
+    """Of its metrics: `<prefix>/grad_norm`."""
+    loss_name: str
+    """The metric that is minimised."""
+
+    def __init__(self, *args: Any, grad_clip: float, seed: int, **kwargs: Any):
+        self.grad_clip, self.seed = grad_clip, seed
+        self._sums: dict[str, Tensor] = {}
+        """Of the metrics, over the micro-batches since the last step."""
+        super().__init__(*args, **kwargs)
+
+    def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""
+        raise NotImplementedError
+
+    def _names(self) -> list[str]:
+        """Of all sums: the same on every rank, also on one that had only empty micro-batches."""
+        raise NotImplementedError
+
+    def update(
+        self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
+
+        The loss is the sum over response tokens divided by their number in the mini-batch over all ranks, so that the
+        cut into micro-batches and ranks does not matter. Returns metrics of the whole mini-batch, equal on all ranks.
+
+        Args:
+            batch: this rank's share; `num_tokens` is of the whole mini-batch.
+            before_last: called before the last micro-batch.
+            before_step: called between the last backward pass and the optimizer step.
+
+        Raises:
+            TrainingError: the gradient is not finite; no weight has changed.
+            torch.OutOfMemoryError: the device memory did not suffice; no weight has changed.
+            DeviceMemoryError: see `step`.
+        """
+        self.accumulate(batch, before_last=before_last)
+        sums, self._sums = self._sums, {}  # now: a new attempt after a failure must begin anew
+        grad_norm = self.clip_grad_norm(self.grad_clip)
+        metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, which has been given all work by now
+        loss, norm = metrics[self.loss_name], float(grad_norm)
+        if not math.isfinite(norm) or not math.isfinite(loss):
+            step = self.updates_done + 1
+            raise TrainingError(f"optimizer step {step}: loss {loss}, gradient norm {norm}; the step was not taken")
+        before_step()
+        return metrics | {f"{self.prefix}/grad_norm": norm, f"{self.prefix}/lr": self.step()}
+
+    def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None) -> None:
+        """Add the gradients of a part of a mini-batch; its last part goes to `update`.
+
+        Raises torch.OutOfMemoryError; the gradients of earlier parts are gone too.
+        """
+        sums = self._sums
+        if not sums:
+            assert self.optimizer is not None
+            self.optimizer.zero_grad()
+            self._seed()
+        try:
+            for number, micro_batch in enumerate(batch.micro_batches, start=1):
+                last = number == len(batch.micro_batches)
+                if last:
+                    before_last()
+                if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
+                    self.model.set_reshard_after_backward(last)
+                loss_sum, parts = self._loss(micro_batch)
+                # FSDP2 averages gradients over ranks; the loss is a sum over them.
+                (loss_sum * (self.world_size / batch.num_tokens)).backward()
+                self._add(sums, parts | {self.loss_name: loss_sum.detach()})
+        except torch.OutOfMemoryError:
+            self._sums = {}
+            self.abandon_backward()
+            raise
+
+    @torch.no_grad()
+    def evaluate(self, batch: MiniBatch) -> dict[str, float]:
+        """The metrics that `update` would give, without its step: means over `batch.num_tokens`, equal on all ranks.
+
+        Not between `accumulate` and `update`. Raises torch.OutOfMemoryError.
+        """
+        self._seed()
+        sums: dict[str, Tensor] = {}
+        for micro_batch in batch.micro_batches:
+            loss_sum, parts = self._loss(micro_batch)
+            self._add(sums, parts | {self.loss_name: loss_sum})
+        self.reshard()
+        return self._all_reduce(sums, batch.num_tokens)
+
+    def _add(self, sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
+        for name, value in parts.items():
+            sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
+
+    def _seed(self) -> None:
+        """Some architectures draw random numbers (PhiMoE's router): the same ones after a resume."""
+        torch.manual_seed(self.seed + self.updates_done)
+
+    def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
+        """Sums over micro-batches of this rank -> means over the response tokens of all ranks."""
+        names = self._names()
+        stacked = torch.stack([sums.get(name, torch.zeros((), device=self.device)).double() for name in names])
+        if self.world_size > 1:  # for a single rank NCCL would take 0.4 GiB to do nothing
+            dist.all_reduce(stacked)
+        return dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
