@@ -69,6 +69,8 @@ class DataConfig:
     """Like train_files; null switches validation off."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
+    reward_fn_key: str = "data_source"
+    """Column with the name of the data set that a row is from. Rows may do without the default one."""
     max_prompt_length: int = field(default=1024, metadata=rules.POSITIVE)
     """Tokens, chat template included."""
     max_response_length: int = field(default=1024, metadata=rules.POSITIVE)

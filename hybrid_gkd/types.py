@@ -28,6 +28,10 @@ class Prompt:
     """The user's message, for sample generations."""
     answer: str | None = None
     """Ground truth for rule rewards; None where the data has none."""
+    data_source: str | None = None
+    """Name of the data set that the row is from (`data.reward_fn_key`); None where the data does not say."""
+    extra_info: dict[str, Any] | None = None
+    """What else the row has for a reward function of the user's own; None where it has nothing or none asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

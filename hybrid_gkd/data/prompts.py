@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Chat = list[dict[str, str]]
+DATA_SOURCE, EXTRA_INFO = "data_source", "extra_info"
+"""Columns that rows may have: where they are from (unless `data.reward_fn_key` names another), and anything else that a
+reward function of the user's own wants to know."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,28 @@ class Rows:
     messages: list[Chat]
     answers: list[str | None]
     """None where no column is asked for."""
+    data_sources: list[str | None]
+    extra_infos: list[dict[str, Any] | None]
 
 
-def read_rows(entries: list[str], *, key: str, prompt_key: str, answer_key: str | None) -> list[Rows]:
+def read_rows(
+    entries: list[str], *, key: str, prompt_key: str, answer_key: str | None, data_source_key: str = DATA_SOURCE,
+    extra_info: bool = False,
+) -> list[Rows]:  # fmt: skip
     """Every table that the configuration key names, which may be files, patterns, folders and hub data sets.
 
     A prompt is a string (one user message) or a list of chat messages. `answer_key` may be dotted
-    (`reward_model.ground_truth`); None reads no answers. Raises DataError for whatever the user has to repair, for
-    several tables together.
+    (`reward_model.ground_truth`); None reads no answers. With `extra_info` the column of that name is read too, where a
+    table has it. Raises DataError for whatever the user has to repair, for several tables together.
     """
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     sources = find_sources(entries, key)  # all of them first: a long download must not delay the message
     return call_all(
-        functools.partial(_read_rows, source, f"{key}: {source.name!r}", prompt_key, answer_key) for source in sources
+        functools.partial(
+            _read_rows, source, f"{key}: {source.name!r}", prompt_key, answer_key, data_source_key, extra_info
+        )
+        for source in sources
     )
 
 
@@ -75,6 +86,7 @@ def make_prompts(
                     index=num_rows + row, token_ids=_truncate(all_ids[row], max_prompt_length, truncation),
                     teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
                     text=_user_text(table.messages[row]), answer=table.answers[row],
+                    data_source=table.data_sources[row], extra_info=table.extra_infos[row],
                 ))  # fmt: skip
         num_rows += len(all_ids)
     raise_all(problems)
@@ -87,28 +99,49 @@ def make_prompts(
     return prompts
 
 
-def _read_rows(source: Source, where: str, prompt_key: str, answer_key: str | None) -> Rows:
-    wanted = {prompt_key} if answer_key is None else {prompt_key, answer_key, answer_key.split(".")[0]}
+def _read_rows(
+    source: Source, where: str, prompt_key: str, answer_key: str | None, data_source_key: str, extra_info: bool
+) -> Rows:
+    wanted = {prompt_key, data_source_key} | ({EXTRA_INFO} if extra_info else set())
+    wanted |= set() if answer_key is None else {answer_key, answer_key.split(".")[0]}
     names, rows = read_table(source, where, wanted)
     columns = ", ".join(names)
     if names and prompt_key not in names:
         raise DataError(f"{where}: no column {prompt_key!r} (data.prompt_key); its columns are: {columns}")
     if not rows:
         raise DataError(f"{where}: holds no rows")
+    if data_source_key not in (*names, DATA_SOURCE):
+        raise DataError(f"{where}: no column {data_source_key!r} (data.reward_fn_key); its columns are: {columns}")
     messages = [
         _check_messages(values.get(prompt_key), f"{where}, row {row}, column {prompt_key!r}")
         for row, values in enumerate(rows, 1)
     ]
+    sources: list[Any] = _optional(rows, data_source_key, str, "a text", where)
+    infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
+    return Rows(where, messages, _answers(names, rows, answer_key, where), sources, infos)
+
+
+def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | None, where: str) -> list[str | None]:
     if answer_key is None:
-        return Rows(where, messages, [None] * len(messages))
+        return [None] * len(rows)
     column, *path = [answer_key] if answer_key in names else answer_key.split(".")
     if column not in names:
-        raise DataError(f"{where}: no column {column!r} (reward.answer_key={answer_key}); its columns are: {columns}")
-    answers: list[str | None] = [
+        raise DataError(
+            f"{where}: no column {column!r} (reward.answer_key={answer_key}); its columns are: {', '.join(names)}"
+        )
+    return [
         _answer(values.get(column), path, f"{where}, row {row}, answer {answer_key!r} (reward.answer_key)")
         for row, values in enumerate(rows, 1)
     ]
-    return Rows(where, messages, answers)
+
+
+def _optional(rows: list[dict[str, Any]], column: str, kind: type, rule: str, where: str) -> list[Any]:
+    """The values of a column that a row may do without."""
+    found = [values.get(column) for values in rows]
+    for row, value in enumerate(found, 1):
+        if value is not None and not isinstance(value, kind):
+            raise DataError(f"{where}, row {row}, column {column!r}: must be {rule}; got {short(value)}")
+    return found
 
 
 def _check_messages(value: object, where: str) -> Chat:

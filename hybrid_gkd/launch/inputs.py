@@ -91,8 +91,11 @@ def teacher_template(config: Config) -> str | None:
 
 def files(facts: Facts) -> str:
     """Every row of every file has a prompt, and an answer where one is asked for."""
-    section, answer_key = facts.config.data, facts.config.reward.answer_key
-    read = functools.partial(read_rows, prompt_key=section.prompt_key, answer_key=answer_key)
+    section, reward = facts.config.data, facts.config.reward
+    read = functools.partial(
+        read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
+        extra_info=reward.custom_reward_function.path is not None,
+    )
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only else read(section.train_files, key="data.train_files"),
         lambda: read(section.val_files, key="data.val_files") if section.val_files else [],

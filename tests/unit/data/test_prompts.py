@@ -16,7 +16,7 @@ TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three t
 
 
 def load(*files, **changes):
-    columns = {"prompt_key": "prompt", "answer_key": None}
+    columns = {"prompt_key": "prompt", "answer_key": None, "data_source_key": "data_source", "extra_info": False}
     columns |= {name: changes.pop(name) for name in columns if name in changes}
     key = changes.pop("key", "data.train_files")
     arguments = {
@@ -62,6 +62,21 @@ def test_messages_and_a_nested_answer_in_parquet(tmp_path):
     assert (prompt.text, prompt.answer) == ("hi", "42")
     with pytest.raises(DataError, match=r"row 1, answer 'reward_model.truth'.*no field 'truth'"):
         load(tmp_path / "rows.parquet", answer_key="reward_model.truth")
+
+
+def test_rows_say_where_they_are_from_and_what_else_a_reward_may_want(write):
+    row = {"prompt": "1+1", "data_source": "sums", "set": "small", "extra_info": {"index": 3}}
+    file = write([row, {"prompt": "2+2", "data_source": None}])
+    of_both = [(p.data_source, p.extra_info) for p in load(file, extra_info=True)]
+    assert of_both == [("sums", {"index": 3}), (None, None)]
+    assert [p.extra_info for p in load(file)] == [None, None]
+    assert load(file, data_source_key="set")[0].data_source == "small"
+    with pytest.raises(DataError, match=r"no column 'origin' \(data\.reward_fn_key\); its columns are: "):
+        load(file, data_source_key="origin")
+    with pytest.raises(DataError, match=r"row 1, column 'data_source': must be a text; got 3"):
+        load(write([{"prompt": "1+1", "data_source": 3}]))
+    with pytest.raises(DataError, match=r"row 1, column 'extra_info': must be an object; got 'x'"):
+        load(write([{"prompt": "1+1", "extra_info": "x"}]), extra_info=True)
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.json", '[{"prompt": "x"}]'), ("a.csv", "prompt\nx\n")])
