@@ -13,7 +13,13 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 from hybrid_gkd import config_metadata as rules
-from hybrid_gkd.config_learning import AlgorithmConfig, CustomRewardFunction, DistillationConfig, RewardConfig
+from hybrid_gkd.config_learning import (
+    ADV_ESTIMATORS,
+    AlgorithmConfig,
+    CustomRewardFunction,
+    DistillationConfig,
+    RewardConfig,
+)
 from hybrid_gkd.config_models import (
     TEACHER_PORT,
     ActorConfig,
@@ -30,6 +36,7 @@ from hybrid_gkd.config_models import (
 )
 
 __all__ = [
+    "ADV_ESTIMATORS",
     "BATCHES_AHEAD",
     "TEACHER_PORT",
     "ActorConfig",

@@ -43,14 +43,28 @@ class DistillationConfig:
     use_policy_gradient it is the advantage that is limited. actor/distillation/clamp_share says how many tokens are."""
 
 
+ADV_ESTIMATORS = {
+    "gae": "critic", "grpo": "group", "rloo": "group", "reinforce_plus_plus": "",
+    "reinforce_plus_plus_baseline": "group", "remax": "greedy answer", "opo": "group",
+}
+"""algorithm.adv_estimator -> what a response is compared with: a critic's values, the other responses to its prompt, or
+the greedy answer to it. The functions are in hybrid_gkd/ppo/advantages.py."""
+
+
 @dataclass
 class AlgorithmConfig:
     """Advantages of PPO, and importance weights."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """Reward relative to the other responses to the same prompt."""
+    adv_estimator: str = field(default="grpo", metadata=rules.names(*ADV_ESTIMATORS, or_own=True))
+    """From rewards to advantages, see docs/losses.md: grpo, rloo, opo, reinforce_plus_plus_baseline (relative to the
+    other responses to the prompt), reinforce_plus_plus (to the batch), remax (to the greedy answer), or module:name or
+    file.py:name of a function like grpo of hybrid_gkd/ppo/advantages.py."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation."""
+    """grpo divides by the group's standard deviation; false as in Dr. GRPO."""
+    gamma: float = field(default=1.0, metadata=rules.SHARE)
+    """Discount of later rewards, per token (reinforce_plus_plus, gae, estimators of your own)."""
+    lam: float = field(default=1.0, metadata=rules.SHARE)
+    """Decay of later temporal differences, per token (gae, estimators of your own)."""
     rollout_is_threshold: float | None = None
     """Importance weights of stale responses (trainer.scheduler other than sync): every token's loss times
     min(prod of pi_current / pi_rollout up to it, threshold), threshold >= 1; null: none. Costs a forward pass."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import ADV_ESTIMATORS, Config
 from hybrid_gkd.losses.table import DIVERGENCES
 
 Rules = Iterator[tuple[str, object, str]]
@@ -78,7 +78,22 @@ def rules_between_fields(config: Config) -> Rules:
             "task rewards need the column with the right answers; distillation.enabled=true with "
             "distillation.use_task_rewards=false trains without"
         )
-        yield f"{ARR}.rollout.n", arr.rollout.n > 1, "group-relative advantages need at least 2 responses per prompt"
+        yield from _advantages(config)
+
+
+def _advantages(config: Config) -> Rules:
+    section, n, key = config.algorithm, config.actor_rollout_ref.rollout.n, "algorithm"
+    name, own = section.adv_estimator, section.adv_estimator not in ADV_ESTIMATORS
+    need = ADV_ESTIMATORS.get(name, "")
+    alone = n == 1 and need == "group"
+    yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 responses per prompt to compare"
+    yield f"{key}.adv_estimator", need != "critic", "needs a critic, which this version has not"
+    plain = section.norm_adv_by_std_in_grpo or name == "grpo" or own
+    yield f"{key}.norm_adv_by_std_in_grpo", plain, f"has no effect with {key}.adv_estimator={name}; leave it at true"
+    discounts = section.gamma == 1 or name in ("gae", "reinforce_plus_plus") or own
+    yield f"{key}.gamma", discounts, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
+    decays = section.lam == 1 or name == "gae" or own
+    yield f"{key}.lam", decays, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
 
 
 def _pools(config: Config) -> Rules:

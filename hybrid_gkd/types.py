@@ -118,6 +118,8 @@ class Rollout:
     prompts: tuple[Prompt, ...]
     sequences: tuple[Sequence, ...]
     """n of each prompt; sequence i belongs to prompt i // n."""
+    greedy: tuple[Sequence, ...] = ()
+    """The greedy answer to each prompt, where advantages are relative to it; else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import torch
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
+from hybrid_gkd.imports import is_import_path
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.fit import fit
@@ -26,6 +27,7 @@ from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.table import user_divergence
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import contents_of, learning_settings
 from hybrid_gkd.ppo.rewards import load_reward
 from hybrid_gkd.reporting.trackers import load_trackers
@@ -91,10 +93,14 @@ def device(facts: Facts) -> str:
 
 
 def loss(facts: Facts) -> str:
-    """A loss of the user's own computes row by row."""
+    """A loss of the user's own computes row by row, and advantages of their own are one for each token."""
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
         check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
+    on_rewards = section.use_task_rewards or not section.enabled
+    if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
+        estimator = load_estimator(facts.config.algorithm.adv_estimator)
+        check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
     own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
     return own if section.enabled else "PPO on the rule reward, no distillation"
 

@@ -1,11 +1,36 @@
-"""Advantages without a critic: every response is judged against the others to the same prompt.
+"""Advantage estimators: from the rewards of a rollout to how much better each of its tokens was than expected.
 
-Shapes: B prompts, n responses each.
+An estimator is a plain function in `ESTIMATORS`, by the name that `algorithm.adv_estimator` gives it, and takes
+
+    rewards   for each response its float [R_i] token-level rewards; a score of the whole response is on the last one
+    n         responses per prompt; response j of prompt i is at i * n + j
+    values    for each response what its tokens are compared with, float [R_i]: a critic's values (gae), the reward of
+              the greedy answer at every token (remax); None for the others
+    section   the section `algorithm`
+
+It returns the advantages, float32 [R_i] each, and the returns that a critic learns, likewise, or None.
+
+All compute in float64. Shapes: B prompts, n responses each, R_i tokens of response i, N tokens of all together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.imports import is_import_path, load_object
+
+if TYPE_CHECKING:
+    from hybrid_gkd.config import AlgorithmConfig
+
+Arrays = list[np.ndarray]
+"""One array for each response."""
+Estimator = Callable[[Arrays, int, Arrays | None, "AlgorithmConfig"], tuple[Arrays, Arrays | None]]
+VARIANCE_FLOOR = 1e-8
+"""Added to a variance that is divided by."""
 
 
 def group_relative_advantages(
@@ -26,16 +51,187 @@ def group_relative_advantages(
     Returns float32 [B * n] in the order of `rewards`. Raises ValueError: a group of one, a length that is no multiple
     of n, or a reward that is not finite.
     """
+    groups = _groups(rewards, group_size)
+    advantages = groups - groups.mean(axis=1, keepdims=True)
+    if norm_by_std:
+        advantages /= groups.std(axis=1, ddof=1, keepdims=True) + eps
+    return advantages.reshape(-1).astype(np.float32)
+
+
+def grpo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, None]:
+    """The score of a response relative to the others to its prompt, at every token: `group_relative_advantages`."""
+    return _at_every_token(
+        group_relative_advantages(_scores(rewards), n, norm_by_std=section.norm_adv_by_std_in_grpo), rewards
+    ), None
+
+
+def rloo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, None]:
+    """The score minus the mean score of the OTHER responses to the prompt, at every token.
+
+    Source: REINFORCE leave-one-out, arXiv 2402.14740, section 3.3.
+    """
+    groups = _groups(_scores(rewards), n)
+    others = (groups.sum(1, keepdims=True) - groups) / (n - 1)
+    return _at_every_token(groups - others, rewards), None
+
+
+def opo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, None]:
+    """The score minus the mean score of the group weighted by the responses' lengths, at every token.
+
+    Such a baseline has nearly the least variance if a token's gradient norm is about the same everywhere.
+    Source: on-policy RL with optimal baseline, arXiv 2505.23585, section 3.
+    """
+    groups = _groups(_scores(rewards), n)
+    lengths = np.array([len(each) for each in rewards], np.float64).reshape(groups.shape)
+    baselines = (lengths * groups).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
+    return _at_every_token(groups - baselines, rewards), None
+
+
+def reinforce_plus_plus(
+    rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig
+) -> tuple[Arrays, Arrays]:
+    """The discounted sum of the rewards from a token on, whitened over all N tokens of the rollout.
+
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    returns = [_discounted(_finite(each), section.gamma) for each in rewards]
+    return _whitened(returns), _as_float32(returns)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig
+) -> tuple[Arrays, None]:
+    """The score minus the group's mean, at every token, whitened over all N tokens of the rollout.
+
+    Source: REINFORCE++-baseline, arXiv 2501.03262.
+    """
+    groups = _groups(_scores(rewards), n)
+    return _whitened(_at_every_token(groups - groups.mean(1, keepdims=True), rewards)), None
+
+
+def remax(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, Arrays]:
+    """The sum of the rewards from a token on, minus the score of the greedy answer to the prompt (`values`).
+
+    Source: ReMax, arXiv 2310.10505, equation 8.
+    """
+    assert values is not None
+    returns = [_discounted(_finite(each), 1.0) for each in rewards]
+    advantages = [found - baseline for found, baseline in zip(returns, values, strict=True)]
+    return _as_float32(advantages), _as_float32(returns)
+
+
+def gae(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, Arrays]:
+    """Generalised advantage estimates, whitened over all N tokens, and the returns A + V (A before whitening).
+
+        A_t = delta_t + gamma lam A_(t+1),   delta_t = r_t + gamma V_(t+1) - V_t,   V and A 0 behind the last token
+
+    Source: arXiv 1506.02438, equation 16. The whitening is usual in PPO for language models.
+    """
+    assert values is not None
+    advantages, returns = [], []
+    for reward, value in zip(rewards, values, strict=True):
+        value = value.astype(np.float64)
+        deltas = _finite(reward) + section.gamma * np.append(value[1:], 0.0) - value
+        advantages.append(_discounted(deltas, section.gamma * section.lam))
+        returns.append(advantages[-1] + value)
+    return _whitened(advantages), _as_float32(returns)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": gae,
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+}
+"""What each of them needs is said in `ADV_ESTIMATORS` of hybrid_gkd/config_learning.py."""
+
+
+def load_estimator(name: str) -> Estimator:
+    """The row of `ESTIMATORS`, or a user's own function. Raises ConfigError: it cannot be imported."""
+    if not is_import_path(name):
+        return ESTIMATORS[name]
+    return load_object("algorithm.adv_estimator", name)
+
+
+def check_estimator(estimator: Estimator, n: int, section: AlgorithmConfig) -> None:
+    """Try out a user's own estimator on two prompts before anything starts.
+
+    Raises ConfigError: it raises, or its advantages are not one finite value for each token.
+    """
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 6, 2 * n).tolist()
+    rewards = token_rewards(generator.random(2 * n), lengths)
+
+    def refusal(rule: str) -> ConfigError:
+        return ConfigError("algorithm.adv_estimator", rule, section.adv_estimator)
+
+    try:
+        advantages, _ = estimator(rewards, n, None, section)
+        found = [np.asarray(each, np.float64) for each in advantages]
+    except Exception as error:  # whatever the user's code raises
+        raise refusal(f"raised {type(error).__name__} when it was tried: {error}") from error
+    if [each.shape for each in found] != [(length,) for length in lengths]:
+        shapes = ", ".join(str(list(each.shape)) for each in found)
+        raise refusal(f"must give advantages of the shapes {[[length] for length in lengths]}; it gave {shapes}")
+    if not all(np.isfinite(each).all() for each in found):
+        raise refusal("gave advantages that are not finite")
+
+
+def token_rewards(scores: np.ndarray, lengths: list[int]) -> Arrays:
+    """Scores [B * n] of whole responses as token-level rewards: on the last token of each."""
+    rewards = [np.zeros(length, np.float32) for length in lengths]
+    for reward, score in zip(rewards, scores, strict=True):
+        reward[-1] = score
+    return rewards
+
+
+def _scores(rewards: Arrays) -> np.ndarray:
+    """Token-level rewards -> the sum of each response, [B * n]."""
+    return np.array([each.sum(dtype=np.float64) for each in rewards])
+
+
+def _groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Rewards [B * n] -> float64 [B, n]. Raises as `group_relative_advantages`."""
     if group_size < 2:
         raise ValueError(
             f"group_size must be at least 2: one response has no group to be compared with; got {group_size}"
         )
     if rewards.ndim != 1 or len(rewards) % group_size:
         raise ValueError(f"rewards must be [B * {group_size}]; got {rewards.shape}")
+    return _finite(rewards).reshape(-1, group_size)
+
+
+def _finite(rewards: np.ndarray) -> np.ndarray:
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite; got {rewards[~np.isfinite(rewards)][:4]}")
-    groups = rewards.astype(np.float64).reshape(-1, group_size)
-    advantages = groups - groups.mean(axis=1, keepdims=True)
-    if norm_by_std:
-        advantages /= groups.std(axis=1, ddof=1, keepdims=True) + eps
-    return advantages.reshape(-1).astype(np.float32)
+    return rewards.astype(np.float64)
+
+
+def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """The sum over s >= t of gamma^(s - t) rewards_s for every t, [R]."""
+    sums, total = np.empty_like(rewards), 0.0
+    for at in range(len(rewards) - 1, -1, -1):
+        total = sums[at] = rewards[at] + gamma * total
+    return sums
+
+
+def _whitened(values: Arrays) -> Arrays:
+    """Minus the mean of all N tokens, divided by their standard deviation (divisor N - 1)."""
+    together = np.concatenate([np.zeros(0), *values])
+    if len(together) < 2:
+        return _as_float32([np.zeros_like(each) for each in values])
+    scale = 1 / np.sqrt(together.var(ddof=1) + VARIANCE_FLOOR)
+    return _as_float32([(each - together.mean()) * scale for each in values])
+
+
+def _at_every_token(scores: np.ndarray, rewards: Arrays) -> Arrays:
+    """One number per response, in any shape -> that number at each of its tokens."""
+    pairs = zip(scores.reshape(-1), rewards, strict=True)
+    return [np.full(len(each), score, np.float32) for score, each in pairs]
+
+
+def _as_float32(arrays: Arrays) -> Arrays:
+    return [each.astype(np.float32) for each in arrays]

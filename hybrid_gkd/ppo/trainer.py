@@ -26,8 +26,8 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.ppo.advantages import group_relative_advantages
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
+from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
@@ -187,16 +187,8 @@ class PPOTrainer:
 
     def _with_advantages(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
         """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
-        n = self.config.actor_rollout_ref.rollout.n
-        pairs = [(rollout.prompts[sequence.index // n], sequence) for sequence in rollout.sequences]
         assert self.scorer is not None
-        rewards = np.array(self.scorer.scores(pairs), np.float32)
-        advantages = group_relative_advantages(rewards, n, norm_by_std=self.config.algorithm.norm_adv_by_std_in_grpo)
-        sequences = [
-            TrainSequence(sequence=s, advantages=np.full(len(s.response_ids), advantage, np.float32))
-            for s, advantage in zip(rollout.sequences, advantages, strict=True)
-        ]
-        return sequences, {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        return with_advantages(self.config, rollout, self.scorer.scores(answers_to_score(rollout)))
 
     def _with_logprobs(
         self, sequences: list[TrainSequence], *, policy_loss: bool = True
@@ -232,13 +224,23 @@ class PPOTrainer:
         for begins in self.on_generate:
             begins()
         with working_for(step), self.clock.span("gen"):
+            greedy = self._greedy_answers(prompts, step) if needs_greedy_answers(self.config) else ()
             for finished in self._drawn(prompts, requests, sampling):
                 self._rollouts.progress()
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished if finished else ():
                     listener(step, finished)
         ordered = tuple(sequences[request.index] for request in requests)
-        return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered)
+        return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered, greedy=greedy)
+
+    def _greedy_answers(self, prompts: tuple[Prompt, ...], step: int) -> tuple[Sequence, ...]:
+        """One to each prompt, in their order."""
+        sampling = SamplingParams(max_tokens=self.config.data.max_response_length, temperature=0.0)
+        found: list[Sequence] = []
+        for finished in self.group.generate(self._requests(prompts, 1, step), sampling):
+            self._rollouts.progress()
+            found += finished
+        return tuple(sorted(found, key=lambda sequence: sequence.index))
 
     def _drawn(
         self, prompts: abc.Sequence[Prompt], requests: list[GenerationRequest], sampling: SamplingParams

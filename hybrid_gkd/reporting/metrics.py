@@ -81,6 +81,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "prompt_length/mean": ("tokens", "Mean prompt length"),
     "prompt_length/max": ("tokens", "Longest prompt"),
     "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
+    "reward/greedy": ("", "Mean reward of the greedy answers (algorithm.adv_estimator=remax)"),
     "reward/std": ("", "Standard deviation of the same"),
     "training/global_step": ("steps", "Training steps done"),
     "training/epoch": ("epochs", "Pass over the prompt data that the batch begins in"),

@@ -181,6 +181,31 @@ def test_every_loss_mode_loads():
         assert (config.distillation.loss_mode, config.distillation.loss_max_clamp) == (mode, None)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["algorithm.adv_estimator=rloo"], ["actor_rollout_ref.rollout.n", "at least 2", "got 1"]),
+        (["algorithm.adv_estimator=best"], ["algorithm.adv_estimator", "reinforce_plus_plus", "best"]),
+        (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator", "critic", "gae"]),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], ["algorithm.gamma", "no effect", "remax", "0.9"]),
+        (["algorithm.adv_estimator=remax", "algorithm.lam=0.9"], ["algorithm.lam", "no effect", "remax", "0.9"]),
+        (
+            ["algorithm.adv_estimator=remax", "algorithm.norm_adv_by_std_in_grpo=false"],
+            ["algorithm.norm_adv_by_std_in_grpo", "no effect", "remax", "False"],
+        ),
+    ],
+)
+def test_settings_of_advantages_that_do_not_go_together(overrides, parts):
+    with pytest.raises(ConfigError) as error:
+        load_config([*OWN, "distillation.enabled=false", "reward.answer_key=answer", *overrides])
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_estimators_that_need_no_group():
+    for name in ("reinforce_plus_plus", "remax", "mine.py:mine"):
+        load_config([*OWN, "distillation.enabled=false", "reward.answer_key=answer", f"algorithm.adv_estimator={name}"])
+
+
 def test_a_missing_mandatory_value_and_a_missing_recipe_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.train_files: must be given; --config-name demo"):
         load_config(OWN[1:])

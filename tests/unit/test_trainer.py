@@ -154,6 +154,7 @@ def update_at_once(*overrides):
     return group, trainer._update_actor(rollout)
 
 
+ON_REWARDS = ["distillation.enabled=false", "reward.answer_key=answer"]
 REWARDS = ["distillation.use_task_rewards=true", "reward.answer_key=answer"]
 POLICY = ["distillation.loss_mode=k1", "distillation.use_policy_gradient=true"]
 TWO_STEPS = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
@@ -267,6 +268,27 @@ def test_ppo_gives_each_sequence_its_group_relative_advantage():
         for item in share[0].micro_batches[0]:
             expected = 0.5 if item.sequence.index % 2 else -0.5
             np.testing.assert_allclose(item.advantages, np.full(len(item.sequence.response_ids), expected))
+
+
+def test_remax_compares_with_the_greedy_answer_to_the_prompt():
+    trainer, group, _ = make(PPOTrainer, "algorithm.adv_estimator=remax", *ON_REWARDS)
+    sampled, lengths = [], [1, 2, 2, 1, 2, 1]  # of 6 responses; those of two tokens are right, as is one greedy answer
+    generate = group.generate
+
+    def respond(request, version):
+        is_greedy = sampled[-1].temperature == 0
+        length = (1 + (request.index == 1)) if is_greedy else lengths[request.index]
+        return np.zeros(length, np.int32)
+
+    group._respond, group.generate = respond, lambda requests, sampling: (
+        sampled.append(sampling), generate(requests, sampling)
+    )[1]
+    rollout = trainer._generate(1)
+    assert [(len(rollout.greedy), len(rollout.sequences)), len(sampled)] == [(3, 6), 2]
+    metrics = trainer._update_actor(rollout)
+    assert (metrics["reward/mean"], metrics["reward/greedy"]) == (0.5, pytest.approx(1 / 3))
+    found = {i.sequence.index: i.advantages.tolist() for i in group.trained[-1]}
+    assert found == {0: [0], 1: [1, 1], 2: [0, 0], 3: [-1], 4: [1, 1], 5: [0]}
 
 
 def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():

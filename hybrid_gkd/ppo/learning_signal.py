@@ -1,0 +1,44 @@
+"""What a policy loss learns from: the scores of a rollout as advantages of its tokens.
+
+Shapes: B prompts, n responses each, R_i tokens of response i.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid_gkd.config import ADV_ESTIMATORS, Config
+from hybrid_gkd.ppo.advantages import load_estimator, token_rewards
+from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainSequence
+
+
+def needs_greedy_answers(config: Config) -> bool:
+    """Whether advantages are relative to the greedy answer to each prompt."""
+    on_rewards = config.distillation.use_task_rewards or not config.distillation.enabled
+    return on_rewards and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy answer"
+
+
+def answers_to_score(rollout: Rollout) -> list[tuple[Prompt, Sequence]]:
+    """Each response of a rollout with its prompt, and behind them the greedy answers, where there are any."""
+    n = len(rollout.sequences) // len(rollout.prompts)
+    pairs = [(rollout.prompts[sequence.index // n], sequence) for sequence in rollout.sequences]
+    return pairs + list(zip(rollout.prompts, rollout.greedy, strict=False))
+
+
+def with_advantages(
+    config: Config, rollout: Rollout, scores: list[float]
+) -> tuple[list[TrainSequence], dict[str, float]]:
+    """The sequences of a rollout with their advantages, and metrics; `scores` are those of `answers_to_score`."""
+    section, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    lengths = [len(sequence.response_ids) for sequence in rollout.sequences]
+    drawn, greedy = np.split(np.array(scores, np.float32), [len(lengths)])
+    values = None
+    if len(greedy):
+        values = [np.full(length, greedy[number // n]) for number, length in enumerate(lengths)]
+    advantages, _ = load_estimator(section.adv_estimator)(token_rewards(drawn, lengths), n, values, section)
+    pairs = zip(rollout.sequences, advantages, strict=True)
+    sequences = [TrainSequence(sequence=s, advantages=np.asarray(each, np.float32)) for s, each in pairs]
+    metrics = {"reward/mean": float(drawn.mean()), "reward/std": float(drawn.std())}
+    if len(greedy):
+        metrics["reward/greedy"] = float(greedy.mean())
+    return sequences, metrics
