@@ -59,6 +59,7 @@ __all__ = [
     "TeacherModelConfig",
     "TrainerConfig",
     "ValKwargs",
+    "WandbConfig",
 ]
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
@@ -97,6 +98,23 @@ class DataConfig:
 
 
 @dataclass
+class WandbConfig:
+    """How a run appears in Weights & Biases."""
+
+    entity: str | None = None
+    """User or team; null takes the login's default."""
+    group: str | None = None
+    """Runs of one group are shown together, as repetitions with other seeds."""
+    tags: list[str] = field(default_factory=list)
+    """Labels to filter runs by."""
+    notes: str | None = None
+    """A description of the run."""
+    workspace: bool = True
+    """Make the workspace `hybrid_gkd`, the dashboard of docs/dashboards.md, in a project that has none of that name.
+    An offline run makes none; python -m hybrid_gkd.reporting.dashboard makes or updates it later."""
+
+
+@dataclass
 class TrainerConfig:
     """The run."""
 
@@ -113,8 +131,9 @@ class TrainerConfig:
     experiment_name: str = field(default="gkd", metadata=rules.FOLDER_NAME)
     """Run name in wandb, folder under the project."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"], metadata=rules.TRACKERS)
-    """Any of console, wandb, and module:name of your own. metrics.jsonl, generations.jsonl and run.log are parts of
-    every run; the name jsonl is taken and changes nothing."""
+    """Any of console, wandb, tensorboard, trackio, and module:name of your own. metrics.jsonl, generations.jsonl and
+    run.log are parts of every run; the name jsonl is taken and changes nothing."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
     console: Literal["auto", "progress", "full"] = "auto"
     """How the console shows steps. full: a line for each, with the time and all metrics by name; progress: a bar, or
     without a terminal a short line every few seconds; auto: progress on a terminal, full in a file."""

@@ -39,4 +39,4 @@ FOLDER_NAME = rule(
     "must be a plain folder name", lambda value: bool(value) and value not in (".", "..") and "/" not in value
 )
 IMPORT_PATH = rule("must be module:name or file.py:name", is_import_path)
-TRACKERS = names("console", "jsonl", "wandb", or_own=True)
+TRACKERS = names("console", "jsonl", "tensorboard", "trackio", "wandb", or_own=True)

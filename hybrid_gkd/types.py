@@ -7,7 +7,7 @@ Shapes: `prompt_ids` [P] prompt tokens, `response_ids` and all that is per respo
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -139,6 +139,10 @@ class Generation:
     response: str
     answer: str | None = None
     reward: float | None = None
+
+
+GENERATION_COLUMNS = ("step", *(field.name for field in fields(Generation)))
+"""Of a table of sample answers, in generations.jsonl and in trackers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

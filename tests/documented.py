@@ -57,7 +57,9 @@ _AHEAD = f"{_COMMAND_LINE}::test_generation_ahead_of_the_update_trains_every_bat
 _GOLDEN = "tests/integration/test_golden.py::test_a_run_computes_what_it_always_did"
 _METRICS = "tests/unit/reporting/test_metrics.py::test_docs_page_is_the_table"
 _DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
+_DASHBOARD = "tests/unit/reporting/test_dashboard.py::test_the_specification_is_printed_without_a_login"
 RUN_ELSEWHERE = {
+    "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --json": _DASHBOARD,
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
@@ -78,6 +80,8 @@ RUN_ELSEWHERE = {
 _GPU, _RAY = "measures H200 cards", "`ray stop` ends every Ray process of the machine"
 _SUITE = "runs this test"
 NOT_RUN = {
+    "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd": "needs a login at wandb",
+    "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --config RUN/config.yaml": "needs a login at wandb",
     "bash run_gkd.sh --install-only": "installs; tests/run.sh begins with it",
     "export RAY_AUTH_MODE=token": _RAY,
     ".venv/bin/ray start --head --port 6379": _RAY,

@@ -6,6 +6,7 @@ once and training goes on: a full disk or a lost connection is no reason to lose
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -15,6 +16,8 @@ from hybrid_gkd.imports import load_object
 from hybrid_gkd.reporting.console import Console, all_by_name
 from hybrid_gkd.reporting.jsonl import JsonLines
 from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.reporting.tensorboard import TensorBoard
+from hybrid_gkd.reporting.trackio import Trackio
 from hybrid_gkd.reporting.wandb import Wandb
 from hybrid_gkd.types import Generation, MetricLog, RunInfo
 
@@ -29,11 +32,22 @@ class Tracker(MetricLog, Protocol):
 
 
 # In the order in which they start: wandb reads the metrics.jsonl that JsonLines has just cut to length.
-TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {"console": Console, "jsonl": JsonLines, "wandb": Wandb}
+TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
+    "console": Console, "jsonl": JsonLines, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
+}  # fmt: skip
+EXTRAS = ("tensorboard", "trackio")
+"""Trackers that need a package which is not always installed; package and extra are called like the tracker."""
 
 
 def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Tracker]]:
-    """The classes of `trainer.logger`, a user's own last. Raises ConfigError if one of those cannot be imported."""
+    """The classes of `trainer.logger`, a user's own last.
+
+    Raises ConfigError if one of those cannot be imported, or a package is missing.
+    """
+    for name in EXTRAS:
+        if name in loggers and importlib.util.find_spec(name) is None:
+            rule = f"{name} needs a package that is not installed: pip install 'hybrid_gkd[{name}]' (or {name})"
+            raise ConfigError("trainer.logger", rule, list(loggers))
     own = {name: load_object("trainer.logger", name) for name in loggers if name not in TRACKERS}
     return {name: made for name, made in TRACKERS.items() if name in loggers or name == "jsonl"} | own
 

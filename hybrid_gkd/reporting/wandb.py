@@ -6,18 +6,25 @@ import logging
 import netrc
 import os
 import signal
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
 from hybrid_gkd.files import read_json_lines
-from hybrid_gkd.types import Generation, RunInfo
+from hybrid_gkd.types import GENERATION_COLUMNS, Generation, RunInfo
 from hybrid_gkd.waiting import Timeout, waiting
 
 logger = logging.getLogger(__name__)
 
 WANDB_FINISH_SECONDS = 300.0
 """How long the end of a run waits for uploads; what is missing then can be sent with `wandb sync`."""
+BEST = {
+    "val/accuracy": "max", "val/forward_kl": "min", "val/reverse_kl": "min", "reward/mean": "max",
+    "actor/kl_loss": "min",
+}  # fmt: skip
+"""Metrics whose best value stands beside the last one in the list of runs."""
 WANDB_PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
@@ -31,8 +38,8 @@ class Wandb:
     def __init__(self, info: RunInfo):
         import wandb  # takes a second, and may be missing
 
-        self._wandb = wandb
-        self._samples: list[list[Any]] = []
+        self._wandb, self._samples_are_new = wandb, False
+        section = info.config["trainer"]["wandb"]
         offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun")
         if "WANDB_MODE" not in os.environ:
             offline = not _has_wandb_login(wandb.setup().settings.base_url)
@@ -44,10 +51,17 @@ class Wandb:
             self._run = wandb.init(
                 project=info.project_name, name=info.experiment_name, dir=str(info.run_dir), config=dict(info.config),
                 id=id_file.read_text().strip() if resumes else None, mode="offline" if offline else None,
-                resume="allow" if resumes and not offline else None, settings=settings,
+                resume="allow" if resumes and not offline else None, settings=settings, entity=section["entity"],
+                group=section["group"], tags=section["tags"] or None, notes=section["notes"],
             )
         try:
             id_file.write_text(self._run.id + "\n")
+            for name, best in BEST.items():
+                self._run.define_metric(name, summary=f"last,{best}")
+            # One table that grows: a resumed run's begins with the samples that it had.
+            self._samples = wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL")
+            for row in read_json_lines(info.run_dir / "generations.jsonl") if resumes else []:
+                self._samples.add_data(*(row.get(name) for name in GENERATION_COLUMNS))
             if offline:
                 path = self._run.settings.sync_dir
                 logger.info("wandb is offline; to see the run in a browser: wandb sync %s", path)
@@ -55,6 +69,9 @@ class Wandb:
                     self._run.log(row, step=row.pop("step"), commit=True)
             elif self._run.url:
                 logger.info("wandb run: %s", self._run.url)
+                if section["workspace"]:
+                    arguments = (self._run.entity, self._run.project, info.config)
+                    threading.Thread(target=_make_workspace, args=arguments, name="workspace", daemon=True).start()
         except BaseException:
             self.close(failed=True)
             raise
@@ -65,11 +82,13 @@ class Wandb:
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         # Kept for log(), because wandb takes nothing more of a step that is committed.
-        self._samples += [[step, s.prompt, s.response, s.answer, s.reward] for s in samples]
+        for sample in samples:
+            self._samples.add_data(step, *asdict(sample).values())
+        self._samples_are_new = True
 
     def close(self, *, failed: bool) -> None:
         try:
-            if self._samples:
+            if self._samples_are_new:
                 self._run.log(self._take_samples())
             with waiting("wandb to upload what is left", Timeout(WANDB_FINISH_SECONDS)):
                 self._run.finish(exit_code=1 if failed else 0)
@@ -82,9 +101,23 @@ class Wandb:
                     raise
 
     def _take_samples(self) -> dict[str, Any]:
-        rows, self._samples = self._samples, []
-        columns = ["step", "prompt", "response", "answer", "reward"]
-        return {"val/generations": self._wandb.Table(columns=columns, data=rows)} if rows else {}
+        is_new, self._samples_are_new = self._samples_are_new, False
+        return {"val/generations": self._samples} if is_new else {}
+
+
+def _make_workspace(entity: str, project: str, config: Mapping[str, Any]) -> None:
+    """In a thread: it takes some requests, and nothing waits for it."""
+    try:
+        from hybrid_gkd.reporting.dashboard import save_workspace
+
+        address = save_workspace(entity, project, config, update=False)
+        if address is not None:
+            logger.info("wandb workspace of the project %s: %s", project, address)
+    except Exception as error:  # a dashboard is no reason to lose the run
+        logger.warning(
+            "the wandb workspace was not made: %s: %s; later: python -m hybrid_gkd.reporting.dashboard --project %s "
+            "--entity %s (trainer.wandb.workspace=false makes none)", type(error).__name__, error, project, entity,
+        )  # fmt: skip
 
 
 def _has_wandb_login(server: str) -> bool:

@@ -61,7 +61,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("trainer.scheduler=two_steps", ["trainer.scheduler", "two_steps", "sync"]),
         ("algorithm.rollout_is_threshold=2", ["algorithm.rollout_is_threshold", "scheduler=sync", "2"]),
         ("algorithm.rollout_is_threshold=0.5", ["algorithm.rollout_is_threshold", "at least 1", "0.5"]),
-        ("trainer.logger=[tensorboard]", ["trainer.logger", "wandb", "tensorboard"]),
+        ("trainer.logger=[mlflow]", ["trainer.logger", "wandb", "tensorboard"]),
         ("trainer.experiment_name=a/b", ["trainer.experiment_name", "a/b"]),
         ("trainer.resume_mode=resume_path", ["trainer.resume_from_path", "resume_path"]),
         ("actor_rollout_ref.rollout.top_p=1.5", ["actor_rollout_ref.rollout.top_p", "above 0 and at most 1", "1.5"]),

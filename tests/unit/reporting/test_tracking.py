@@ -1,18 +1,23 @@
+import contextlib
+import importlib.util
 import io
 import json
 import logging
 import os
 import re
 import signal
+import sqlite3
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from hybrid_gkd.config import WandbConfig
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
@@ -20,7 +25,7 @@ from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler
-from hybrid_gkd.reporting.trackers import Tracking
+from hybrid_gkd.reporting.trackers import Tracking, load_trackers
 from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
@@ -29,7 +34,7 @@ SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", rew
 def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False, console="auto") -> RunInfo:
     return RunInfo(
         project_name="gkd", experiment_name="unit", run_dir=run_dir,
-        config={"distillation": {"topk": 64}, "trainer": {"console": console}},
+        config={"distillation": {"topk": 64}, "trainer": {"console": console, "wandb": asdict(WandbConfig(notes="n"))}},
         total_steps=total_steps, start_step=start_step, resume=resume,
     )
 
@@ -382,11 +387,12 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     assert config["distillation"] == {"topk": 64}
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert rows[0]["actor/kl_loss"] == 0.1
-    assert rows[0]["val/generations/nrows"] == 1
+    assert [row["val/generations/nrows"] for row in rows] == [1, 2, 3], "the table does not grow"
     _, rows, exit_code = wandb_history(second)
     assert exit_code == 0
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["actor/kl_loss"] == 0.4
+    assert [row.get("val/generations/nrows") for row in rows[2:]] == [3, 4], "the earlier samples are not in the table"
     assert f"wandb sync {second}" in caplog.text
 
 
@@ -409,6 +415,53 @@ def test_wandb_that_cannot_start_is_a_config_error(no_wandb_login, monkeypatch, 
     monkeypatch.setenv("WANDB_API_KEY", "not a key")
     with pytest.raises(ConfigError, match=r"^trainer\.logger: wandb cannot start: "):
         make(tmp_path, ["jsonl", "wandb"])
+
+
+# --- TensorBoard and trackio
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_every_step_once_also_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_steps(tmp_path, [1, 2, 3], loggers=["tensorboard"])
+    run_steps(tmp_path, [3, 4], loggers=["tensorboard"], start_step=2, resume=True)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, round(event.value, 6)) for event in found.Scalars("actor/kl_loss")] == [
+        (1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4),
+    ]  # fmt: skip
+    text = found.Tensors("val/generations/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "    The sum is 42." in text
+
+
+@pytest.mark.slow
+def test_trackio_keeps_every_step_and_a_resumed_run_goes_on(tmp_path):
+    """In an own process: trackio reads its folder from the environment when it is imported."""
+    pytest.importorskip("trackio")
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.reporting.test_tracking import run_steps\n"
+        "run_steps(Path(sys.argv[1]), [1, 2], loggers=['trackio'])\n"
+        "run_steps(Path(sys.argv[1]), [3], loggers=['trackio'], start_step=2, resume=True)\n"
+    )
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "db")}
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, cwd=root, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b""
+    with contextlib.closing(sqlite3.connect(tmp_path / "db" / "gkd.db")) as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
+    found = [(name, step, json.loads(metrics)) for name, step, metrics in rows]
+    scalars = [(name, step, row["actor/kl_loss"]) for name, step, row in found if "actor/kl_loss" in row]
+    assert scalars == [("unit", 1, 0.1), ("unit", 2, 0.2), ("unit", 3, 0.3)]
+    assert sum("val/generations" in row for _, _, row in found) == 3
+
+
+def test_a_tracker_without_its_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^trainer\.logger: trackio needs .* pip install 'hybrid_gkd\[trackio\]'"):
+        load_trackers(["console", "trackio"])
 
 
 def test_import_needs_neither_torch_nor_wandb():

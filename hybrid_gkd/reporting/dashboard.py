@@ -1,0 +1,279 @@
+"""The dashboard of a run in Weights & Biases, as code: a workspace, and a report with the same sections.
+
+    python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd [--entity my-team] [--config RUN/config.yaml]
+
+makes both, or brings the workspace of that name up to date; with --json it prints what it would send, without a login.
+An online run makes the workspace itself where the project has none (trainer.wandb.workspace).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from hybrid_gkd.reporting.metrics import METRICS
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+NAME = "hybrid_gkd"
+"""Of the workspace, by which an existing one is found, and of the report."""
+API_SECONDS = 20
+"""For one request to the server."""
+
+RunConfig = Mapping[str, Any]
+"""The resolved configuration of a run, nested dictionaries."""
+
+
+class Panel(NamedTuple):
+    """A plot of metrics over steps."""
+
+    title: str
+    metrics: tuple[str, ...]
+    """Names in METRICS; one that ends in / or * stands for all that begin so."""
+    stacked: bool = False
+
+
+SECTIONS: dict[str, tuple[Panel, ...]] = {
+    "Learning": (
+        Panel("Held-out accuracy", ("val/accuracy",)),
+        Panel("Held-out divergence", ("val/forward_kl", "val/reverse_kl")),
+        Panel("Divergence, what is minimised", ("actor/kl_loss",)),
+        Panel("Divergence, both directions", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
+        Panel("Loss", ("actor/loss",)),
+        Panel("Overlap and mass of the teacher's top k", (
+            "actor/distillation/overlap_ratio", "actor/distillation/student_mass", "actor/distillation/teacher_mass",
+        )),
+        Panel("Tokens beyond loss_max_clamp", ("actor/distillation/clamp_share",)),
+        Panel("Entropy", ("actor/entropy",)),
+        Panel("Gradient norm", ("actor/grad_norm",)),
+        Panel("Learning rate", ("actor/lr",)),
+        Panel("Staleness", ("training/staleness",)),
+        Panel("Importance weights", ("actor/importance/",)),
+    ),
+    "Time": (
+        Panel("The step, part by part", (
+            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/update_actor",
+            "timing/sync_rollout_weights",
+        ), stacked=True),
+        Panel("The step", ("timing/step",)),
+        Panel("Tokens per second", ("perf/tokens_per_second",)),
+        Panel("Model FLOP/s utilization", ("perf/mfu",)),
+        Panel("Copies between GPU and host", ("timing/offload",)),
+        Panel("Speed of these copies", ("perf/copy/",)),
+        Panel("Validation and checkpoints", ("timing/testing", "timing/save_checkpoint")),
+    ),
+    "Memory": (
+        Panel("Largest", ("perf/max_memory_allocated_gb", "perf/max_host_memory_gb")),
+        Panel("On the GPU when the rollout begins", ("memory/rollout/",), stacked=True),
+        Panel("On the GPU when the update begins", ("memory/update/",), stacked=True),
+        Panel("On the GPU in other phases", ("memory/",), stacked=True),
+    ),
+    "Teacher": (
+        Panel("Share of its time that is hidden", ("teacher/hidden_fraction",)),
+        Panel("Latency", ("teacher/latency*",)),
+        Panel("Time with a request, and waiting for it", ("timing/get_teacher_knowledge", "timing/wait_prev_teacher")),
+        Panel("Queue", ("teacher/queue_length",)),
+        Panel("Retries", ("teacher/retries",)),
+        Panel("Throughput", ("teacher/tokens_per_second",)),
+        Panel("Load", ("teacher/engine_busy",)),
+        Panel("Size of replies", ("teacher/bytes_per_token",)),
+    ),
+    "Answers": (
+        Panel("Length", ("response_length/mean", "response_length/max", "response_length/min")),
+        Panel("Share cut", ("response_length/clip_ratio",)),
+        Panel("Held-out length", ("val/response_length",)),
+        Panel("Prompt length", ("prompt_length/",)),
+    ),
+    "PPO": (
+        Panel("Reward", ("reward/mean", "reward/std")),
+        Panel("Policy loss", ("actor/pg_loss",)),
+        Panel("Share clipped", ("actor/pg_clipfrac*",)),
+        Panel("Movement of the policy", ("actor/ppo_kl",)),
+    ),
+}  # fmt: skip
+REST = "Everything else"
+"""The last section: a panel for each metric that no other panel shows."""
+
+
+def _distils(run: RunConfig) -> bool:
+    return bool(run["distillation"]["enabled"])
+
+
+def _rewards(run: RunConfig) -> bool:
+    return not _distils(run) or bool(run["distillation"]["use_task_rewards"])
+
+
+def _on_gpu(run: RunConfig) -> bool:
+    return run["trainer"]["device"] != "cpu"
+
+
+REPORTED: dict[str, Callable[[RunConfig], bool]] = {
+    "actor/distillation/clamp_share": lambda run: run["distillation"]["loss_max_clamp"] is not None,
+    "actor/distillation/": _distils,
+    "actor/kl_loss": _distils,
+    "actor/importance/": lambda run: run["algorithm"]["rollout_is_threshold"] is not None,
+    "actor/pg_loss": _rewards,
+    "actor/pg_clipfrac": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
+    "actor/ppo_kl": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
+    "reward/": _rewards,
+    "teacher/": _distils,
+    "timing/get_teacher_knowledge": _distils,
+    "timing/wait_prev_teacher": _distils,
+    "timing/wait_prev_gen": lambda run: not run["actor_rollout_ref"]["hybrid_engine"],
+    "val/forward_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
+    "val/reverse_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
+    "val/": lambda run: bool(run["data"]["val_files"]),
+    "memory/": _on_gpu,
+    "perf/copy/": _on_gpu,
+    "perf/mfu": _on_gpu,
+    "perf/max_memory_allocated_gb": _on_gpu,
+    "timing/offload": _on_gpu,
+}
+"""Beginning of a metric's name -> whether a run reports it; the first that fits counts, and without one it does."""
+
+
+def reports(run: RunConfig | None, name: str) -> bool:
+    """Whether a run with this configuration can report the metric; None is any run."""
+    return run is None or next((test(run) for start, test in REPORTED.items() if name.startswith(start)), True)
+
+
+def plan(run: RunConfig | None = None) -> dict[str, list[Panel]]:
+    """Sections with their panels, metrics by their full names, for what the run can report."""
+    left = [name for name in METRICS if reports(run, name)]
+    found: dict[str, list[Panel]] = {}
+    for section, panels in SECTIONS.items():
+        for panel in panels:
+            names = tuple(name for name in METRICS if _matches(name, panel) and reports(run, name))
+            # A pattern stands for what has no panel of its own; a name may be in several.
+            names = tuple(name for name in names if name in left or name in panel.metrics)
+            left = [name for name in left if name not in names]
+            if names:
+                found.setdefault(section, []).append(panel._replace(metrics=names))
+    if left:
+        found[REST] = [Panel(name, (name,)) for name in left]
+    return found
+
+
+def _matches(name: str, panel: Panel) -> bool:
+    return any(name == each or (each[-1] in "/*" and name.startswith(each.rstrip("*"))) for each in panel.metrics)
+
+
+def make_workspace(entity: str, project: str, run: RunConfig | None = None) -> Workspace:
+    """The workspace, not sent yet."""
+    import wandb_workspaces.workspaces as ws
+
+    sections = [
+        ws.Section(name=name, panels=list(_plots(panels)), is_open=name != REST) for name, panels in plan(run).items()
+    ]
+    sections[1:1] = [ws.Section(name="Samples", panels=[_samples()], is_open=True)] if reports(run, "val/") else []
+    return ws.Workspace(entity=entity, project=project, name=NAME, sections=sections)
+
+
+def make_report(entity: str, project: str, run: RunConfig | None = None) -> Any:
+    """The report (wandb_workspaces.reports.v2.Report), not sent yet."""
+    import wandb_workspaces.reports.v2 as wr
+
+    blocks: list[Any] = [wr.TableOfContents()]
+    for name, panels in plan(run).items():
+        runset = wr.Runset(entity=entity, project=project)
+        blocks += [wr.H1(text=name), wr.PanelGrid(runsets=[runset], panels=list(_plots(panels)))]
+    return wr.Report(entity=entity, project=project, title=NAME, blocks=blocks, width="fluid")
+
+
+def _plots(panels: list[Panel]) -> Iterator[Any]:
+    import wandb_workspaces.reports.v2 as wr
+
+    for panel in panels:
+        units = {METRICS[name][0] for name in panel.metrics} - {""}
+        yield wr.LinePlot(
+            title=panel.title, x="Step", y=list(panel.metrics), title_y=units.pop() if len(units) == 1 else None,
+            plot_type="stacked-area" if panel.stacked else "line",
+        )
+
+
+def _samples() -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.WeavePanelSummaryTable(table_name="val/generations")
+
+
+def save_workspace(entity: str, project: str, run: RunConfig | None = None, *, update: bool) -> str | None:
+    """Make the workspace, or with `update` overwrite the sections of the one that is there; its address, None if one
+    was left as it is. Raises what the library raises."""
+    import wandb
+    import wandb_workspaces.workspaces as ws
+
+    made, name = make_workspace(entity, project, run), _find(wandb.Api(timeout=API_SECONDS), entity, project)
+    if name is not None and not update:
+        return None
+    if name is not None:
+        made, sections = ws.Workspace.from_url(f"{_server(wandb)}/{entity}/{project}?nw={name}"), made.sections
+        made.sections = sections
+    made.save()
+    return str(made.url)
+
+
+def _server(wandb: Any) -> str:
+    return str(wandb.Api(timeout=API_SECONDS).client.app_url).rstrip("/")
+
+
+def _find(api: Any, entity: str, project: str) -> str | None:
+    """The name in addresses of the project's workspace that is called NAME; None if there is none.
+
+    wandb_workspaces finds workspaces by their address alone.
+    """
+    from wandb_workspaces._graphql import execute_graphql
+
+    query = """query Views($project: String!, $entity: String!) {
+        project(name: $project, entityName: $entity) {
+            allViews(viewType: "project-view") { edges { node { name displayName } } }
+        }
+    }"""
+    found = execute_graphql(api, query, {"project": project, "entity": entity})
+    edges = ((found.get("project") or {}).get("allViews") or {}).get("edges", [])
+    names = [edge["node"]["name"] for edge in edges if edge["node"]["displayName"] == NAME]
+    return names[0].removeprefix("nw-").removesuffix("-v") if names else None
+
+
+def specification(entity: str, project: str, run: RunConfig | None = None) -> dict[str, Any]:
+    """The workspace as it would be sent: plain data. The library has no public way to it."""
+    sent = make_workspace(entity, project, run)._to_model().model_dump_json(by_alias=True, exclude_none=True)
+    found: dict[str, Any] = json.loads(sent)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    prog, description = "python -m hybrid_gkd.reporting.dashboard", (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--project", required=True, help="the project of the runs (trainer.project_name)")
+    parser.add_argument("--entity", help="user or team; default: the one of the login")
+    parser.add_argument("--config", type=Path, help="config.yaml of a run: only panels of what such a run can report")
+    parser.add_argument("--json", action="store_true", help="print the workspace and send nothing")
+    options = parser.parse_args(arguments)
+    try:
+        run: Any = OmegaConf.to_container(OmegaConf.load(options.config)) if options.config else None
+        if options.json:
+            print(json.dumps(specification(options.entity or "entity", options.project, run), indent=1))
+            return 0
+        import wandb
+
+        entity = options.entity or wandb.Api(timeout=API_SECONDS).default_entity
+        print(save_workspace(entity, options.project, run, update=True))
+        report = make_report(entity, options.project, run)
+        report.save()
+        print(report.url)
+    except Exception as error:  # whatever wandb raises: no login, no such project, no network
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

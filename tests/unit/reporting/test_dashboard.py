@@ -1,0 +1,83 @@
+import json
+import logging
+
+import pytest
+
+from hybrid_gkd.config_loading import load_config, to_dict
+from hybrid_gkd.ppo.trainer import COMPARED
+from hybrid_gkd.reporting import dashboard
+from hybrid_gkd.reporting import wandb as wandb_module
+from hybrid_gkd.reporting.dashboard import REPORTED, SECTIONS, plan, reports
+from hybrid_gkd.reporting.metrics import METRICS
+
+REWARDED = ("reward.answer_key=answer", "actor_rollout_ref.rollout.n=2")
+
+
+def run_config(*overrides):
+    return to_dict(load_config([
+        "data.train_files=a.jsonl", "actor_rollout_ref.model.path=student",
+        "actor_rollout_ref.teacher.model.path=teacher", *overrides,
+    ]))  # fmt: skip
+
+
+def shown(run=None):
+    return {name for panels in plan(run).values() for panel in panels for name in panel.metrics}
+
+
+def test_no_panel_shows_a_metric_that_does_not_exist():
+    for panels in SECTIONS.values():
+        for panel in panels:
+            for name in panel.metrics:
+                start = name.rstrip("*") if name[-1] in "/*" else None
+                assert name in METRICS or (start and any(each.startswith(start) for each in METRICS)), name
+    for start in REPORTED:
+        assert any(name.startswith(start) for name in METRICS), start
+
+
+def test_every_metric_has_a_panel_and_the_headline_ones_have_one_by_name():
+    assert shown() == set(METRICS)
+    named = {name for panels in SECTIONS.values() for panel in panels for name in panel.metrics}
+    headline = {*COMPARED, "timing/step", "perf/tokens_per_second", "teacher/hidden_fraction", "response_length/mean"}
+    assert headline - {"val/num_prompts"} <= named
+
+
+def test_a_run_has_panels_of_what_it_can_report():
+    distils, learns = run_config(), run_config(*REWARDED, "distillation.enabled=false")
+    assert shown(distils) == {name for name in METRICS if reports(distils, name)}
+    assert "reward/mean" not in shown(distils)
+    assert "val/accuracy" not in shown(distils)
+    assert {"actor/kl_loss", "teacher/latency_p95", "timing/wait_prev_teacher"} <= shown(distils)
+    assert not {"actor/kl_loss", "teacher/latency_p95", "timing/wait_prev_teacher"} & shown(learns)
+    assert {"reward/mean", "actor/pg_clipfrac"} <= shown(learns)
+    assert "Teacher" not in plan(learns)
+    both = run_config(*REWARDED, "distillation.use_task_rewards=true", "data.val_files=b.jsonl")
+    assert {"reward/mean", "actor/kl_loss", "val/forward_kl"} <= shown(both)
+    assert not {name for name in shown(run_config("trainer.device=cpu")) if name.startswith("memory/")}
+
+
+@pytest.mark.slow
+def test_the_specification_is_printed_without_a_login(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert dashboard.main(["--project", "p", "--entity", "e", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert (found["entity"], found["project"], found["displayName"]) == ("e", "p", dashboard.NAME)
+    sections = found["spec"]["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == ["Learning", "Samples", *list(plan())[1:]]
+    drawn = [panel["config"] for section in sections for panel in section["panels"] if "metrics" in panel["config"]]
+    assert {name for config in drawn for name in config["metrics"]} == set(METRICS)
+    assert [c["plotType"] for c in drawn if c["chartTitle"] == "The step, part by part"] == ["stacked-area"]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkeypatch, tmp_path, caplog, capsys):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(dashboard, "API_SECONDS", 1)
+    caplog.set_level(logging.INFO)
+    wandb_module._make_workspace("team", "project", run_config())
+    assert "the wandb workspace was not made: " in caplog.text
+    assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
+    assert dashboard.main(["--project", "project", "--entity", "team"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
