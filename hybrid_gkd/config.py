@@ -134,9 +134,10 @@ class TrainerConfig:
     """Any of console, wandb, tensorboard, trackio, and module:name of your own. metrics.jsonl, generations.jsonl and
     run.log are parts of every run; the name jsonl is taken and changes nothing."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    console: Literal["auto", "progress", "full"] = "auto"
-    """How the console shows steps. full: a line for each, with the time and all metrics by name; progress: a bar, or
-    without a terminal a short line every few seconds; auto: progress on a terminal, full in a file."""
+    console: Literal["auto", "progress", "full", "quiet"] = "auto"
+    """How the console shows a run. full: a line for each step, with the time and all metrics by name; progress: a bar,
+    or without a terminal a short line every few seconds; auto: progress on a terminal, full in a file; quiet: warnings,
+    errors and the final table, as with --quiet."""
     nnodes: int = field(default=1, metadata=rules.POSITIVE)
     """Machines of the Ray cluster."""
     n_gpus_per_node: int = field(default=1, metadata=rules.POSITIVE)

@@ -15,7 +15,7 @@ from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
 from hybrid_gkd.demo.use import uses_demo
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.reporting.logs import log_to_console
+from hybrid_gkd.reporting.logs import log_to_console, quieten
 
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
 
@@ -41,6 +41,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--config-path", default=CONFIG_DIR, type=Path, help="folder of YAML files (%(default)s)")
     parser.add_argument("--config-name", help="a YAML file there; default: demo, or gkd with your own model or data")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the result only")
     return parser
 
 
@@ -69,13 +70,16 @@ def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the command line asks for; the demo is built if it is used. Raises HybridGKDError."""
     name = options.config_name or default_config_name(options.overrides)
-    config, problems = examine_config(options.overrides, config_name=name, config_path=options.config_path)
+    overrides = [*options.overrides, "trainer.console=quiet"] if options.quiet else options.overrides
+    config, problems = examine_config(overrides, config_name=name, config_path=options.config_path)
     if problems and config is not None:
         from hybrid_gkd.launch.inputs import check_presence  # imports torch
 
         call_all([lambda: raise_all(problems), lambda: check_presence(config)])
     raise_all(problems)
     assert config is not None
+    if config.trainer.console == "quiet":
+        quieten()
     if uses_demo(config):
         from hybrid_gkd.demo.sorting import build_demo
 

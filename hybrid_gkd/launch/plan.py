@@ -46,10 +46,7 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
             are placed, see `check_free_memory`.
         ModelError: the configuration of a local teacher cannot be read.
     """
-    import torch
-
-    on_this_machine = device == "cuda" and config.ray_init.address is None
-    total = torch.cuda.get_device_properties(0).total_memory if on_this_machine else None
+    total = _gpu_bytes(config, device)
     _, token = budget.engine_bytes(config, spec, device)
     lines = [
         f"student: {spec.parameters / 1e6:.1f} M parameters, {token:.0f} bytes of KV cache a token per worker",
@@ -67,6 +64,20 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     elif device == "cuda":
         lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
     return "\n".join(lines)
+
+
+def memory_by_phase(config: Config, spec: ModelSpec, *, device: str) -> dict[str, dict[str, float]]:
+    """Phase -> owner -> bytes on each worker; without what depends on the GPUs of a given cluster."""
+    found = budget.phase_bytes(config, spec, device=device, total_bytes=_gpu_bytes(config, device))
+    return {phase: dict(owners) for phase, owners in found.items()}
+
+
+def _gpu_bytes(config: Config, device: str) -> int | None:
+    """Memory of this machine's first GPU, if the workers will run here."""
+    import torch
+
+    on_this_machine = device == "cuda" and config.ray_init.address is None
+    return torch.cuda.get_device_properties(0).total_memory if on_this_machine else None
 
 
 def time_plan(config: Config, steps: int, done: int) -> str:

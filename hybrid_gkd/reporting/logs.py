@@ -61,6 +61,13 @@ def log_to_console() -> None:
     PACKAGE.setLevel(logging.DEBUG)
 
 
+def quieten() -> None:
+    """From now on the console shows warnings and errors only; run.log has everything."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, ConsoleHandler):
+            handler.setLevel(logging.WARNING)
+
+
 @contextlib.contextmanager
 def run_log(run_dir: Path) -> Iterator[None]:
     """Append to run.log what was logged before, and what is within the block. Raises ConfigError if it cannot."""

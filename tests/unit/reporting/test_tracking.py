@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import struct
@@ -24,7 +25,7 @@ from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.console import Console
-from hybrid_gkd.reporting.logs import ConsoleHandler
+from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
 from hybrid_gkd.reporting.trackers import Tracking, load_trackers
 from hybrid_gkd.types import Generation, RunInfo
 
@@ -233,6 +234,48 @@ def test_console_on_a_terminal_is_a_bar(monkeypatch):
     assert "KL 0.1235  1234 tokens/s" in text
     assert "reward 0.2500" in text
     assert "step 2: held-out accuracy 50.0%" in text
+
+
+def test_a_terminal_shows_one_sample_of_a_validation_cut_to_its_width(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info())
+    long = Generation(prompt="12+30=", response="The sum\nis " + "4" * 300, answer="42", reward=0.0)
+    console.log_generations([long, SAMPLE], 2)
+    console.close(failed=False)
+    lines = stream.getvalue().splitlines()
+    title, prompt, answer, reference = [line for line in lines if re.match("step 2|  [par]", line)]
+    assert title == "step 2, one of 2 samples, reward 0:"
+    assert prompt.split() == ["prompt", "12+30="]
+    assert answer.startswith("  answer     The sum is 444")
+    assert answer.endswith("4...")
+    assert len(answer) == shutil.get_terminal_size().columns
+    assert reference.split() == ["reference", "42"]
+
+
+def test_a_quiet_console_says_nothing(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info(console="quiet"))
+    console.log({"actor/kl_loss": 0.5}, 1)
+    console.log_generations([SAMPLE], 1)
+    console.close(failed=True)
+    assert stream.getvalue() == ""
+
+
+def test_quiet_logs_are_warnings_and_errors(monkeypatch):
+    stream, root = io.StringIO(), logging.getLogger()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = ConsoleHandler()
+    root.addHandler(handler)
+    try:
+        quieten()
+        logging.getLogger("hybrid_gkd").info("worker 0: cpu")
+        logging.getLogger("hybrid_gkd").warning("the teacher is slow")
+    finally:
+        root.removeHandler(handler)
+    assert "worker 0" not in stream.getvalue()
+    assert "the teacher is slow" in stream.getvalue()
 
 
 def test_console_in_a_file_has_a_line_of_every_step_with_the_time_and_all_metrics(monkeypatch):
