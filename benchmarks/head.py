@@ -33,12 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_gkd.config import DistillationConfig
+from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.objective import Objective, Targets
 
 GIB = 2**30
-OBJECTIVE = Objective(DistillationConfig(loss_mode="forward_kl"), clip_ratio=0.2)
+OBJECTIVE = Objective(DistillationConfig(loss_mode="forward_kl"), ActorConfig())
 VERL_LOG_PROB_MIN = -10.0
 LIGER_CHUNK_ROWS = 1024
 

@@ -26,6 +26,7 @@ def names(*choices: str, or_own: bool = False) -> dict[str, Any]:
 
 
 POSITIVE = rule("must be above 0", lambda value: value > 0)
+ABOVE_ONE = rule("must be above 1", lambda value: value > 1)
 NOT_NEGATIVE = rule("must be at least 0", lambda value: value >= 0)
 SHARE = rule("must be between 0 and 1", lambda value: 0 <= value <= 1)
 NUCLEUS = rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)

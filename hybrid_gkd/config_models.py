@@ -8,6 +8,7 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 from hybrid_gkd import config_metadata as rules
+from hybrid_gkd.losses.table import POLICY_LOSSES
 
 TEACHER_PORT = 15555
 """Of a teacher service, unless another one is given."""
@@ -75,6 +76,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class PolicyLossConfig:
+    """PPO's loss."""
+
+    loss_mode: str = field(default="vanilla", metadata=rules.names(*POLICY_LOSSES, or_own=True))
+    """vanilla (PPO's clipped ratio of a token), gspo (of a sequence), cispo (clipped weight, no token without
+    gradient), gpg (no ratio), or module:name or file.py:name of a function like vanilla of
+    hybrid_gkd/losses/policy.py. See docs/losses.md."""
+
+
+@dataclass
 class ActorConfig:
     """The update of the student."""
 
@@ -94,6 +105,23 @@ class ActorConfig:
     """Largest global gradient norm; larger gradients are scaled down to it, with .inf none."""
     clip_ratio: float = field(default=0.2, metadata=rules.POSITIVE)
     """Clip range of PPO's probability ratio."""
+    clip_ratio_low: float | None = field(default=None, metadata=rules.POSITIVE)
+    """The range downwards; null takes clip_ratio."""
+    clip_ratio_high: float | None = field(default=None, metadata=rules.POSITIVE)
+    """The range upwards, larger in DAPO; null takes clip_ratio."""
+    clip_ratio_c: float | None = field(default=None, metadata=rules.ABOVE_ONE)
+    """Dual clip of policy_loss.loss_mode=vanilla: the ratio counts as this at most where the advantage is negative
+    (verl: 3); null: no such bound."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """From the losses of tokens to that of a mini-batch: the mean over all tokens; or the mean over responses of their
+    sum, of their mean, or of their sum divided by loss_scale_factor (Dr. GRPO)."""
+    loss_scale_factor: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Tokens, for loss_agg_mode=seq-mean-token-sum-norm; null takes data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """This times the entropy of the student's distribution is taken off a token's loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

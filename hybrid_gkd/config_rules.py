@@ -69,6 +69,7 @@ def rules_between_fields(config: Config) -> Rules:
         (config.trainer.resume_mode == "resume_path") == (config.trainer.resume_from_path is not None),
         "goes together with trainer.resume_mode=resume_path",
     )
+    yield from _policy_loss(config)
     yield from _importance_weights(config)
     if config.distillation.enabled:
         yield from _teacher(config)
@@ -108,6 +109,19 @@ def _pools(config: Config) -> Rules:
     yield (
         f"{ARR}.rollout.tensor_model_parallel_size", workers % arr.rollout.tensor_model_parallel_size == 0,
         f"must divide the number of workers ({section}.nnodes * {section}.n_gpus_per_node = {workers})",
+    )
+
+
+def _policy_loss(config: Config) -> Rules:
+    actor, key = config.actor_rollout_ref.actor, f"{ARR}.actor"
+    mode, constant = actor.loss_agg_mode, "seq-mean-token-sum-norm"
+    yield (
+        f"{key}.loss_scale_factor", actor.loss_scale_factor is None or mode == constant,
+        f"goes together with {key}.loss_agg_mode={constant}",
+    )
+    yield (
+        f"{key}.loss_agg_mode", actor.policy_loss.loss_mode != "gspo" or mode == "seq-mean-token-mean",
+        f"must be seq-mean-token-mean with {key}.policy_loss.loss_mode=gspo, a mean over sequences",
     )
 
 

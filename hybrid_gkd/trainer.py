@@ -23,6 +23,7 @@ import numpy as np
 
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
+from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.ppo.steps import num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.spans import working_for
@@ -93,9 +94,11 @@ class GKDTrainer(PPOTrainer):
         on every worker: smaller ones would cost more time than they overlap. With several optimizer steps per rollout,
         which are cut by prompts, the whole rollout is waited for.
         """
+        in_parts = num_updates(self.config, 1) == 1
+        if in_parts:
+            sequences = with_loss_weights(self.config, sequences)
         left = {item.sequence.index: item for item in sequences}
         num_tokens = sum(len(item.sequence.response_ids) for item in sequences)
-        in_parts = num_updates(self.config, 1) == 1
         actor = self.config.actor_rollout_ref.actor
         worthwhile = self.group.size * (actor.ppo_micro_batch_size_per_gpu or 1)
         if actor.use_dynamic_bsz:

@@ -104,8 +104,8 @@ class TrainSequence:
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""
-    importance_weights: np.ndarray | None = None
-    """Factors of the tokens' losses; None is 1."""
+    loss_weights: np.ndarray | None = None
+    """Factors of the tokens' losses: importance weights and `loss_agg_mode`; None is 1, and 0 is not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

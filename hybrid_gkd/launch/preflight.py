@@ -26,7 +26,8 @@ from hybrid_gkd.launch.folders import check_folders, try_to_write
 from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan, time_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
-from hybrid_gkd.losses.table import user_divergence
+from hybrid_gkd.losses.policy import check_policy_loss
+from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import contents_of, learning_settings
@@ -104,6 +105,9 @@ def loss(facts: Facts) -> str:
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
         estimator = load_estimator(facts.config.algorithm.adv_estimator)
         check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)
+    mode = facts.config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if (on_rewards or section.use_policy_gradient) and is_import_path(mode):
+        check_policy_loss(policy_loss(mode).function, dict.fromkeys(policy_loss(mode).options, 2.0))
     own = f"{section.loss_fn or section.loss_mode}, top-{section.topk}, tail {section.tail}"
     return own if section.enabled else "PPO on the rule reward, no distillation"
 

@@ -6,10 +6,12 @@ With a = dL/dlog q on those ids, the chain rule gives the whole gradient in logi
     dL/dz = scatter_add(a) + c * softmax(z),   c = -sum(a)            (each row sums to 0)
 
 so one head serves every divergence and the policy gradient (K = 1). The mass outside of the ids can be one more
-outcome; its gradient makes c another one outside of them. Gradients are computed in the forward pass, where a chunk's
-logits become dL/dz in place; three matrix products are nearly all that it costs. The products and the logits have the
-inputs' dtype, everything else is float32, the sum of the weight gradient over the chunks included. Where logits are
-rounded, those of the ids are too: sharper ones over a log-sum-exp of rounded ones would let their mass exceed 1.
+outcome; its gradient makes c another one outside of them. The entropy H = -sum(q log q), which no few ids hold, adds
+-h q (log q + H) with h = dL/dH, row by row, in the same pass. Gradients are computed in the forward pass, where a
+chunk's logits become dL/dz in place; three matrix products are nearly all that it costs. The products and the logits
+have the inputs' dtype, everything else is float32, the sum of the weight gradient over the chunks included. Where
+logits are rounded, those of the ids are too: sharper ones over a log-sum-exp of rounded ones would let their mass
+exceed 1.
 Left out: bias, logit soft-capping, sharded weights.
 
 Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
@@ -39,6 +41,7 @@ LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 def head_loss(
     hidden: Tensor, weight: Tensor, ids: Tensor, loss_fn: LossFunction, *, temperature: float = 1.0,
     chunk_rows: int | None = None, with_entropy: bool = False, overlap_topk: int = 0, tail_topk: int = 0,
+    entropy_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed.
 
@@ -54,6 +57,7 @@ def head_loss(
             of them that is in the student's own top k, over a sample of "overlap_rows" rows.
         tail_topk: k > 0: the first k columns of `ids` differ within a row. Inserts the log of the mass outside of them,
             exact however small it is, after column k - 1; -1e30 or so where there is nothing outside.
+        entropy_weights: [T]: adds sum(entropy_weights * entropy) to the loss; they receive no gradient.
 
     Returns the loss, a scalar with gradients for `hidden` and `weight`, and the metrics, summed over rows, without
     gradient. Raises ValueError where shapes or dtypes do not fit, or `temperature` or `chunk_rows` is not positive.
@@ -76,10 +80,14 @@ def head_loss(
         for start in range(0, len(hidden), chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
-            logprobs, lse, entropy = kernels.row_statistics(logits, ids[rows], temperature, with_entropy, tail_topk)
+            of_entropy = None if entropy_weights is None else entropy_weights[rows].to(total.dtype)
+            wanted = with_entropy or of_entropy is not None
+            logprobs, lse, entropy = kernels.row_statistics(logits, ids[rows], temperature, wanted, tail_topk)
             loss, gradient, parts = _differentiate(loss_fn, logprobs, rows, any(needs_grad))
             total += loss.sum()
-            if entropy is not None:
+            if of_entropy is not None:
+                total += (of_entropy * entropy).sum()
+            if with_entropy:
                 parts["entropy"] = entropy
             if parts:
                 reports.append(torch.stack([value.detach().to(total.dtype) for value in parts.values()]))
@@ -87,7 +95,10 @@ def head_loss(
                 sample.append(logits[-start % stride :: stride].clone())
             if gradient is None:
                 continue
-            dz = kernels.logit_gradient_(logits, ids[rows], logprobs.detach(), lse, gradient, temperature, tail_topk)
+            slopes = {} if of_entropy is None else {"entropy": entropy, "grad_entropy": of_entropy}
+            dz = kernels.logit_gradient_(
+                logits, ids[rows], logprobs.detach(), lse, gradient, temperature, tail_topk, **slopes
+            )
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if needs_grad[1] and whole_dz is None:

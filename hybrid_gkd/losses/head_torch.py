@@ -36,12 +36,14 @@ def row_statistics(
 
 def logit_gradient_(
     logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
-    tail_topk: int = 0,
+    tail_topk: int = 0, entropy: Tensor | None = None, grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
 
     With a tail, whose column of `grad_logprobs` is t = dL/dlog(1 - Q), dL/dz is c q + a at the first k ids,
     c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.
+
+    With `entropy` H [r] and `grad_entropy` h = dL/dH [r], dL/dz gets -h q (log q + H) beside that, everywhere.
     """
     k = tail_topk
     inside, at_ids = -grad_logprobs.sum(1, keepdim=True), grad_logprobs
@@ -50,7 +52,13 @@ def logit_gradient_(
         pull, tail = grad_logprobs[:, k : k + 1], logprobs[:, k : k + 1]
         outside = inside + pull * (-tail).clamp(max=TAIL_LIMIT).exp()
         at_ids = torch.cat([grad_logprobs[:, :k], grad_logprobs[:, k + 1 :]], 1)
-    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None]).exp_().mul_(outside)
+    dz = (logits.to(lse.dtype) / temperature).sub_(lse[:, None])
+    if entropy is None or grad_entropy is None:
+        dz = dz.exp_().mul_(outside)
+    else:
+        slope, entropy = grad_entropy[:, None], entropy[:, None]
+        dz = (outside - slope * (dz + entropy)).mul_(dz.exp())
+        inside = inside - slope * (logprobs[:, :k] + entropy)
     dz.scatter_(1, ids[:, :k], inside * logprobs[:, :k].exp())
     return logits.copy_(dz.scatter_add_(1, ids, at_ids).div_(temperature))
 

@@ -45,10 +45,11 @@ def row_statistics(
 
 def logit_gradient_(
     logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
-    tail_topk: int = 0,
+    tail_topk: int = 0, entropy: Tensor | None = None, grad_entropy: Tensor | None = None,
 ) -> Tensor:
     _gradient[(len(logits),)](
-        logits, ids.contiguous(), logprobs, lse, grad_logprobs.contiguous(), logits.stride(0), 1 / temperature,
+        logits, ids.contiguous(), logprobs, lse, grad_logprobs.contiguous(), entropy,
+        None if grad_entropy is None else grad_entropy.contiguous(), logits.stride(0), 1 / temperature,
         TAIL=tail_topk, **_num_ids(ids), **GRADIENT,
     )  # fmt: skip
     return logits
@@ -134,7 +135,7 @@ def _statistics(
 
 @triton.jit
 def _gradient(
-    logits, ids, logprobs, lse, grad_logprobs, stride, scale,
+    logits, ids, logprobs, lse, grad_logprobs, entropy, grad_entropy, stride, scale,
     TAIL: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -164,8 +165,15 @@ def _gradient(
         is_inside |= same
     for other in range(TAIL, K):
         gradient += tl.where(chosen == tl.load(ids + other), tl.load(grad_logprobs + columns - K + other), 0.0)
-    share = tl.exp(tl.load(logprobs + column, mask=k < K, other=0.0))
-    at_ids = tl.where(is_inside, inside, factor) * share + gradient
+    at_id = tl.load(logprobs + column, mask=k < K, other=0.0)
+    pulls = tl.where(is_inside, inside, factor)
+    if grad_entropy is not None:
+        slope = tl.load(grad_entropy + row)
+        offset = tl.load(entropy + row)
+        pulls -= slope * (at_id + offset)
+        slope *= scale
+        offset -= tl.load(lse + row)
+    at_ids = pulls * tl.exp(at_id) + gradient
 
     factor *= scale
     normaliser = tl.load(lse + row) * LOG2_E
@@ -173,7 +181,10 @@ def _gradient(
     z = tl.load(logits + lanes, mask=lanes < stride)
     for start in range(0, stride, BLOCK):  # up to the next row: what is beyond V is never read
         following = tl.load(logits + start + BLOCK + lanes, mask=start + BLOCK + lanes < stride)
-        dz = factor * tl.exp2(z.to(tl.float32) * (scale * LOG2_E) - normaliser)
+        pull = factor
+        if grad_entropy is not None:
+            pull -= slope * (z.to(tl.float32) * scale + offset)
+        dz = pull * tl.exp2(z.to(tl.float32) * (scale * LOG2_E) - normaliser)
         tl.store(logits + start + lanes, dz.to(logits.dtype.element_ty), mask=start + lanes < stride)
         z = following
     tl.debug_barrier()  # other threads of this program have just written where the ids point

@@ -7,19 +7,19 @@ Shapes: R response tokens of a micro-batch, r of them in a chunk of the head, K 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
-from hybrid_gkd.losses.policy import clipped_policy_loss
-from hybrid_gkd.losses.table import DIVERGENCES, user_divergence
+from hybrid_gkd.losses.table import DIVERGENCES, policy_loss, user_divergence
 
 if TYPE_CHECKING:
-    from hybrid_gkd.config import DistillationConfig
+    from hybrid_gkd.config import ActorConfig, DistillationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,9 @@ class Targets:
     teacher_sampled: Tensor | None = None  # [R], the teacher's log-probability of the sampled token
     advantages: Tensor | None = None  # [R], from task rewards
     old_logprobs: Tensor | None = None  # [R], see `TrainSequence`
-    importance_weights: Tensor | None = None  # [R], factors of the loss
+    loss_weights: Tensor | None = None  # [R], factors of the loss
+    sequence: Tensor | None = None  # [R], int64, the number of the token's sequence, ascending from 0
+    sequence_log_ratio: Tensor | None = None  # [R], see `Objective.with_sequence_ratios`
 
     def __getitem__(self, rows: slice) -> Targets:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -39,11 +41,16 @@ class Targets:
 
 
 class Objective:
-    """The loss of a run: `config` is the checked section `distillation`, `clip_ratio` that of PPO's policy loss."""
+    """The loss of a run: `config` and `actor` are the checked sections `distillation` and `actor_rollout_ref.actor`."""
 
-    def __init__(self, config: DistillationConfig, *, clip_ratio: float):
+    def __init__(self, config: DistillationConfig, actor: ActorConfig):
         self.config = config
-        self.clip_ratio = clip_ratio
+        bounds = {f"clip_ratio_{side}": getattr(actor, f"clip_ratio_{side}") for side in ("low", "high")}
+        options = {key: actor.clip_ratio if value is None else value for key, value in bounds.items()}
+        options["clip_ratio_c"] = math.inf if actor.clip_ratio_c is None else actor.clip_ratio_c
+        self._policy_loss = policy_loss(actor.policy_loss.loss_mode)
+        self._policy_options = {key: options[key] for key in self._policy_loss.options}
+        self._entropy_coeff = actor.entropy_coeff
         weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
         self._terms = [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
         if config.loss_fn is not None:
@@ -53,9 +60,31 @@ class Objective:
         """Whether the last column of the log-probabilities must be the sampled token."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
         teacher = {"teacher_logprobs": row, "teacher_tail": none, "teacher_sampled": none} if config.enabled else {}
+        self.of_sequences = self._policy_loss.of_sequences and (on_rewards or config.use_policy_gradient)
+        """Whether the loss needs `with_sequence_ratios`, where there are old log-probabilities."""
         nothing = Targets(**teacher, advantages=none if on_rewards else None)
         self.reported = list(self.loss_fn(nothing)(torch.zeros(0, 3), slice(None))[1])
         """Names of the metrics of `loss_fn`."""
+
+    def with_sequence_ratios(self, targets: Targets, sampled: Tensor) -> Targets:
+        """The same with the mean of log r over each sequence, from the log-probabilities of the sampled tokens [R].
+
+        The head sees a few rows at a time, which need not be a whole sequence.
+        """
+        assert targets.sequence is not None
+        assert targets.old_logprobs is not None
+        sums = sampled.new_zeros(2, len(targets.sequence))
+        sums[0].index_add_(0, targets.sequence, sampled - targets.old_logprobs)
+        sums[1].index_add_(0, targets.sequence, torch.ones_like(sampled))
+        return replace(targets, sequence_log_ratio=(sums[0] / sums[1].clamp(min=1))[targets.sequence])
+
+    def entropy_weights(self, targets: Targets, num_rows: int, device: torch.device) -> Tensor | None:
+        """What a row's entropy counts in the loss, [R], for the head; None where it does not."""
+        if not self._entropy_coeff:
+            return None
+        weights = targets.loss_weights
+        weights = torch.ones(num_rows, device=device) if weights is None else weights
+        return -self._entropy_coeff * weights
 
     def loss_fn(self, targets: Targets) -> LossFunction:
         """The loss as the head wants it. Its log-probabilities are those of the teacher's candidates [r, K] and of
@@ -72,8 +101,8 @@ class Objective:
                 parts["actor/pg_loss"] = policy
                 terms.append(policy)
             loss = torch.stack(terms).sum(0)
-            if chunk.importance_weights is not None:
-                loss = loss * chunk.importance_weights
+            if chunk.loss_weights is not None:
+                loss = loss * chunk.loss_weights
             return loss, {name: value.detach() for name, value in parts.items()}
 
         return loss_fn
@@ -117,7 +146,11 @@ class Objective:
 
     def _policy(self, chunk: Targets, advantages: Tensor, sampled: Tensor, parts: dict[str, Tensor]) -> Tensor:
         old = sampled.detach() if chunk.old_logprobs is None else chunk.old_logprobs
-        loss, clipped = clipped_policy_loss(sampled, old, advantages, clip_ratio=self.clip_ratio)
+        options: dict[str, Any] = dict(self._policy_options)
+        if self._policy_loss.of_sequences:
+            ratios = chunk.sequence_log_ratio
+            options["sequence_log_ratio"] = torch.zeros_like(old) if ratios is None else ratios
+        loss, clipped = self._policy_loss.function(sampled, old, advantages, **options)
         parts["actor/pg_clipfrac"] = clipped | parts.get("actor/pg_clipfrac", clipped)
         parts["actor/ppo_kl"] = old - sampled
         return loss

@@ -1,4 +1,6 @@
-"""The divergences of `distillation.loss_mode`. A new one is a function in divergence.py and a row here.
+"""The divergences of `distillation.loss_mode` and the policy losses of `actor.policy_loss.loss_mode`.
+
+A new one is a function in divergence.py or policy.py and a row here.
 
 The configuration checks, the objective and the table in docs/losses.md follow from it. Needs no torch: the functions
 are imported when they are first used.
@@ -45,3 +47,33 @@ DIVERGENCES: Mapping[str, Divergence] = {
     "k2": Divergence(f"{_HERE}:k2", "sampled"),
     "k3": Divergence(f"{_HERE}:k3", "sampled"),
 }
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """One row: the function and its arguments."""
+
+    import_path: str
+    options: tuple[str, ...] = ()
+    """Keys of the section `actor` that it takes as keyword arguments."""
+    of_sequences: bool = False
+    """It also takes `sequence_log_ratio`, for which the log-probabilities of whole sequences are computed before."""
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        return load_object("actor_rollout_ref.actor.policy_loss.loss_mode", self.import_path)
+
+
+_BOUNDS = ("clip_ratio_low", "clip_ratio_high")
+_POLICY = "hybrid_gkd.losses.policy"
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "vanilla": PolicyLoss(f"{_POLICY}:vanilla", (*_BOUNDS, "clip_ratio_c")),
+    "gspo": PolicyLoss(f"{_POLICY}:gspo", _BOUNDS, of_sequences=True),
+    "cispo": PolicyLoss(f"{_POLICY}:cispo", _BOUNDS),
+    "gpg": PolicyLoss(f"{_POLICY}:gpg"),
+}
+
+
+def policy_loss(name: str) -> PolicyLoss:
+    """The row of a `loss_mode`; that of a user's own function is like vanilla's."""
+    return POLICY_LOSSES[name] if name in POLICY_LOSSES else PolicyLoss(name, POLICY_LOSSES["vanilla"].options)

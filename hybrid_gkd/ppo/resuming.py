@@ -25,6 +25,10 @@ LEARNING = (
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
     f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
     f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip", f"{ARR}.actor.clip_ratio",
+    *(f"{ARR}.actor.{key}" for key in (
+        "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss", "loss_agg_mode", "loss_scale_factor",
+        "entropy_coeff",
+    )),
     f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.teacher.chat_template",
     "distillation", "algorithm", "trainer.scheduler",

@@ -26,6 +26,7 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
@@ -206,7 +207,7 @@ class PPOTrainer:
             return sequences, {}
         drawn: list[Any] = [item.sequence.logprobs for item in sequences]
         weights = [importance_weights(now, then, threshold) for now, then in zip(logprobs, drawn, strict=True)]
-        sequences = [dataclasses.replace(s, importance_weights=w) for s, w in zip(sequences, weights, strict=True)]
+        sequences = [dataclasses.replace(s, loss_weights=w) for s, w in zip(sequences, weights, strict=True)]
         together = np.concatenate(weights)
         return sequences, {
             "actor/importance/mean": float(together.mean()),
@@ -266,10 +267,13 @@ class PPOTrainer:
     def _train(self, sequences: list[TrainSequence], *, num_tokens: int | None = None) -> dict[str, float]:
         """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each.
 
-        `num_tokens`: response tokens of the only mini-batch, where `sequences` is its last part.
+        `num_tokens`: response tokens of the only mini-batch, where `sequences` is its last part, whose `loss_weights`
+        are those of the whole.
         """
         size = self.config.mini_batch_size * self.config.actor_rollout_ref.rollout.n
         mini_batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        if num_tokens is None:
+            mini_batches = [with_loss_weights(self.config, mini_batch) for mini_batch in mini_batches]
         shares: list[list[MiniBatch]] = [[] for _ in range(self.group.size)]
         for mini_batch in mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs:
             for share, part in zip(shares, self._parts(mini_batch, num_tokens), strict=True):

@@ -6,6 +6,8 @@ Shapes: R response tokens of a micro-batch, K ids per response token.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ class Actor(TrainedModel):
 
     def __init__(self, config: Config, *, device: torch.device, num_updates: int):
         arr = config.actor_rollout_ref
-        self.objective = Objective(config.distillation, clip_ratio=arr.actor.clip_ratio)
+        self.objective = Objective(config.distillation, arr.actor)
         self.topk = config.distillation.topk if config.distillation.enabled else 0
         self.sampling_temperature = arr.rollout.temperature
         self.temperature = config.distillation.temperature if self.topk else self.sampling_temperature
@@ -40,7 +42,17 @@ class Actor(TrainedModel):
         batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
         ids, targets = self._targets(micro_batch, sampled_ids)
         topk = 0 if targets.teacher_logprobs is None else targets.teacher_logprobs.shape[1]
-        return self.model(batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=topk)
+        options: dict[str, Any] = {"entropy_weights": self.objective.entropy_weights(targets, len(rows), self.device)}
+        if self.objective.of_sequences and targets.old_logprobs is not None:
+            lengths = [len(item.sequence.response_ids) for item in micro_batch]
+            numbers = np.repeat(np.arange(len(lengths)), lengths)
+            targets = replace(targets, sequence=concat([numbers], self.device, torch.int64))
+            options["prepare"] = lambda sampled: self.objective.loss_fn(
+                self.objective.with_sequence_ratios(targets, sampled)
+            )
+        return self.model(
+            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=topk, **options
+        )
 
     def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:
         """The ids [R, K] whose log-probabilities the loss needs, and the tensors that it compares them with."""
@@ -52,7 +64,7 @@ class Actor(TrainedModel):
             values["teacher_logprobs"] = joined([t.logprobs for t in teacher])
             values["teacher_tail"] = joined([t.tail_logprobs for t in teacher])
             values["teacher_sampled"] = joined([t.sampled_logprobs for t in teacher])
-        for name in ("advantages", "old_logprobs", "importance_weights"):
+        for name in ("advantages", "old_logprobs", "loss_weights"):
             found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
             if found:
                 values[name] = joined(found)

@@ -5,6 +5,7 @@ Shapes: T packed tokens of a micro-batch, R of them predict response tokens, K i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,19 +34,24 @@ class LogprobModel(nn.Module):
 
     def forward(
         self, batch: PackedBatch, rows: Tensor, ids: Tensor, loss_fn: LossFunction | None = None, *,
-        temperature: float, topk: int = 0,
+        temperature: float, topk: int = 0, entropy_weights: Tensor | None = None,
+        prepare: Callable[[Tensor], LossFunction] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
-        With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's.
+        With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's. `prepare` makes the loss
+        function from the log-probabilities [R] of the last ids, for one that depends on those of other rows.
         """
         decoder = getattr(self.model, self.model.base_model_prefix)
         hidden = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
         weight = self.model.get_output_embeddings().weight
+        if prepare is not None:
+            loss_fn = prepare(logprobs_of_ids(hidden, weight, ids[:, -1:], temperature=temperature)[:, 0])
         if loss_fn is None:
             return logprobs_of_ids(hidden, weight, ids, temperature=temperature), {}
         return head_loss(
-            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=topk, tail_topk=topk
+            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=topk,
+            tail_topk=topk, entropy_weights=entropy_weights,
         )
 
 

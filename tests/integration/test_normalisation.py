@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
@@ -33,6 +34,10 @@ LOSSES = {
         "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
     ],
     "ppo, colder": ["distillation.enabled=false", "actor_rollout_ref.rollout.temperature=0.7"],
+    "ppo, sequences": [
+        "distillation.enabled=false", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "actor_rollout_ref.actor.entropy_coeff=0.1",
+    ],
 }
 # Lengths of prompt and response: odd ones, and responses of one token. The second batch moves the border between
 # prompt and response of the same tokens; the third leaves ranks without any sequence.
@@ -101,9 +106,9 @@ def random_batch(name, loss):
     return batch
 
 
-def share(batch, cut, world_size, rank):
+def share(config, batch, cut, world_size, rank):
     max_tokens, max_sequences, balance, order = CUTS[cut]
-    batch = batch[::order]
+    batch = with_loss_weights(config, batch[::order])
     lengths = [item.sequence.num_tokens for item in batch]
     plan = plan_micro_batches(lengths, world_size, max_tokens, max_sequences, balance, 0.01)
     return MiniBatch(
@@ -134,7 +139,7 @@ def run_rank(rank, world_size, model, folder):
                     for key, parameter in actor.hf_model.named_parameters():
                         grads[key] = parameter.grad.full_tensor()
 
-                batch = share(random_batch(name, loss), cut, world_size, rank)
+                batch = share(config, random_batch(name, loss), cut, world_size, rank)
                 metrics = actor.update(batch, before_step=keep_gradients)
                 results[loss, name, cut] = metrics, grads
     if rank == 0:
@@ -180,6 +185,10 @@ def naive_losses(loss, item, logits):
     def policy(advantages):
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
+    if "sequences" in loss:
+        advantages = torch.from_numpy(item.advantages).double()
+        ratio = (sampled - sampled.detach() + (sampled - old).mean().detach()).exp()
+        return policy(advantages) + 0.1 * (logprobs.exp() * logprobs).sum(-1)
     if "ppo" in loss:
         return policy(torch.from_numpy(item.advantages).double())
     teacher_sampled = torch.from_numpy(item.teacher.sampled_logprobs).double()
@@ -209,6 +218,8 @@ def test_loss_and_gradient_for_every_cut_order_and_number_of_ranks(loss, name, m
     for item in batch:
         ids = np.concatenate([item.sequence.prompt_ids, item.sequence.response_ids])
         each.append(naive_losses(loss, item, reference(torch.from_numpy(ids).long()[None]).logits[0]))
+    if "sequences" in loss:
+        each = [values.mean(0, keepdim=True) for values in each]
     want = torch.cat(each).mean()
     want.backward()
     expected = {key: parameter.grad for key, parameter in reference.named_parameters()}
@@ -217,11 +228,13 @@ def test_loss_and_gradient_for_every_cut_order_and_number_of_ranks(loss, name, m
         for cut in CUTS:
             metrics, grads = results[loss, name, cut]
             where = f"{world_size} ranks, {cut}"
-            assert metrics["actor/loss"] == pytest.approx(want.item(), rel=1e-9), where
+            rounding = 1e3 if "sequences" in loss else 1.0  # the factors of loss_agg_mode travel as float32
+            assert metrics["actor/loss"] == pytest.approx(want.item(), rel=1e-9 * rounding), where
             assert grads.keys() == expected.keys()
             for key, grad in grads.items():
                 torch.testing.assert_close(
-                    grad, expected[key], rtol=1e-7, atol=1e-10, msg=lambda text, k=key, w=where: f"{w}, {k}: {text}"
+                    grad, expected[key], rtol=1e-7 * rounding, atol=1e-10 * rounding,
+                    msg=lambda text, k=key, w=where: f"{w}, {k}: {text}",
                 )
 
 

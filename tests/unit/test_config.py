@@ -201,6 +201,23 @@ def test_settings_of_advantages_that_do_not_go_together(overrides, parts):
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("loss_scale_factor=8", ["loss_scale_factor", "seq-mean-token-sum-norm", "got 8"]),
+        ("policy_loss.loss_mode=gspo", ["loss_agg_mode", "seq-mean-token-mean", "gspo", "token-mean"]),
+        ("policy_loss.loss_mode=ppo", ["policy_loss.loss_mode", "vanilla", "cispo", "ppo"]),
+        ("clip_ratio_c=1", ["clip_ratio_c", "above 1", "got 1"]),
+        ("clip_ratio_low=0", ["clip_ratio_low", "above 0", "got 0"]),
+        ("loss_agg_mode=mean", ["loss_agg_mode", "token-mean", "mean"]),
+    ],
+)
+def test_settings_of_the_policy_loss_that_do_not_go_together(override, parts):
+    with pytest.raises(ConfigError) as error:
+        load_config([*OWN, f"actor_rollout_ref.actor.{override}"])
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
 def test_estimators_that_need_no_group():
     for name in ("reinforce_plus_plus", "remax", "mine.py:mine"):
         load_config([*OWN, "distillation.enabled=false", "reward.answer_key=answer", f"algorithm.adv_estimator={name}"])

@@ -90,6 +90,33 @@ def teacher_logprobs(rows, num_ids, mass=0.8):
     return (torch.rand(rows, num_ids, generator=gen, dtype=torch.float64)).log_softmax(1) + math.log(mass)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 9), vocab=st.integers(2, 19), k=st.integers(0, 18), chunk_rows=st.integers(1, 11),
+    temperature=st.floats(0.2, 5), seed=st.integers(0, 999),
+)
+def test_a_loss_of_the_entropy(rows, vocab, k, chunk_rows, temperature, seed):
+    """Its gradient reaches all logits, those of the ids included, with and without a tail."""
+    k = min(k, vocab - 1)
+    hidden, weight, ids, grad = inputs(rows, 5, vocab, k + 2, seed=seed)
+    ids[:, :k] = distinct_ids(rows, vocab, seed)[:, :k]
+    ids = ids[:, :-1]
+    grad = grad if k else grad[:, :1]
+    weights = torch.linspace(-1, 2, rows, dtype=torch.float64)
+    got, parts = head_loss(
+        hidden, weight, ids, kl(grad), temperature=temperature, chunk_rows=chunk_rows, tail_topk=k,
+        entropy_weights=weights,
+    )
+    naively = naive_with_tail(hidden, weight, ids, k, temperature) if k else naive(hidden, weight, ids, temperature)
+    q = (hidden @ weight.T / temperature).log_softmax(-1)
+    entropy = -(q.exp() * q).sum(1)
+    want = kl(grad)(naively, slice(None))[0].sum() + (weights * entropy).sum()
+    found, expected = ((x, *torch.autograd.grad(x, (hidden, weight))) for x in (got, want))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert "entropy" not in parts
+
+
 def test_gradcheck():
     hidden, weight, _, _ = inputs(5, 4, 9, 1)
     ids = torch.stack([torch.randperm(9)[:3] for _ in range(5)])

@@ -56,6 +56,12 @@ def compare(rows, vocabulary, num_ids, temperature, dtype):
     ]
     rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5  # the interpreter cuts the last bits off
     torch.testing.assert_close(*dz, rtol=rtol, atol=1e-6)
+    slopes = {"entropy": want[2], "grad_entropy": torch.linspace(-1, 2, rows)}
+    dz = [
+        module.logit_gradient_(in_buffer(), ids, *want[:2], grad_logprobs, temperature, **slopes)
+        for module in (head_triton, head_torch)
+    ]
+    torch.testing.assert_close(*dz, rtol=rtol, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     compare_with_tail(values.to(dtype), in_buffer, grad_logprobs, temperature, rtol)
     factor = torch.tensor(0.3)
     scaled = [module.scaled(dz[1].contiguous(), factor, dtype) for module in (head_triton, head_torch)]
@@ -82,10 +88,13 @@ def compare_with_tail(values, in_buffer, grad_logprobs, temperature, rtol):
         assert torch.equal(logits, values)
         known = ids, *statistics[:2], grad, temperature, k
         statistics[0].clamp_(min=-100)  # a mass of nothing is some -1e30
-        results.append((*statistics, backend.logit_gradient_(logits, *known)))
+        gradient = backend.logit_gradient_(logits, *known).clone()
+        slopes = {"entropy": statistics[2], "grad_entropy": torch.linspace(-1, 2, rows)}
+        results.append((*statistics, gradient, backend.logit_gradient_(in_buffer(), *known, **slopes)))
     for a, b in zip(results[0][:3], results[1][:3], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(results[0][3], results[1][3], rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(results[0][4], results[1][4], rtol=rtol, atol=1e-2 if rtol > 1e-3 else 1e-5)
 
 
 if __name__ == "__main__":

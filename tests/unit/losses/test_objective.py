@@ -1,11 +1,13 @@
 """The loss of a run, through the fused head, against full logits and autograd. CPU, a few seconds."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_gkd.config import DistillationConfig
+from hybrid_gkd.config import ActorConfig, DistillationConfig, PolicyLossConfig
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.objective import Objective, Targets
 from hybrid_gkd.reporting.metrics import check_names
@@ -68,11 +70,11 @@ class Problem:
             values["teacher_sampled"] = self.teacher.gather(1, self.sampled[:, None])[:, 0]
         if not loss.enabled or loss.use_task_rewards:
             values["advantages"] = self.advantages
-        values |= {"old_logprobs": self.old_logprobs(), "importance_weights": self.importance}
+        values |= {"old_logprobs": self.old_logprobs(), "loss_weights": self.importance}
         return Targets(**values)[rows]
 
     def product(self, loss, *, chunk_rows=5, rows=slice(None)):
-        objective = Objective(loss, clip_ratio=0.2)
+        objective = Objective(loss, ActorConfig())
         ids = [self.topk_ids] if loss.enabled else []
         ids += [self.sampled[:, None]] if objective.uses_sampled else []
         return head_loss(
@@ -197,7 +199,7 @@ def test_logit_gradients_sum_to_zero_per_row(mode):
 @each_mode
 def test_what_is_reported_is_known_before_and_documented(mode):
     problem, loss = Problem(), config(mode)
-    objective = Objective(loss, clip_ratio=0.2)
+    objective = Objective(loss, ActorConfig())
     _, reported = problem.product(loss)
     assert sorted(objective.reported) == sorted(reported)
     check_names(reported)
@@ -218,13 +220,50 @@ def test_reported_values():
 def test_without_old_logprobs_the_policy_is_the_one_being_trained():
     """The exact policy gradient -A d log q, and nothing is clipped."""
     problem, loss = Problem(), config("ppo")
-    objective = Objective(loss, clip_ratio=0.2)
+    objective = Objective(loss, ActorConfig())
     targets = Targets(advantages=problem.advantages)
     value, reported = head_loss(problem.hidden, problem.weight, problem.sampled[:, None], objective.loss_fn(targets))
     want = -(problem.advantages * problem.student().gather(1, problem.sampled[:, None])[:, 0]).sum()
     for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
         torch.testing.assert_close(got, expected)
     assert reported["actor/pg_clipfrac"].item() == reported["actor/ppo_kl"].item() == 0
+
+
+def test_a_ratio_of_sequences_that_chunks_of_the_head_cut():
+    """What is computed before knows whole sequences; the loss is that of the formula over each."""
+    problem, loss = Problem(), config("ppo")
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), clip_ratio_low=0.1, clip_ratio_high=0.3)
+    objective = Objective(loss, actor)
+    sampled = problem.student().gather(1, problem.sampled[:, None])[:, 0]
+    lengths = [4, 1, len(sampled) - 5]
+    targets = dataclasses.replace(
+        problem.targets(loss), sequence=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    )
+    targets = objective.with_sequence_ratios(targets, sampled.detach())
+    value, reported = head_loss(
+        problem.hidden, problem.weight, problem.sampled[:, None], objective.loss_fn(targets), chunk_rows=3,
+        temperature=problem.temperature,
+    )
+    means = [part.mean().expand(len(part)) for part in (sampled - problem.old_logprobs()).split(lengths)]
+    ratio = (torch.cat(means).detach() + sampled - sampled.detach()).exp()
+    want = -torch.minimum(ratio * problem.advantages, ratio.clamp(0.9, 1.3) * problem.advantages)
+    want = (want * problem.importance).sum()
+    torch.testing.assert_close(value, want)
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert objective.of_sequences
+    assert sorted(objective.reported) == sorted(reported)
+
+
+def test_entropy_counts_with_the_weight_of_its_token():
+    problem, loss = Problem(), config("ppo")
+    targets = problem.targets(loss)
+    weights = Objective(loss, ActorConfig(entropy_coeff=0.3)).entropy_weights(targets, 13, torch.device("cpu"))
+    torch.testing.assert_close(weights, -0.3 * problem.importance)
+    targets = dataclasses.replace(targets, loss_weights=None)
+    weights = Objective(loss, ActorConfig(entropy_coeff=0.3)).entropy_weights(targets, 2, torch.device("cpu"))
+    assert weights.tolist() == pytest.approx([-0.3, -0.3])
+    assert Objective(loss, ActorConfig()).entropy_weights(targets, 2, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("mode", ["forward_kl", "k2"])
@@ -254,7 +293,7 @@ def test_a_clamped_advantage_still_teaches():
 
 def test_no_clamp_by_default():
     assert DistillationConfig().loss_max_clamp is None
-    assert "actor/distillation/clamp_share" not in Objective(DistillationConfig(), clip_ratio=0.2).reported
+    assert "actor/distillation/clamp_share" not in Objective(DistillationConfig(), ActorConfig()).reported
 
 
 class Exact:
@@ -268,7 +307,7 @@ class Exact:
         self.logits.requires_grad_()
         self.mode = mode
         loss = DistillationConfig(loss_mode=mode, use_policy_gradient=True)
-        self.objective = Objective(loss, clip_ratio=0.2)
+        self.objective = Objective(loss, ActorConfig())
 
     def product(self, old=None):
         """The expected loss; `old` [1, V] is the policy that the tokens were sampled from, by default the student."""
@@ -278,7 +317,7 @@ class Exact:
         targets = Targets(
             teacher_logprobs=self.teacher.amax(-1, keepdim=True).expand(7, 1), teacher_sampled=self.teacher[0],
             teacher_tail=(1 - self.teacher.amax(-1).exp()).log().expand(7),
-            old_logprobs=None if old is None else old[0], importance_weights=sampled_from[0].exp(),
+            old_logprobs=None if old is None else old[0], loss_weights=sampled_from[0].exp(),
         )
         first = self.teacher.argmax(-1, keepdim=True).expand(7, 1)
         eye = torch.eye(7, dtype=torch.float64)

@@ -1,9 +1,23 @@
-"""The clipped surrogate against values computed by hand."""
+"""Policy losses against values computed by hand, and against numbers that verl's functions gave."""
 
+import json
+import math
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd.losses.policy import clipped_policy_loss
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.errors import ConfigError, TrainingError
+from hybrid_gkd.losses.policy import check_policy_loss, cispo, gspo, vanilla
+from hybrid_gkd.losses.table import policy_loss
+from hybrid_gkd.ppo.aggregation import with_loss_weights
+from hybrid_gkd.types import Sequence, TrainSequence
+
+VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text())
+"""`how` in the file says how the numbers were made."""
+LENGTHS = [len(row) for row in VERL["logprobs"]]
 
 # ratio, advantage -> loss, dloss/dlogprob, clipped (clip_ratio 0.2)
 CASES = [
@@ -24,7 +38,7 @@ def column(index):
 def test_values_and_gradients_by_hand():
     old = torch.linspace(-3, -1, len(CASES), dtype=torch.float64)
     logprobs = (old + column(0).log()).requires_grad_()
-    loss, clipped = clipped_policy_loss(logprobs, old, column(1), clip_ratio=0.2)
+    loss, clipped = vanilla(logprobs, old, column(1), clip_ratio_low=0.2, clip_ratio_high=0.2)
     loss.sum().backward()
     torch.testing.assert_close(loss, column(2))
     torch.testing.assert_close(logprobs.grad, column(3))
@@ -37,20 +51,146 @@ def test_equals_the_formula_of_the_paper():
     logprobs, old, advantages = torch.randn(3, 200, generator=gen, dtype=torch.float64)
     ratio = (logprobs - old).exp()
     want = -torch.minimum(ratio * advantages, ratio.clamp(0.7, 1.3) * advantages)
-    torch.testing.assert_close(clipped_policy_loss(logprobs, old, advantages, clip_ratio=0.3)[0], want)
+    torch.testing.assert_close(vanilla(logprobs, old, advantages, clip_ratio_low=0.3, clip_ratio_high=0.3)[0], want)
 
 
 def test_no_tokens():
     logprobs = torch.zeros(0, requires_grad=True)
-    loss, clipped = clipped_policy_loss(logprobs, torch.zeros(0), torch.zeros(0), clip_ratio=0.2)
+    loss, clipped = vanilla(logprobs, torch.zeros(0), torch.zeros(0), clip_ratio_low=0.2, clip_ratio_high=0.2)
     loss.sum().backward()
     assert loss.shape == clipped.shape == logprobs.grad.shape == (0,)
 
 
 def test_refuses():
     with pytest.raises(ValueError, match="all be"):
-        clipped_policy_loss(torch.zeros(3, 1), torch.zeros(3), torch.zeros(3), clip_ratio=0.2)
+        vanilla(torch.zeros(3, 1), torch.zeros(3), torch.zeros(3), clip_ratio_low=0.2, clip_ratio_high=0.2)
     with pytest.raises(ValueError, match="all be"):
-        clipped_policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(1), clip_ratio=0.2)
+        vanilla(torch.zeros(3), torch.zeros(3), torch.zeros(1), clip_ratio_low=0.2, clip_ratio_high=0.2)
     with pytest.raises(ValueError, match="clip_ratio"):
-        clipped_policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), clip_ratio=0.0)
+        vanilla(torch.zeros(3), torch.zeros(3), torch.zeros(3), clip_ratio_low=0.2, clip_ratio_high=0.0)
+
+
+def flat(name):
+    return torch.tensor([value for row in VERL[name] for value in row], dtype=torch.float64)
+
+
+def config(*overrides):
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
+    return load_config([*given, "data.max_response_length=5", *overrides])
+
+
+def mini_batch(weights=None):
+    found = []
+    for index, length in enumerate(LENGTHS):
+        ids = np.zeros(length, np.int32)
+        sequence = Sequence(index=index, prompt_ids=ids, response_ids=ids, weight_version=0, finish_reason="stop")
+        found.append(TrainSequence(sequence=sequence, loss_weights=None if weights is None else weights[index]))
+    return found
+
+
+def factors(mode, weights=None, *more):
+    """The factors of all tokens, divided by what the workers divide by."""
+    section = config(f"actor_rollout_ref.actor.loss_agg_mode={mode}", *more)
+    items = with_loss_weights(section, mini_batch(weights))
+    each = [np.ones(n) if i.loss_weights is None else i.loss_weights for i, n in zip(items, LENGTHS, strict=True)]
+    return torch.from_numpy(np.concatenate(each).astype(np.float64)) / sum(LENGTHS)
+
+
+@pytest.mark.parametrize("case", VERL["losses"])
+def test_same_loss_and_gradient_as_verl(case):
+    name, mode = case.split()
+    want, row = VERL["losses"][case], policy_loss(name)
+    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0} | want["settings"]
+    options = {key: settings[key] for key in row.options}
+    logprobs, old, numbers = flat("logprobs").requires_grad_(), flat("old_logprobs"), np.repeat(range(6), LENGTHS)
+    if row.of_sequences:
+        means = [part.mean() for part in (logprobs.detach() - old).split(LENGTHS)]
+        options["sequence_log_ratio"] = torch.stack(means)[numbers]
+    loss, _ = row.function(logprobs, old, flat("advantages"), **options)
+    # verl's constant norm leaves out the mean over sequences that the name speaks of, and TRL has.
+    scale = len(LENGTHS) if mode == "seq-mean-token-sum-norm" else 1
+    total = (loss * factors(mode)).sum() * scale
+    total.backward()
+    assert total.item() == pytest.approx(want["loss"], rel=1e-6)
+    expected = torch.tensor([value for row in want["gradient"] for value in row], dtype=torch.float64)
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_dual_clip_bounds_a_ratio_that_only_grows():
+    logprobs = torch.tensor([2.0, 2.0, 100.0, 1.0], requires_grad=True)
+    bounds = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+    loss, clipped = vanilla(logprobs, torch.zeros(4), torch.tensor([-2.0, 2.0, -1.0, -1.0]), **bounds)
+    loss.sum().backward()
+    torch.testing.assert_close(loss, torch.tensor([6.0, -2.6, 3.0, torch.e]))
+    assert clipped.tolist() == [True, True, True, False]
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0.0, 0.0, torch.e]))
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
+    logprobs = torch.tensor([1.0, -1.0, 0.1], requires_grad=True)
+    loss, clipped = cispo(logprobs, torch.zeros(3), torch.ones(3), clip_ratio_low=0.2, clip_ratio_high=0.3)
+    loss.sum().backward()
+    assert clipped.tolist() == [True, True, False]
+    torch.testing.assert_close(logprobs.grad, -torch.tensor([1.3, 0.8, math.exp(0.1)]))
+
+
+def test_the_mean_over_a_sequence_has_the_gradient_of_its_ratio():
+    logprobs = torch.tensor([-0.3, -0.7, -0.2], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-0.4, -0.5, -0.4], dtype=torch.float64)
+    mean = (logprobs - old).mean()
+    ratio = mean.detach().expand(3)
+    loss, _ = gspo(
+        logprobs, old, torch.full_like(old, 2.0), clip_ratio_low=0.5, clip_ratio_high=0.5, sequence_log_ratio=ratio
+    )
+    (got,) = torch.autograd.grad(loss.mean(), logprobs)
+    (want,) = torch.autograd.grad(-2 * mean.exp(), logprobs)
+    torch.testing.assert_close(got, want)
+
+
+def test_tokens_without_weight_count_in_no_mean():
+    weights = [np.ones(n, np.float32) for n in LENGTHS]
+    weights[0][:] = 0
+    weights[1][2:] = 0
+    weights[3] *= 2
+    kept = [0, 2, *LENGTHS[2:]]
+    losses = torch.arange(sum(LENGTHS), dtype=torch.float64)
+    parts = [p * torch.from_numpy(w) for p, w in zip(losses.split(LENGTHS), weights, strict=True)]
+    sums, rows = [p.sum() for p in parts], [n for n in kept if n]
+    want = {
+        "token-mean": sum(sums) / sum(kept),
+        "seq-mean-token-sum": sum(sums) / 5,
+        "seq-mean-token-mean": sum(s / n for s, n in zip(sums[1:], rows, strict=True)) / 5,
+        "seq-mean-token-sum-norm": sum(sums) / 5 / 5,
+    }
+    for mode, value in want.items():
+        assert (losses * factors(mode, weights)).sum().item() == pytest.approx(value.item(), rel=1e-6), mode
+    scaled = factors("seq-mean-token-sum-norm", weights, "actor_rollout_ref.actor.loss_scale_factor=100")
+    torch.testing.assert_close(scaled, factors("seq-mean-token-sum-norm", weights) / 20)
+
+
+def test_the_mean_over_tokens_needs_no_factors_and_no_token_at_all_is_refused():
+    items = mini_batch()
+    assert with_loss_weights(config(), items) is items
+    with pytest.raises(TrainingError, match="none of the 20 response tokens"):
+        with_loss_weights(config(), mini_batch([np.zeros(n, np.float32) for n in LENGTHS]))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("return (logprobs * advantages).mean(), advantages > 0", r"must return a loss \[T\] and a bool"),
+        ("return -logprobs * advantages.mean(), advantages > 0", "row must depend on that row alone"),
+        ("return advantages, advantages > 0", "no gradient"),
+        ("return -logprobs / 0 * advantages, advantages > 0", "not finite"),
+        ("return -logprobs", "raised"),
+        ("return -logprobs * advantages, advantages > 0", None),
+    ],
+)
+def test_a_policy_loss_of_ones_own_is_tried_out(tmp_path, code, message):
+    (tmp_path / "mine.py").write_text(f"def mine(logprobs, old_logprobs, advantages, **bounds):\n    {code}\n")
+    row = policy_loss(f"{tmp_path}/mine.py:mine")
+    options = dict.fromkeys(row.options, 2.0)
+    if message is None:
+        return check_policy_loss(row.function, options)
+    with pytest.raises(ConfigError, match=f"policy_loss.loss_mode: .*{message}"):
+        check_policy_loss(row.function, options)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_gkd.config import DistillationConfig
+from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.divergence import check_loss_fn
@@ -63,7 +63,7 @@ def test_a_loss_that_the_head_cannot_cut_into_chunks_is_refused(reason):
 
 def test_the_objective_trains_on_a_loss_of_ones_own(tmp_path):
     check_loss_fn(squared, tail="bucket")
-    objective = Objective(DistillationConfig(loss_fn=f"{__file__}:squared"), clip_ratio=0.2)
+    objective = Objective(DistillationConfig(loss_fn=f"{__file__}:squared"), ActorConfig())
     teacher, student = torch.randn(2, 3, 5).log_softmax(-1)
     targets = Targets(teacher_logprobs=teacher[:, :4], teacher_tail=teacher[:, 4], teacher_sampled=teacher[:, 4])
     loss, parts = objective.loss_fn(targets)(student, slice(None))

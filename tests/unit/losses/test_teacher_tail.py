@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd.config import DistillationConfig
+from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.divergence import forward_kl, jsd, kl_both_ways, reverse_kl
 from hybrid_gkd.losses.head import head_loss
@@ -61,7 +61,7 @@ def sent(logits, topk=TOPK, temperature=1.0):
 def product(mode, scores, student, temperature=1.0):
     """Value and logit gradient of what a run computes, and the reported sums."""
     weights = {"loss_mode": mode} if mode != "mixed" else {"loss_mode": mode, "mixed_weights": MODES[mode]}
-    objective = Objective(DistillationConfig(**weights), clip_ratio=0.2)
+    objective = Objective(DistillationConfig(**weights), ActorConfig())
     ids = torch.from_numpy(scores.ids).long()
     targets = Targets(
         teacher_logprobs=torch.from_numpy(scores.logprobs), teacher_tail=torch.from_numpy(scores.tail_logprobs),

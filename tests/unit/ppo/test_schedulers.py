@@ -397,7 +397,7 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
     )
     for items in group.trained:
         for item in items:
-            np.testing.assert_allclose(item.importance_weights, [2, 3], rtol=1e-6)
+            np.testing.assert_allclose(item.loss_weights, [2, 3], rtol=1e-6)
             assert item.old_logprobs is None
     assert trainer.tracking.by_step[2]["actor/importance/mean"] == pytest.approx(2.5)
     assert trainer.tracking.by_step[2]["actor/importance/effective_sample_size"] == pytest.approx(25 / 26)
@@ -405,7 +405,7 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
 
 def test_without_a_threshold_nothing_is_weighted_or_computed(tmp_path):
     trainer, group, _ = fit("one_step_off", 2, tmp_path)
-    assert {item.importance_weights is None for items in group.trained for item in items} == {True}
+    assert {item.loss_weights is None for items in group.trained for item in items} == {True}
     assert {item.sequence.logprobs is None for items in group.trained for item in items} == {True}
     assert "actor/importance/mean" not in trainer.tracking.by_step[2]
 
