@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.config import Config, TeacherConfig
 from hybrid_gkd.config_rules import field_rules, rules_between_fields
+from hybrid_gkd.config_spelling import SpellingReader
 from hybrid_gkd.demo.use import demo_path
 from hybrid_gkd.errors import ConfigError, raise_all
+
+logger = logging.getLogger(__name__)
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "config"
 
@@ -56,12 +60,8 @@ def examine_config(
         problems.append(error)
     whole = not problems  # else what the file sets would seem to be missing
     for recipe in recipes:
-        _merge(merged, recipe, problems)
-    for override in overrides or []:
-        try:
-            _merge(merged, _parse_override(override), problems, key=override.partition("=")[0])
-        except ConfigError as error:
-            problems.append(error)
+        _merge_source(merged, [("config", recipe)], problems)
+    _merge_source(merged, [(each.partition("=")[0], _parse_override(each)) for each in overrides or []], problems)
     for key in sorted(OmegaConf.missing_keys(merged)):
         OmegaConf.update(merged, key, "")
         rule = "must be given; --config-name demo has models and data of its own"
@@ -95,7 +95,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[DictConfig]:
     """A YAML file behind those of its `defaults` list."""
-    file = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    file = _file(folder, name)
     if not file.is_file():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
         raise ConfigError("--config-name", f"must name a YAML file in {folder} (there: {there})", name)
@@ -107,18 +107,58 @@ def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[D
         raise ConfigError("--config-name", f"{file} is not valid YAML: {error}", show_value=False) from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError("--config-name", f"{file} must hold a mapping of sections", show_value=False)
-    defaults = loaded.pop("defaults", [])
-    return [*(part for base in defaults for part in _read_recipe(folder, base, (*above, name))), loaded]
+    defaults = OmegaConf.to_container(OmegaConf.create(loaded.pop("defaults", [])))
+    if not isinstance(defaults, list) or not all(isinstance(base, str) for base in defaults):
+        raise ConfigError("--config-name", f"{file}: defaults must be a list of names of files", defaults)
+    parts = list[DictConfig]()
+    for base in defaults if "_self_" in defaults else [*defaults, "_self_"]:
+        own = _file(folder, base).is_file() or folder == CONFIG_DIR
+        parts += [loaded] if base == "_self_" else _read_recipe(folder if own else CONFIG_DIR, base, (*above, name))
+    return parts
 
 
-def _parse_override(override: str) -> DictConfig:
+def _file(folder: Path, name: str) -> Path:
+    return folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+
+
+def _parse_override(override: str) -> DictConfig | ConfigError:
     key, equals, _ = override.partition("=")
+    if key.startswith("~"):
+        rule = "nothing is deleted: every key has a value. Give the one that you want, null where it may be left out"
+        return ConfigError(key, rule, show_value=False)
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key.lstrip("+")):
-        raise ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
+        return ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
     try:
         return OmegaConf.from_dotlist([override.lstrip("+")])
     except Exception as error:  # the value is parsed as YAML, which has its own error types
-        raise ConfigError(key, f"the value is not valid YAML: {error}", override) from None
+        return ConfigError(key, f"the value is not valid YAML: {error}", override)
+
+
+def _merge_source(
+    base: DictConfig, parts: list[tuple[str, DictConfig | ConfigError]], problems: list[ConfigError]
+) -> None:
+    """Put what a command line or a file gives into `base`, with what verl spells otherwise in our spelling."""
+    split = [[] if isinstance(part, ConfigError) else list(_leaves(OmegaConf.to_container(part))) for _, part in parts]
+    given = [(".".join(map(str, path)), value) for leaves in split for path, value in leaves]
+    reader = SpellingReader(given, below=lambda key: OmegaConf.select(base, key, default=None))
+    for (name, part), leaves in zip(parts, split, strict=True):
+        if isinstance(part, ConfigError):
+            problems.append(part)
+            continue
+        pieces, as_given = list[DictConfig](), True
+        for path, value in leaves:
+            key = ".".join(map(str, path))
+            try:
+                read = reader.read(key, value)
+            except ConfigError as error:
+                problems.append(error)
+                read = {}
+            as_given = as_given and read == {key: value}
+            pieces += [_nested(own.split("."), new) for own, new in read.items()]
+        for piece in [part] if as_given else pieces:
+            _merge(base, piece, problems, name)
+    for line in reader.summary():
+        logger.info("%s", line)
 
 
 def _merge(base: DictConfig, extra: DictConfig, problems: list[ConfigError], key: str = "config") -> None:
@@ -137,19 +177,23 @@ def _merge(base: DictConfig, extra: DictConfig, problems: list[ConfigError], key
         problem = ConfigError(key, str(error), show_value=False)
     leaves = list(_leaves(OmegaConf.to_container(extra)))
     if len(leaves) > 1:
-        for leaf in leaves:
-            _merge(base, leaf, problems, key)
+        for path, value in leaves:
+            _merge(base, _nested(path, value), problems, key)
     elif str(problem) not in map(str, problems):  # a section that there is not has several leaves
         problems.append(problem)
 
 
-def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[DictConfig]:
-    """Each value of nested dictionaries alone, under its keys."""
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Each value of nested dictionaries behind its keys."""
     if isinstance(tree, dict) and tree:
         for name, value in tree.items():
             yield from _leaves(value, (*path, name))
     else:
-        yield OmegaConf.create(functools.reduce(lambda inner, name: {name: inner}, reversed(path), tree))
+        yield path, tree
+
+
+def _nested(path: Sequence[Any], value: Any) -> DictConfig:
+    return OmegaConf.create(functools.reduce(lambda inner, name: {name: inner}, reversed(path), value))
 
 
 def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:

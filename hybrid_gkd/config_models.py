@@ -44,6 +44,8 @@ class OptimConfig:
     """Decoupled weight decay, on matrices only (not on biases and norms)."""
     lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
     """Optimizer steps of linear warm-up from 0."""
+    lr_warmup_steps_ratio: float = field(default=0.0, metadata=rules.SHARE)
+    """Warm-up as a share of the run's optimizer steps, where lr_warmup_steps is 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up, until the last step of the run."""
     min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import traceback
@@ -17,7 +18,13 @@ from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.reporting.logs import log_to_console, quieten
 
+logger = logging.getLogger(__name__)
+
 OWN_INPUT = ("data.train_files=", "actor_rollout_ref.model.path=", "actor_rollout_ref.teacher.model.path=")
+OF_VERL = ("algorithm.adv_estimator=", "critic.model.path=")
+TEACHER = "actor_rollout_ref.teacher."
+VERL = "ppo_trainer"
+"""The recipe of commands as verl's are."""
 
 
 def parse(
@@ -38,11 +45,23 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     epilog = "Every key is documented in hybrid_gkd/config*.py."
     parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="override a configuration key")
-    parser.add_argument("--config-path", default=CONFIG_DIR, type=Path, help="folder of YAML files (%(default)s)")
-    parser.add_argument("--config-name", help="a YAML file there; default: demo, or gkd with your own model or data")
+    parser.add_argument(
+        "--config-path", "-cp", default=CONFIG_DIR, type=_folder, help="folder of YAML files (%(default)s)"
+    )
+    parser.add_argument(
+        "--config-name", "-cn", help="a YAML file there; default: demo, with your own model or data gkd, or "
+        "ppo_trainer where an advantage estimator is named and no teacher"
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the result only")
     return parser
+
+
+def _folder(path: str) -> Path:
+    """A folder from here; one that is not there, from this program's, as `--config-path=config` means for verl."""
+    given = Path(path).expanduser()
+    beside = CONFIG_DIR.parent / given
+    return beside if not given.is_dir() and beside.is_dir() else given
 
 
 def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
@@ -71,6 +90,8 @@ def load(options: argparse.Namespace) -> Config:
     """The configuration that the command line asks for; the demo is built if it is used. Raises HybridGKDError."""
     name = options.config_name or default_config_name(options.overrides)
     overrides = [*options.overrides, "trainer.console=quiet"] if options.quiet else options.overrides
+    if options.config_name is None and name == VERL:
+        logger.info("an advantage estimator and no teacher: --config-name %s, unless another is given", name)
     config, problems = examine_config(overrides, config_name=name, config_path=options.config_path)
     if problems and config is not None:
         from hybrid_gkd.launch.inputs import check_presence  # imports torch
@@ -92,5 +113,9 @@ def load(options: argparse.Namespace) -> Config:
 
 
 def default_config_name(overrides: list[str]) -> str:
-    """`gkd` where the user brings a model or data, else `demo`."""
-    return "gkd" if any(override.startswith(OWN_INPUT) for override in overrides) else "demo"
+    """`gkd` where the user brings a model or data, else `demo`; `ppo_trainer` for a command as verl's are."""
+    given = [override.lstrip("+") for override in overrides]
+    if not any(override.startswith(OWN_INPUT) for override in given):
+        return "demo"
+    of_verl = any(override.startswith(OF_VERL) for override in given)
+    return VERL if of_verl and not any(override.startswith(TEACHER) for override in given) else "gkd"

@@ -56,7 +56,8 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     for key in (*LEARNING, *rewards):
         value = operator.attrgetter(key)(config)
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
-    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":
+    optim = config.actor_rollout_ref.actor.optim
+    if optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps_ratio and not optim.lr_warmup_steps):
         found["trainer.total_training_steps"] = steps
     if loss.enabled and config.actor_rollout_ref.teacher.server_ip is None:
         found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path

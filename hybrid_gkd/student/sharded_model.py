@@ -176,10 +176,11 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> tor
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
     """Learning rate of optimizer step `update` (0-based) of `num_updates`: linear warm-up, then the schedule."""
-    if update < config.lr_warmup_steps:
-        return config.lr * (update + 1) / config.lr_warmup_steps
+    warmup = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * num_updates)
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return config.lr
-    progress = min(1.0, (update - config.lr_warmup_steps) / max(1, num_updates - config.lr_warmup_steps))
+    progress = min(1.0, (update - warmup) / max(1, num_updates - warmup))
     shape = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)

@@ -13,15 +13,16 @@ from hybrid_gkd.imports import quick_imports
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
-errors files imports types spans waiting config_metadata losses config_models config_learning config config_rules demo
-config_loading models data offload rollout student teacher teacher_client checkpoint convert_checkpoint workers ppo
-trainer reporting testing launch doctor metrics evaluate __main__
+errors files imports types spans waiting config_metadata losses config_models config_learning config_verl config
+config_rules config_spelling demo config_loading models data offload rollout student teacher teacher_client checkpoint
+convert_checkpoint workers ppo trainer reporting testing launch doctor metrics evaluate __main__
 """.split()
 ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics", "__main__"}}
 # In a fresh interpreter, importing all of a room but its commands brings in none of these.
 FORBIDDEN = {
     "errors": {"torch", "vllm", "ray", "transformers", "zmq", "numpy"},
     "types": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
+    "config_spelling": {"torch", "vllm", "ray", "transformers", "zmq", "wandb", "numpy"},
     "config_loading": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
     "spans": {"torch", "vllm", "ray", "wandb"},
     "waiting": {"torch", "vllm", "ray", "zmq", "numpy"},

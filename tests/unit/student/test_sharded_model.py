@@ -24,6 +24,13 @@ def test_learning_rate_warms_up_and_follows_the_schedule(kind, expected):
     assert found == pytest.approx(expected)
 
 
+def test_a_warm_up_may_be_a_share_of_the_run_and_steps_win_over_it():
+    share = OptimConfig(lr=1.0, lr_warmup_steps_ratio=0.5)
+    assert [learning_rate(share, update, 8) for update in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    both = OptimConfig(lr=1.0, lr_warmup_steps_ratio=0.5, lr_warmup_steps=1)
+    assert learning_rate(both, 1, 8) == 1.0
+
+
 def test_a_frozen_model_has_weights_and_log_probabilities_but_no_optimizer(tmp_path):
     folder = make_tiny_model(tmp_path)
     with single_process_group():

@@ -1,0 +1,329 @@
+"""Keys and values as verl's commands spell them: what each is here, as tables. config_spelling.py reads by them.
+
+A key that `Config` has is looked up in VALUES alone. `*` stands for anything. docs/verl.md is made of the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ARR = "actor_rollout_ref"
+Look = Callable[[str], Any]
+"""Key of `Config` -> the value that it has so far."""
+Reading = Callable[[Any, Look], dict[str, Any]]
+"""A given value -> keys of `Config` with their values; none where the default stays. Raises ValueError: the rule."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A key, or some of its values, that `Config` spells otherwise."""
+
+    keys: tuple[str, ...]
+    """Of `Config`: what is set."""
+    reading: Reading
+    how: str = ""
+    """What becomes of the value, where it changes; a sentence without its full stop."""
+
+
+DEFAULT = "the default"
+
+
+def spelled(key: str, values: Mapping[Any, Any] | None = None) -> Read:
+    """The same under the name `key`. `values`: those that are spelled otherwise here, or are DEFAULT."""
+    values = values or {}
+
+    def reading(value: Any, _: Look) -> dict[str, Any]:
+        new = next((new for old, new in values.items() if old == value and type(old) is type(value)), value)
+        return {} if new is DEFAULT else {key: new}
+
+    how = ", ".join(f"{'null' if old is None else old} is {new}" for old, new in values.items())
+    return Read((key,), reading, how)
+
+
+def _micro_batch(key: str) -> Read:
+    def reading(value: Any, look: Look) -> dict[str, Any]:
+        if value is None:
+            return {}
+        workers = int(look("trainer.nnodes")) * int(look("trainer.n_gpus_per_node"))
+        return {key: max(1, int(value) // workers)}
+
+    return Read((key,), reading, "Divided by the number of workers (trainer.nnodes * trainer.n_gpus_per_node)")
+
+
+def _loss_mode(value: Any, _: Look) -> dict[str, Any]:
+    if value == "forward_kl_topk":
+        return {"distillation.loss_mode": "forward_kl", "distillation.tail": "none"}
+    return {"distillation.loss_mode": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value)}
+
+
+def _do_sample(value: Any, _: Look) -> dict[str, Any]:
+    return {} if value else {f"{ARR}.rollout.val_kwargs.temperature": 0.0}
+
+
+def _loggers(value: Any, _: Look) -> dict[str, Any]:
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list):
+        names = ["jsonl" if name == "file" else name for name in names]
+        names = [name for name in names if name not in OTHER_TRACKERS] or names
+    return {"trainer.logger": names}
+
+
+OTHER_TRACKERS = ("clearml", "mlflow", "swanlab", "vemlp_wandb")
+
+
+def _run_name(value: Any, _: Look) -> dict[str, Any]:
+    return {"trainer.experiment_name": value.replace("/", "_") if isinstance(value, str) else value}
+
+
+def _resume_from(value: Any, look: Look) -> dict[str, Any]:
+    return {"trainer.resume_from_path": value if look("trainer.resume_mode") == "resume_path" else None}
+
+
+def _saved(value: Any, _: Look) -> dict[str, Any]:
+    return {f"{ARR}.actor.checkpoint.save_hf_model": "hf_model" in (value or [])}
+
+
+def _one_checkpoint(value: Any, _: Look) -> dict[str, Any]:
+    return {"trainer.max_actor_ckpt_to_keep": 1} if value else {}
+
+
+def _min_clamp(value: Any, look: Look) -> dict[str, Any]:
+    if value is not None and look("distillation.loss_mode") not in ("k1", "k2", "k3"):
+        raise ValueError("is for a divergence that is not here; distillation.loss_max_clamp limits a token's")
+    return {}
+
+
+LOSS_MODE = Read(
+    ("distillation.loss_mode", "distillation.tail"), _loss_mode,
+    "forward_kl_topk is forward_kl with distillation.tail=none, kl is k1, mse is k2, low_var_kl is k3",
+)
+CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), _saved, "Whether hf_model is one of them")
+TEACHER = f"{ARR}.teacher"
+
+VALUES: dict[str, Read] = {
+    f"{ARR}.actor.fsdp_config.model_dtype": spelled(
+        f"{ARR}.actor.fsdp_config.model_dtype", {"bfloat16": "bf16", "float32": "fp32"}
+    ),
+    f"{ARR}.actor.optim.lr_warmup_steps": spelled(f"{ARR}.actor.optim.lr_warmup_steps", {-1: DEFAULT, None: DEFAULT}),
+    f"{ARR}.actor.optim.min_lr_ratio": spelled(f"{ARR}.actor.optim.min_lr_ratio", {None: DEFAULT}),
+    f"{ARR}.rollout.name": spelled(f"{ARR}.rollout.name", {"sglang": "vllm", "trtllm": "vllm"}),
+    f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
+    "distillation.loss_mode": LOSS_MODE,
+    "trainer.experiment_name": Read(("trainer.experiment_name",), _run_name, "/ is _, as it is the name of a folder"),
+    "trainer.logger": Read(
+        ("trainer.logger",), _loggers, "A single name is a list of one, file is jsonl; beside another, "
+        f"{', '.join(OTHER_TRACKERS)} are left out (a tracker of your own: module:name)"
+    ),
+    "trainer.profile_steps": spelled("trainer.profile_steps", {None: DEFAULT}),
+    "trainer.resume_from_path": Read(
+        ("trainer.resume_from_path",), _resume_from, "Null unless trainer.resume_mode=resume_path"
+    ),
+}
+"""Keys of both with values that are spelled otherwise."""
+
+RENAMED: dict[str, Read] = {
+    "data.tokenizer": spelled(f"{ARR}.model.tokenizer_path"),
+    "data.trust_remote_code": spelled(f"{ARR}.model.trust_remote_code"),
+    f"{ARR}.actor.ppo_micro_batch_size": _micro_batch(f"{ARR}.actor.ppo_micro_batch_size_per_gpu"),
+    f"{ARR}.actor.optim.warmup_style": spelled(f"{ARR}.actor.optim.lr_scheduler_type", {None: DEFAULT}),
+    f"{ARR}.actor.optim.clip_grad": spelled(f"{ARR}.actor.grad_clip"),
+    f"{ARR}.actor.checkpoint.contents": CONTENTS,
+    f"{ARR}.actor.checkpoint.save_contents": CONTENTS,
+    f"{ARR}.rollout.prompt_length": spelled("data.max_prompt_length"),
+    f"{ARR}.rollout.response_length": spelled("data.max_response_length"),
+    f"{ARR}.rollout.checkpoint_engine.update_weights_bucket_megabytes": spelled(
+        f"{ARR}.rollout.update_weights_bucket_megabytes"
+    ),
+    f"{ARR}.rollout.val_kwargs.do_sample": Read(
+        (f"{ARR}.rollout.val_kwargs.temperature",), _do_sample, "false is temperature 0, true leaves it as it is"
+    ),
+    "custom_reward_function.path": spelled("reward.custom_reward_function.path"),
+    "custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
+    "distillation.distillation_loss.loss_mode": LOSS_MODE,
+    "distillation.distillation_loss.log_prob_min_clamp": Read(
+        (), _min_clamp, "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
+    ),
+    **{
+        f"distillation.distillation_loss.{name}": spelled(f"distillation.{name}")
+        for name in ("topk", "use_task_rewards", "use_policy_gradient", "distillation_loss_coef", "loss_max_clamp")
+    },
+    **{
+        f"distillation.{teacher}.{theirs}": row
+        for teacher in ("teacher_model", "teacher_models.*")
+        for theirs, row in {
+            "model_path": spelled(f"{TEACHER}.model.path"),
+            "inference.name": spelled(f"{TEACHER}.backend", {"sglang": "vllm", "trtllm": "vllm"}),
+            "inference.tensor_model_parallel_size": spelled(f"{TEACHER}.tensor_model_parallel_size"),
+            "inference.gpu_memory_utilization": spelled(f"{TEACHER}.gpu_memory_utilization"),
+            "inference.max_model_len": spelled(f"{TEACHER}.max_model_len"),
+        }.items()
+    },
+    "trainer.val_generations_to_log_to_wandb": spelled("trainer.log_val_generations"),
+    "trainer.remove_previous_ckpt_in_save": Read(
+        ("trainer.max_actor_ckpt_to_keep",), _one_checkpoint, "true is 1, false leaves it as it is"
+    ),
+    "ray_kwargs.ray_init.num_cpus": spelled("ray_init.num_cpus"),
+    "ray_kwargs.ray_init.address": spelled("ray_init.address"),
+}
+"""Key of verl -> the key of `Config`."""
+
+FSDP = tuple(f"{ARR}.{role}.fsdp_config" for role in ("actor", "ref"))
+ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size")
+INFERENCE = "inference.*"
+
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    "sequences are always packed, without padding": (
+        f"{ARR}.model.use_remove_padding", f"{ARR}.actor.use_remove_padding", f"{ARR}.actor.pad_to_length",
+        *(f"{fsdp}.pad_to_length*" for fsdp in FSDP),
+    ),
+    "log-probabilities and entropy always come from a fused head, chunk by chunk, without the logits of a sequence": (
+        f"{ARR}.model.use_fused_kernels", f"{ARR}.actor.use_fused_kernels", f"{ARR}.model.fused_kernel_options.*",
+        f"{ARR}.model.use_liger", "distillation.distillation_loss.use_chunked_topk",
+        "distillation.distillation_loss.chunked_topk_chunk_size", f"{ARR}.actor.calculate_entropy",
+        *(f"{section}.{name}" for section in (f"{ARR}.actor", f"{ARR}.ref", *FSDP) for name in ENTROPY),
+    ),
+    f"passes for log-probabilities are cut as those of the update ({ARR}.actor.use_dynamic_bsz and its limits)": tuple(
+        f"{ARR}.{role}.log_prob_{name}" for role in ("rollout", "ref")
+        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+    ),
+    "gradients stay on the GPU only while a batch is trained, and what FSDP2 gathers is planned with the memory": (
+        *(f"{fsdp}.{name}" for fsdp in FSDP for name in (
+            "grad_offload", "offload_policy", "forward_prefetch", "use_orig_params", "wrap_policy.*", "strategy",
+            "use_torch_compile",
+        )),
+        f"{ARR}.model.enable_activation_offload",
+    ),
+    "a worker holds whole sequences; results are the same without sequence parallelism": (
+        f"{ARR}.*.ulysses_sequence_parallel_size",
+    ),
+    "the reference policy is sharded and computed as the student is, and waits on the host between its passes": (
+        f"{ARR}.ref.fsdp_config.*", f"{ARR}.ref.param_offload", f"{ARR}.ref.strategy", f"{ARR}.ref.use_torch_compile",
+    ),
+    "the rollout engine gets the student's weights before its first step, parameter by parameter": (
+        f"{ARR}.rollout.load_format", f"{ARR}.rollout.layered_summon", f"{ARR}.rollout.checkpoint_engine.*",
+        f"{ARR}.rollout.multi_stage_wake_up", f"{ARR}.model.use_shm", "data.use_shm",
+    ),
+    "generation has one mode: requests to the engine in the worker's process": (
+        f"{ARR}.rollout.mode", f"{ARR}.rollout.agent.num_workers", f"{ARR}.rollout.micro_batch_size",
+        f"{ARR}.rollout.disable_log_stats", f"{ARR}.rollout.skip_tokenizer_init", f"{ARR}.rollout.calculate_log_probs",
+    ),
+    "how vLLM schedules and caches changes no answer; engine_kwargs.vllm hands it arguments": (
+        f"{ARR}.rollout.enable_chunked_prefill", f"{ARR}.rollout.enable_prefix_caching",
+        f"{ARR}.rollout.scheduling_policy",
+    ),
+    "for another engine than vLLM": (f"{ARR}.rollout.engine_kwargs.sglang.*", f"{ARR}.rollout.engine_kwargs.trtllm.*"),
+    "prompts are read and turned into tokens once, before the first step": (
+        "data.return_*", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
+    ),
+    "validation asks all prompts at once and does not depend on their order": (
+        "data.val_batch_size", "data.validation_shuffle",
+    ),
+    "the schedule is as long as the run": (f"{ARR}.actor.optim.total_training_steps",),
+    "orders are decided by data.seed and actor_rollout_ref.rollout.seed": (
+        f"{ARR}.actor.data_loader_seed", *(f"{fsdp}.seed" for fsdp in FSDP),
+    ),
+    "a checkpoint is loaded whole, and its files are checked before": (f"{ARR}.actor.checkpoint.load_contents",),
+    "the local teacher service chooses how it scores; distillation.temperature is for student and teacher": tuple(
+        f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
+        for name in (INFERENCE, "key", "num_replicas")
+    ),
+    "a local teacher takes tensor_model_parallel_size GPUs that no worker needs, or shares those of the workers": (
+        "distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_model.n_gpus_per_node",
+        "distillation.teacher_model.nnodes", "distillation.teacher_model.enable_resource_pool",
+        "distillation.num_workers",
+    ),
+    "one teacher scores every row": ("distillation.teacher_key",),
+    "what a run writes is in its folder: generations.jsonl, metrics.jsonl, trace.json": (
+        "trainer.rollout_data_dir", "trainer.validation_data_dir", "ray_kwargs.timeline_json_file",
+        "ray_init.timeline_json_file",
+    ),
+    "a checkpoint holds all models, and trainer.max_actor_ckpt_to_keep counts it": ("trainer.max_critic_ckpt_to_keep",),
+    "there is one implementation of the workers": ("trainer.use_legacy_worker_impl", "trainer.use_v1"),
+    "timeouts have keys of their own (docs/running.md)": ("trainer.ray_wait_register_center_timeout",),
+    "trainer.grace_period is the time to end in": ("trainer.esi_redundant_time",),
+    "Ray counts the GPUs, and its workers run in this program's Python": (
+        "ray_kwargs.ray_init.num_gpus", "ray_init.num_gpus", "ray_kwargs.ray_init.runtime_env.*",
+    ),
+    "read only with a switch that is off": (
+        f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.*.profiler.*", "global_profiler.*",
+        f"{ARR}.model.mtp.*", f"{ARR}.model.tiled_mlp.*", f"{ARR}.actor.qat.*", f"{ARR}.actor.router_replay.*",
+        "transfer_queue.*", "skip.*", "trainer.v1.*", "algorithm.pf_ppo.*",
+    ),
+    "for Hydra": ("hydra.*",),
+}
+"""Reason -> keys of verl that have no meaning here, whatever their value."""
+
+NOTHING = (None, False, "", 0, -1)
+LANGUAGE_ONLY = "prompts are text only: rows with images or sound would lose them"
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    f"{ARR}.actor.strategy": (("fsdp", "fsdp2"), "students are trained by FSDP2 alone"),
+    f"{ARR}.actor.fsdp_config.dtype": (("bfloat16", "bf16"), "the compute type is bfloat16 on GPUs"),
+    f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype": (
+        ("bfloat16", "bf16"), "the compute type is bfloat16 on GPUs"
+    ),
+    f"{ARR}.actor.fsdp_config.mixed_precision.*": (("float32", "fp32"), "gradients are reduced in float32"),
+    f"{ARR}.model.torch_dtype": (("bfloat16",), "the compute type is bfloat16 on GPUs"),
+    f"{ARR}.actor.optim.optimizer": (("AdamW",), "the optimizer is torch's AdamW"),
+    f"{ARR}.actor.optim.optimizer_impl": (("torch.optim",), "the optimizer is torch's AdamW"),
+    f"{ARR}.actor.optim.num_cycles": ((0.5,), "cosine falls once, to min_lr_ratio"),
+    f"{ARR}.actor.optim.zero_indexed_step": ((True,), "the first step of a warm-up has a rate above 0"),
+    f"{ARR}.actor.optim.override_optimizer_config": (NOTHING, "the optimizer is torch's AdamW"),
+    f"{ARR}.actor.shuffle": (NOTHING, "mini-batches come in the order of the batch, which data.shuffle decides"),
+    f"{ARR}.actor.checkpoint.async_save": (NOTHING, "a checkpoint is written before the next step"),
+    f"{ARR}.actor.router_replay.mode": (("disabled",), "routing is not recorded"),
+    f"{ARR}.*.full_determinism": (NOTHING, "there is no such mode; the same seeds give the same orders and samples"),
+    f"{ARR}.*.qat.enable": (NOTHING, "weights are not quantized"),
+    f"{ARR}.*.profiler.enable": (NOTHING, "trainer.profile_steps runs torch's profiler"),
+    f"{ARR}.model.external_lib": (NOTHING, "no module is imported; trust_remote_code runs code of the model's folder"),
+    f"{ARR}.model.hf_config_path": (NOTHING, "the configuration is that of the model's folder"),
+    f"{ARR}.model.custom_chat_template": (NOTHING, "the template is that of the tokenizer: give a tokenizer_path"),
+    f"{ARR}.model.mtp.enable": (NOTHING, "layers for several tokens at once are not trained"),
+    f"{ARR}.model.tiled_mlp.enabled": (NOTHING, "the MLP is computed whole"),
+    f"{ARR}.rollout.ignore_eos": (NOTHING, "an answer ends where the student ends it"),
+    f"{ARR}.rollout.do_sample": ((True,), "training needs samples of the student's distribution"),
+    f"{ARR}.rollout.logprobs_mode": (("processed_logprobs",), "log-probabilities are those of the sampled policy"),
+    f"{ARR}.rollout.data_parallel_size": ((1, None), "every group of tensor_model_parallel_size workers is one engine"),
+    f"{ARR}.rollout.expert_parallel_size": ((1, None), "engine_kwargs.vllm.enable_expert_parallel=true is vLLM's key"),
+    f"{ARR}.rollout.pipeline_model_parallel_size": ((1, None), "an engine is cut by tensor_model_parallel_size alone"),
+    f"{ARR}.rollout.cudagraph_capture_sizes": (NOTHING, "engine_kwargs.vllm.compilation_config is vLLM's key"),
+    f"{ARR}.rollout.quantization*": (NOTHING, "the engine holds the student's own weights"),
+    f"{ARR}.rollout.over_sample_rate": (NOTHING, "every answer that is begun is trained on"),
+    f"{ARR}.rollout.enable_rollout_routing_replay": (NOTHING, "routing is not recorded"),
+    f"{ARR}.rollout.nnodes": (NOTHING, f"{ARR}.hybrid_engine=false with rollout.nnodes gives the engine its own pool"),
+    f"{ARR}.rollout.multi_turn.enable": (NOTHING, "an answer is one turn"),
+    f"{ARR}.rollout.trace.backend": (NOTHING, "trace.json has the spans of every run"),
+    f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "an answer is one turn"),
+    f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
+    "algorithm.use_pf_ppo": (NOTHING, "samples are not weighted anew"),
+    "data.image_key": (NOTHING, LANGUAGE_ONLY),
+    "data.video_key": (NOTHING, LANGUAGE_ONLY),
+    "data.audio_key": (NOTHING, LANGUAGE_ONLY),
+    "data.custom_cls.*": (NOTHING, "prompts are files of rows: see data.train_files"),
+    "data.sampler.*": (NOTHING, "the order is data.shuffle's"),
+    "data.train_max_samples": (NOTHING, "all rows are used: cut the file"),
+    "data.val_max_samples": (NOTHING, "all rows are used: cut the file"),
+    "distillation.distillation_loss.policy_loss_mode": (("vanilla",), "the policy gradient is PPO's clipped loss"),
+    "global_profiler.tool": (NOTHING, "trainer.profile_steps runs torch's profiler"),
+    "global_profiler.steps": (NOTHING, "trainer.profile_steps runs torch's profiler"),
+    "model_engine": (("dp", "fsdp"), "students are trained by FSDP2 alone"),
+    "skip.*.enable": (NOTHING, "rollouts are not kept for a later run"),
+    "trainer.default_hdfs_dir": (NOTHING, "checkpoints are written to trainer.default_local_dir"),
+    "trainer.del_local_ckpt_after_load": (NOTHING, "trainer.max_actor_ckpt_to_keep removes old checkpoints"),
+    "trainer.v1.trainer_mode": (("sync",), "trainer.scheduler lets generation run ahead of the update"),
+    "transfer_queue.enable": (NOTHING, "sequences go from worker to worker through Ray"),
+}
+"""Key of verl -> its values that ask for what is done here anyway, and what is said of any other value."""
+
+
+REFUSED: dict[str, str] = {
+    f"{ARR}.*.megatron.*": "students are trained by FSDP2 alone",
+    f"{ARR}.*.veomni.*": "students are trained by FSDP2 alone",
+}
+"""Key of verl -> why it is refused, whatever its value."""
+
+TABLES: tuple[Mapping[str, Any], ...] = (
+    VALUES, RENAMED, ONLY, REFUSED, {key: reason for reason, keys in ACCEPTED.items() for key in keys}
+)
+"""In the order in which a key is looked up."""
