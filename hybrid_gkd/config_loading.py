@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from hybrid_gkd.config import Config, TeacherConfig
 from hybrid_gkd.config_rules import field_rules, rules_between_fields
 from hybrid_gkd.config_spelling import SpellingReader
-from hybrid_gkd.demo.use import demo_path
+from hybrid_gkd.demo.use import register_resolvers
 from hybrid_gkd.errors import ConfigError, raise_all
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def examine_config(
         OmegaConf.update(merged, key, "")
         rule = "must be given; --config-name demo has models and data of its own"
         problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
-    OmegaConf.register_resolver("demo", demo_path, replace=True)
+    register_resolvers()
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # a reference to a key that there is not

@@ -1,8 +1,39 @@
-"""`python -m hybrid_gkd.demo`: build the models and data of the recipe `demo`."""
+"""`python -m hybrid_gkd.demo [sorting|gpu_demo]`: build the models and data of a demo."""
 
+import argparse
+import logging
 import sys
 
-from hybrid_gkd.demo.sorting import main
+from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo
+from hybrid_gkd.demo.sorting import build_demo
+from hybrid_gkd.demo.use import visible_device
+from hybrid_gkd.errors import HybridGKDError
+
+
+def main() -> int:
+    """Build what the command line asks for; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.demo", description="Build a demo's models and data.")
+    parser.add_argument("demo", nargs="?", choices=("sorting", "gpu_demo"), default="sorting")
+    parser.add_argument("--out", help="folder to build (default: one in the user's cache)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--force", action="store_true", help="build again even if the demo is there")
+    parser.add_argument("--device", choices=tuple(RECIPES), help="of gpu_demo; on cpu it is small")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.device and args.demo == "sorting":
+        parser.error("--device is for gpu_demo; the sorting demo is built on the CPU")
+    try:
+        if args.demo == "sorting":
+            paths = build_demo(args.out, args.seed, force=args.force)
+        else:
+            paths = build_gpu_demo(args.device or visible_device(), args.out, args.seed, force=args.force)
+    except HybridGKDError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(paths.manifest.read_text(), end="")
+    print(paths.root)
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,27 +1,70 @@
-"""What a configuration has to do with the demo. Builds nothing."""
+"""What a configuration has to do with the demos: where they are, which it uses. Builds nothing until it is asked to.
+
+In YAML, `${demo:student}` is the sorting demo's student, `${demo:gpu_demo,student}` that of the word problems, for the
+device of the configuration; `${by_device:a,b}` is a with a GPU and b without one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.demo.sorting import DemoPaths, demo_dir, teacher_accuracy
+from hybrid_gkd.demo.folders import DemoPaths, teacher_accuracy
+from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo, gpu_demo_dir
+from hybrid_gkd.demo.sorting import build_demo, demo_dir
 
 
-def demo_path(part: str) -> str:
-    """`${demo:student}` in YAML: where the demo keeps its student."""
-    return str(getattr(DemoPaths.under(demo_dir()), part))
+def register_resolvers() -> None:
+    """Make `${demo:...}` and `${by_device:...}` known to OmegaConf."""
+    OmegaConf.register_resolver("demo", demo_path, replace=True)
+    OmegaConf.register_resolver("by_device", by_device, replace=True)
 
 
-def uses_demo(config: Config) -> bool:
-    """Whether a model or a file of the configuration is the demo's."""
-    arr, root = config.actor_rollout_ref, DemoPaths.under(demo_dir()).root
-    used = (arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files)
-    return any(Path(path).is_relative_to(root) for path in used if path)
+def demo_path(*names: str, _root_: Any) -> str:
+    """Where a demo keeps a part: ("student",) of the sorting demo, ("gpu_demo", "student") of the other.
+
+    Raises ValueError for a demo or a part that there is not.
+    """
+    *demo, part = names
+    if demo not in ([], ["gpu_demo"]) or part not in DemoPaths.__slots__:
+        raise ValueError(f"${{demo:{','.join(names)}}}: there is ${{demo:PART}} and ${{demo:gpu_demo,PART}}")
+    return str(getattr(DemoPaths.under(gpu_demo_dir(_device(_root_)) if demo else demo_dir()), part))
+
+
+def by_device(on_gpu: Any, without: Any, *, _root_: Any) -> Any:
+    """One of two values."""
+    return on_gpu if _device(_root_) == "cuda" else without
+
+
+def _device(root: Any) -> str:
+    return visible_device() if root.trainer.device == "auto" else root.trainer.device
+
+
+def visible_device() -> str:
+    """cuda where a GPU is visible, as `trainer.device=auto` has it."""
+    import torch  # takes seconds, for recipes that ask for the device alone
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def used_demos(config: Config) -> dict[Path, Callable[[], DemoPaths]]:
+    """Folder -> what builds it, of the demos whose models or files the configuration names."""
+    known: dict[Path, Callable[[], DemoPaths]] = {demo_dir(): build_demo}
+    known |= {gpu_demo_dir(device): partial(build_gpu_demo, device) for device in RECIPES}
+    arr = config.actor_rollout_ref
+    paths = [arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files]
+    return {root: build for root, build in known.items() if any(Path(p).is_relative_to(root) for p in paths if p)}
 
 
 def demo_teacher_accuracy(config: Config) -> float | None:
-    """The teacher's accuracy on the validation prompts where both are the demo's; None where it is not known."""
-    paths, teacher = DemoPaths.under(demo_dir()), config.actor_rollout_ref.teacher.model.path
-    known = teacher == str(paths.teacher) and config.data.val_files == [str(paths.val)]
-    return teacher_accuracy(paths) if known else None
+    """The teacher's accuracy on the validation prompts where both are a demo's; None where it is not known."""
+    teacher = config.actor_rollout_ref.teacher.model.path
+    for paths in map(DemoPaths.under, used_demos(config)):
+        if teacher == str(paths.teacher) and config.data.val_files == [str(paths.val)]:
+            return teacher_accuracy(paths)
+    return None

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
-from hybrid_gkd.demo.use import uses_demo
+from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.reporting.logs import log_to_console, quieten
@@ -101,11 +101,9 @@ def load(options: argparse.Namespace) -> Config:
     assert config is not None
     if config.trainer.console == "quiet":
         quieten()
-    if uses_demo(config):
-        from hybrid_gkd.demo.sorting import build_demo
-
+    for build in used_demos(config).values():
         try:
-            build_demo()
+            build()
         except OSError as error:
             rule = f"the demo cannot be built there: {error}; set it, or XDG_CACHE_HOME, to a folder that takes it"
             raise ConfigError("HOME", rule, show_value=False) from error

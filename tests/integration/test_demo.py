@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybrid_gkd.demo import folders
 from hybrid_gkd.demo import sorting as demo
 from hybrid_gkd.errors import ConfigError
 
@@ -45,7 +46,7 @@ def test_the_manifest_holds_what_was_measured(paths):
     assert manifest["seed"] == 0
     assert manifest["versions"]["torch"] == torch.__version__
     assert 0 <= manifest["student"]["held_out_accuracy"] <= 1
-    assert demo.teacher_accuracy(paths) == manifest["teacher"]["held_out_accuracy"]
+    assert folders.teacher_accuracy(paths) == manifest["teacher"]["held_out_accuracy"]
     assert len(paths.train.read_text().splitlines()) == manifest["num_train"] == 60
     assert len(paths.val.read_text().splitlines()) == manifest["num_val"] == 8
 
@@ -88,7 +89,7 @@ def test_of_two_builds_that_finish_together_one_is_kept(tmp_path, monkeypatch, f
     root = tmp_path / "demo"
     if force:
         demo.build_demo(root, recipe=TINY)
-    together, move, errors = threading.Barrier(2, timeout=60), demo._move_into_place, []
+    together, move, errors = threading.Barrier(2, timeout=60), folders.move_into_place, []
 
     def move_together(*args):
         together.wait()
@@ -100,12 +101,12 @@ def test_of_two_builds_that_finish_together_one_is_kept(tmp_path, monkeypatch, f
         except BaseException as error:
             errors.append(error)
 
-    monkeypatch.setattr(demo, "_move_into_place", move_together)
+    monkeypatch.setattr(folders, "move_into_place", move_together)
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
     assert errors == []
-    assert demo._is_complete(root, TINY.key(0))
+    assert folders.is_complete(root, TINY.key(0))
     assert [file.name for file in tmp_path.iterdir()] == ["demo"]

@@ -14,7 +14,7 @@ from hybrid_gkd.imports import quick_imports
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
 errors files imports types spans waiting config_metadata losses config_models config_learning config_verl config
-config_rules config_spelling demo config_loading models data offload rollout student teacher teacher_client checkpoint
+config_rules config_spelling models data offload rollout student demo config_loading teacher teacher_client checkpoint
 convert_checkpoint workers ppo trainer reporting testing launch doctor metrics evaluate __main__
 """.split()
 ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics", "__main__"}}

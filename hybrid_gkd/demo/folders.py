@@ -1,0 +1,136 @@
+"""Folders of made models and data: where they are, built once, never half a one. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPaths:
+    """Where the parts of a built demo are."""
+
+    root: Path
+    teacher: Path
+    student: Path
+    train: Path
+    val: Path
+    manifest: Path
+
+    @staticmethod
+    def under(root: Path) -> DemoPaths:
+        return DemoPaths(
+            root=root,
+            teacher=root / "teacher",
+            student=root / "student",
+            train=root / "train.jsonl",
+            val=root / "val.jsonl",
+            manifest=root / "demo.json",
+        )
+
+
+def recipe_key(recipe: Any, seed: int) -> str:
+    """Short hash of a recipe (a dataclass) and the seed."""
+    return hashlib.sha256(json.dumps([asdict(recipe), seed], sort_keys=True).encode()).hexdigest()[:10]
+
+
+def cached_folder(name: str) -> Path:
+    """A folder in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "hybrid_gkd" / name
+
+
+def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force: bool = False) -> DemoPaths:
+    """Let `fill` build a demo, its manifest with `key` in it, or return the one already there; `force` builds anew.
+
+    It is built in a temporary folder beside the final one and renamed, so an interrupted build is never
+    used. Of two builds at once, both are complete and one is kept. A folder that holds anything else than
+    a demo is refused, never overwritten: ConfigError.
+    """
+    if is_complete(root, key) and not force:
+        return DemoPaths.under(root)
+    _check_replaceable(root, key, force)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))
+    try:
+        building.chmod(0o755)  # mkdtemp gives 0o700, and other users may share the cache
+        fill(DemoPaths.under(building))
+        move_into_place(building, root, key, force)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return DemoPaths.under(root)
+
+
+def teacher_accuracy(paths: DemoPaths) -> float:
+    """Held-out greedy accuracy of the teacher, measured when the demo was built."""
+    return json.loads(paths.manifest.read_text())["teacher"]["held_out_accuracy"]
+
+
+def write_rows(file: Path, rows: list[Row]) -> None:
+    """JSON, one object a line."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def manifest_key(root: Path) -> str | None:
+    """Key of the recipe and seed of a built demo; None where there is none."""
+    try:
+        return json.loads(DemoPaths.under(root).manifest.read_text())["key"]
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or somebody else's file
+        return None
+
+
+def is_complete(root: Path, key: str) -> bool:
+    """Whether the demo of this recipe and seed is there."""
+    return manifest_key(root) == key and all(path.exists() for path in asdict(DemoPaths.under(root)).values())
+
+
+def _check_replaceable(root: Path, key: str, force: bool) -> None:
+    """Only an absent or empty folder, a broken copy of the same demo, or (with force) another demo may be replaced."""
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return
+    found = manifest_key(root)
+    if found is None:
+        raise ConfigError("--out", "must be an absent or empty folder, or one that holds a demo", str(root))
+    if found != key and not force:
+        raise ConfigError("--out", "holds a demo of another seed or recipe; --force replaces it", str(root))
+
+
+def move_into_place(building: Path, root: Path, key: str, force: bool) -> None:
+    """Rename onto `root`; if another build was faster, keep that one."""
+    replaced = Path(tempfile.mkdtemp(prefix=f".{root.name}.old.", dir=root.parent))
+    try:
+        if force or not is_complete(root, key):
+            with contextlib.suppress(FileNotFoundError):
+                root.rename(replaced)  # onto an empty folder
+        building.rename(root)
+    except OSError:
+        if not is_complete(root, key):
+            raise
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers shows none in the block."""
+    from transformers.utils import logging as transformers_logging
+
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,303 @@
+"""Models and data of the recipe gpu_demo: word problems, for a card and ten minutes.
+
+    python -m hybrid_gkd.demo gpu_demo [--device cuda|cpu] [--out DIR] [--seed 0] [--force]
+
+The teacher is trained until it masters word problems of several events (word_problems.py), whose worked solutions have
+100 to 300 tokens; the student has about a sixth of its parameters, and its training stops while most of its answers
+are still wrong. Half of the validation prompts have templates that no training text has. Without a GPU everything is
+smaller: one or two events, little numbers, models of a few hundred thousand parameters.
+
+The same seed gives the same texts, the same tokenizer and the same initial weights. What is trained from them is the
+same on a CPU; on a GPU, where the order of additions is not fixed, it is as good, not equal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_gkd.demo import models
+from hybrid_gkd.demo.folders import (
+    DemoPaths,
+    Row,
+    build_once,
+    cached_folder,
+    no_progress_bars,
+    recipe_key,
+    write_rows,
+)
+from hybrid_gkd.demo.models import SFTRecipe
+from hybrid_gkd.demo.word_problems import NAMES, Problem, problems
+from hybrid_gkd.errors import TrainingError
+
+if TYPE_CHECKING:  # torch and transformers are imported where they are used: a cached demo needs neither
+    from transformers import Qwen2Tokenizer
+
+    from hybrid_gkd.types import Sequence
+
+logger = logging.getLogger(__name__)
+
+LONGEST_BUILD = 3600.0
+"""Seconds. On a GPU it takes minutes."""
+TRAIN, VAL, PROBE, TOKENIZER, STREAM = range(5)
+"""What texts are for; each draws from a random state of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecipe:
+    """Size and training of one model."""
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    init_seed: int
+    training: SFTRecipe
+    head_dim: int = 64
+    """vLLM's attention takes it on GPUs and CPUs."""
+    max_length: int = 2048
+    """Longest sequence in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUDemoRecipe:
+    """Everything that the content of the folder depends on, the seed aside."""
+
+    levels: tuple[int, ...]
+    """Events of a problem."""
+    largest: int
+    """The largest number that the text of an event brings in."""
+    num_names: int
+    """Names of people that there are."""
+    vocab_size: int
+    """Tokens, the special ones included; fewer where the texts do not have as many."""
+    num_train: int
+    """Prompts for distillation, with their solutions. The models are trained on others, as many as they need."""
+    num_val: int
+    teacher: ModelRecipe
+    student: ModelRecipe
+    version: int = 1
+    """To be raised when the code changes what is built."""
+
+    def texts(self, purpose: int, seed: int, part: int = 0) -> Iterator[Problem]:
+        """Problems without end, for a purpose; `part` numbers independent streams."""
+        key = [self.version, seed, purpose, part]
+        return problems(key, levels=self.levels, largest=self.largest, num_names=self.num_names)
+
+
+RECIPES = {
+    # On a card: 33M and 5M parameters, 140M tokens for the teacher.
+    "cuda": GPUDemoRecipe(
+        levels=(3, 4, 5, 6), largest=60, num_names=len(NAMES), vocab_size=2048, num_train=40_000, num_val=512,
+        teacher=ModelRecipe(
+            hidden_size=512, num_layers=10, intermediate_size=1408, init_seed=1,
+            training=SFTRecipe(max_steps=1800, batch_size=256, learning_rate=1e-3, schedule="cosine", compile=True),
+        ),
+        student=ModelRecipe(
+            hidden_size=256, num_layers=6, intermediate_size=704, init_seed=2,
+            training=SFTRecipe(max_steps=1500, batch_size=256, learning_rate=1e-3, stop_at=0.2),
+        ),
+    ),
+    # On two cores: 0.6M and 0.2M parameters.
+    "cpu": GPUDemoRecipe(
+        levels=(1,), largest=9, num_names=12, vocab_size=1024, num_train=4000, num_val=64,
+        teacher=ModelRecipe(
+            hidden_size=128, num_layers=3, intermediate_size=256, init_seed=1,
+            training=SFTRecipe(
+                max_steps=1000, batch_size=32, learning_rate=3e-3, schedule="cosine", stop_at=0.9, max_tokens=8192
+            ),
+        ),
+        student=ModelRecipe(
+            hidden_size=64, num_layers=2, intermediate_size=128, init_seed=2,
+            training=SFTRecipe(max_steps=1000, batch_size=32, learning_rate=3e-3, stop_at=0.15, max_tokens=8192),
+        ),
+    ),
+}  # fmt: skip
+
+
+def gpu_demo_dir(device: str, seed: int = 0) -> Path:
+    """The folder that the demo of "cuda" or "cpu" is built in unless told otherwise."""
+    return cached_folder(f"gpu_demo-{device}-{recipe_key(RECIPES[device], seed)}")
+
+
+def build_gpu_demo(
+    device: str, out: str | Path | None = None, seed: int = 0, *, force: bool = False,
+    recipe: GPUDemoRecipe | None = None,
+) -> DemoPaths:
+    """Build the demo on "cuda" or "cpu", or return the one already there; see `build_once`.
+
+    Raises TrainingError if it cannot be built, which the process that builds has explained on stderr.
+    """
+    recipe = recipe or RECIPES[device]
+    root = gpu_demo_dir(device, seed) if out is None else Path(out).expanduser().absolute()
+    return build_once(root, recipe_key(recipe, seed), lambda paths: _start(paths, recipe, seed, device), force=force)
+
+
+def _start(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
+    """Build in a process of its own, with which all of its GPU memory goes."""
+    logger.info("building the models and data of gpu_demo in %s", paths.root.parent)
+    if device == "cpu":
+        logger.info("without a GPU they are small: short problems, teacher and student below a million parameters")
+    child = multiprocessing.get_context("spawn").Process(target=_fill, args=(paths, recipe, seed, device))
+    child.start()
+    try:
+        child.join(LONGEST_BUILD)
+        if child.exitcode != 0:
+            how = f"took more than {LONGEST_BUILD:.0f} s" if child.exitcode is None else "failed"
+            raise TrainingError(f"building the models of gpu_demo {how}; the reason is above")
+    finally:
+        child.terminate()
+        child.join(30)
+
+
+def _fill(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
+    """What the building process does."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes that make texts are forked
+    import torch
+    import transformers
+
+    began = time.monotonic()
+    tokenizer = make_tokenizer(recipe, seed)
+    train, val = make_data(recipe, seed)
+    write_rows(paths.train, train)
+    write_rows(paths.val, val)
+    manifest: dict[str, Any] = {
+        "key": recipe_key(recipe, seed), "task": "word problems", "seed": seed, "recipe": asdict(recipe),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "device": device,
+        "num_train": len(train), "num_val": len(val), "vocab_size": len(tokenizer),
+    }
+    logger.info("%d prompts to train on, %d held out, %d tokens", len(train), len(val), len(tokenizer))
+    for name, model_recipe, folder in (
+        ("teacher", recipe.teacher, paths.teacher), ("student", recipe.student, paths.student),
+    ):  # fmt: skip
+        manifest[name] = _make_model(name, folder, model_recipe, recipe, tokenizer, seed, device)
+        manifest[name] |= held_out_accuracy(folder, val, device)
+        logger.info("%s: %s", name, manifest[name])
+    manifest["build_seconds"] = round(time.monotonic() - began, 1)
+    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _make_model(
+    name: str, folder: Path, shape: ModelRecipe, recipe: GPUDemoRecipe, tokenizer: Qwen2Tokenizer, seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """Write a trained model; what the manifest says of its training."""
+    import torch
+
+    from hybrid_gkd.demo import sft
+
+    began, where = time.monotonic(), torch.device(device)
+    model = models.make_model(shape, tokenizer, seed)
+    with no_progress_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    probe = sft.encode(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
+    with sft.alone(where), no_progress_bars():
+        training = sft.SFT(folder, shape.training, device=where)
+        steps = sft.train(training, name, _batches(recipe, shape, tokenizer, seed, device), probe)
+        training.export(folder)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()), "sft_steps": steps, "sft_tokens": training.tokens,
+        "sft_seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def held_out_accuracy(folder: Path, val: list[Row], device: str) -> dict[str, float]:
+    """Share of right greedy answers: of all prompts, and of those whose template is in no training text."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    limit = max(len(ids) for ids in tokenizer([row["answer"] for row in val]).input_ids) + 8
+    answers = models.greedy_answers(model.to(device).eval(), tokenizer, val, limit=limit)
+    right = [is_right(text, row["answer"]) for text, row in zip(answers, val, strict=True)]
+    new = [known for known, row in zip(right, val, strict=True) if row["held_out_template"]]
+    return {"held_out_accuracy": sum(right) / len(right), "held_out_template_accuracy": sum(new) / len(new)}
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether both end with the same number behind `####`."""
+    _, marker, found = text.rpartition("####")
+    return bool(marker) and found.strip() == answer.rpartition("####")[2].strip()
+
+
+def make_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
+    """Byte-level BPE trained on texts of the task; digits are tokens of their own, as in Qwen's tokenizers."""
+    from tokenizers import Tokenizer, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    base = models.make_tokenizer({}, [])
+    learner = Tokenizer(BPE())
+    learner.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
+    num_special = len(base)
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab_size - num_special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
+    learner.train_from_iterator(texts, trainer)
+    learned = json.loads(learner.to_str())["model"]
+    return models.make_tokenizer(learned["vocab"], [tuple(pair) for pair in learned["merges"]])
+
+
+def make_data(recipe: GPUDemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows for training, and as many for validation with a known template as with one that is held out."""
+    held_out = (p for p in recipe.texts(VAL, seed) if p.held_out)
+    known = (p for p in recipe.texts(VAL, seed, 1) if not p.held_out and not p.for_training)
+    val = [*islice(held_out, recipe.num_val // 2), *islice(known, recipe.num_val - recipe.num_val // 2)]
+    return _rows(recipe.texts(TRAIN, seed), recipe.num_train), [_row(p) for p in val]
+
+
+def _rows(texts: Iterator[Problem], count: int) -> list[Row]:
+    return [_row(p) for p in islice((p for p in texts if p.for_training), count)]
+
+
+def _row(problem: Problem) -> Row:
+    return {
+        "prompt": problem.prompt, "answer": problem.solution, "level": problem.level, "template": problem.template,
+        "held_out_template": problem.held_out,
+    }
+
+
+def _batches(
+    recipe: GPUDemoRecipe, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int, device: str
+) -> Iterator[list[Sequence]]:
+    """The training batches of a model: new texts for every step, on a card made by processes beside it."""
+    from torch.utils.data import DataLoader
+
+    workers = max(1, min(8, (os.cpu_count() or 1) - 2)) if device == "cuda" else 0
+    batches: Any = _Batches(recipe, shape, tokenizer, seed)
+    return iter(DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_it_is))
+
+
+def _as_it_is(batch: list[Sequence]) -> list[Sequence]:
+    return batch
+
+
+class _Batches:
+    """Batch `number` of a model's training, the same whoever makes it."""
+
+    def __init__(self, recipe: GPUDemoRecipe, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int):
+        self.recipe, self.shape, self.tokenizer, self.seed = recipe, shape, tokenizer, seed
+
+    def __len__(self) -> int:
+        return self.shape.training.max_steps
+
+    def __getitem__(self, number: int) -> list[Sequence]:
+        from hybrid_gkd.demo import sft
+
+        purpose = STREAM + self.shape.init_seed
+        rows = _rows(self.recipe.texts(purpose, self.seed, number), self.shape.training.batch_size)
+        return sft.encode(rows, self.tokenizer)
+
+

@@ -1,0 +1,120 @@
+"""What the demos' models have in common: shape, chat template, and how their answers are marked. Imports torch late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from hybrid_gkd.demo.folders import Row
+
+if TYPE_CHECKING:  # torch and transformers are imported where they are used: a cached demo needs neither
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+PAD, END = "<|endoftext|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class Shape(Protocol):
+    """Size of a model and the seed of its weights."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def init_seed(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTRecipe:
+    """Supervised training on worked answers."""
+
+    max_steps: int
+    """Optimizer steps at most; a schedule that falls ends with them."""
+    batch_size: int
+    """Answers per step."""
+    learning_rate: float
+    warmup_steps: int = 50
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    stop_at: float | None = None
+    """Training ends when so many held-out answers are sure: greedy decoding gives these. None: after `max_steps`."""
+    max_tokens: int = 65536
+    """Of a packed micro-batch."""
+    compile: bool = False
+    """torch.compile for the decoder blocks, which pays where training takes minutes."""
+
+
+def make_tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Qwen2Tokenizer:
+    """Byte-level BPE with the demos' special tokens and chat template; any text has an encoding (in Unicode form NFC).
+
+    The class is Qwen2's own because AutoTokenizer loads every folder of a Qwen2 model with it, whatever the
+    folder says; a plain PreTrainedTokenizerFast would come back with one token more than the model has.
+    """
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=PAD,
+        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
+    """Random weights in float32 that follow from the shape and the seed; torch's own random state stays as it is."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    num_heads = shape.hidden_size // shape.head_dim
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=shape.max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1000 * seed + shape.init_seed)
+        return Qwen2ForCausalLM(config).float()
+
+
+def prompt_text(prompt: str) -> str:
+    """What CHAT_TEMPLATE makes of one question."""
+    return f"<|user|>{prompt}{END}<|assistant|>"
+
+
+def greedy_answers(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[Row], *, limit: int, batch_size: int = 512
+) -> list[str]:
+    """What the model answers to every row's prompt with at most `limit` tokens, without special tokens."""
+    import torch
+
+    texts: list[str] = []
+    for start in range(0, len(rows), batch_size):
+        prompts = [prompt_text(row["prompt"]) for row in rows[start : start + batch_size]]
+        tokens = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+        with torch.inference_mode():
+            output = model.generate(**tokens, max_new_tokens=limit, do_sample=False)
+        texts += tokenizer.batch_decode(output[:, tokens.input_ids.shape[1] :], skip_special_tokens=True)
+    return texts

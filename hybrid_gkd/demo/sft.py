@@ -1,0 +1,152 @@
+"""Supervised fine-tuning on worked answers, by the parts that train a student: shards, packed attention, fused head.
+
+It makes the models of the demos, and is the off-policy baseline that distillation is compared with
+(benchmarks/results.py). One process, one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Qwen2Tokenizer
+
+from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
+from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.demo.folders import Row
+from hybrid_gkd.demo.models import END, SFTRecipe, prompt_text
+from hybrid_gkd.errors import TrainingError
+from hybrid_gkd.student.checkpoint_io import export_huggingface
+from hybrid_gkd.student.logprob_model import LogprobModel, pack_responses
+from hybrid_gkd.student.sharded_model import ShardedModel
+from hybrid_gkd.types import Sequence, TrainSequence
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 2**29
+CHECK_EVERY = 10
+"""Steps between looks at `SFTRecipe.stop_at`."""
+SAY_EVERY = 10.0
+"""Seconds between lines of progress."""
+
+
+@contextlib.contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """A process group of this process, which the sharded model needs."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sequence]:
+    """Prompts behind the chat template, with their answers and the end-of-sequence token."""
+    prompts = tokenizer([prompt_text(row["prompt"]) for row in rows], add_special_tokens=False).input_ids
+    answers = tokenizer([row["answer"] + END for row in rows], add_special_tokens=False).input_ids
+    return [
+        Sequence(
+            index=index, prompt_ids=np.array(prompt, np.int32), response_ids=np.array(answer, np.int32),
+            weight_version=0, finish_reason="stop",
+        )
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+
+
+class SFT:
+    """A model folder in training, inside of `alone`. Raises ModelError if it cannot be loaded."""
+
+    def __init__(self, folder: Path, recipe: SFTRecipe, *, device: torch.device):
+        self.folder, self.recipe, self.device = folder, recipe, device
+        self.tokens = 0
+        """Prompt and answer tokens trained on."""
+        optim = OptimConfig(
+            lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, lr_warmup_steps=recipe.warmup_steps,
+            lr_scheduler_type=recipe.schedule,
+        )
+        self.model = ShardedModel(
+            ModelConfig(path=str(folder)), wrap=LogprobModel, fsdp=FSDPConfig(reshard_after_forward=False),
+            shard_size=1, device=device, bucket_bytes=BUCKET_BYTES, compile=recipe.compile, optim=optim,
+            num_updates=recipe.max_steps,
+        )
+
+    def step(self, sequences: list[Sequence]) -> Tensor:
+        """One optimizer step; the mean negative log-probability of the answers' tokens, on the device.
+
+        Raises DeviceMemoryError as `ShardedModel.step`.
+        """
+        num_tokens = sum(len(s.response_ids) for s in sequences)
+        loss = torch.zeros((), device=self.device)
+        micro_batches = self._micro_batches(sequences)
+        for number, members in enumerate(micro_batches, start=1):
+            batch, rows, ids = pack_responses(members, self.device)
+            self.model.model.set_reshard_after_backward(number == len(micro_batches))
+            part, _ = self.model.model(batch, rows, ids[:, None], _negative, temperature=1.0)
+            (part / num_tokens).backward()
+            loss += part.detach() / num_tokens
+        self.model.clip_grad_norm(1.0)
+        self.model.step()
+        self.tokens += sum(s.num_tokens for s in sequences)
+        return loss
+
+    @torch.no_grad()
+    def share_sure(self, sequences: list[Sequence]) -> float:
+        """Share of the answers whose every token has more than half of the probability after those before it.
+
+        Greedy decoding gives these answers, so it is a lower bound of the share that it gets right.
+        """
+        sure = 0
+        for members in self._micro_batches(sequences):
+            batch, rows, ids = pack_responses(members, self.device)
+            logprobs, _ = self.model.model(batch, rows, ids[:, None], temperature=1.0)
+            above = (logprobs[:, 0] > math.log(0.5)).cpu().split([len(m.sequence.response_ids) for m in members])
+            sure += sum(bool(answer.all()) for answer in above)
+        self.model.reshard()
+        return sure / len(sequences)
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        export_huggingface(self.model, folder, tokenizer_path=str(self.folder), trust_remote_code=False)
+
+    def _micro_batches(self, sequences: list[Sequence]) -> list[tuple[TrainSequence, ...]]:
+        (plan,) = plan_micro_batches([s.num_tokens for s in sequences], 1, self.recipe.max_tokens, None, False)
+        return [tuple(TrainSequence(sequence=sequences[i]) for i in members) for members in plan]
+
+
+def _negative(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs[:, 0], {}
+
+
+def train(sft: SFT, name: str, batches: Iterable[list[Sequence]], probe: list[Sequence]) -> int:
+    """Train on one batch after another until the recipe says that it is enough; the number of steps.
+
+    `probe`: the held-out answers of `SFTRecipe.stop_at`. Raises TrainingError: the loss is not finite.
+    """
+    recipe, began, said = sft.recipe, time.monotonic(), time.monotonic()
+    for number, batch in zip(range(1, recipe.max_steps + 1), batches, strict=False):
+        loss = sft.step(batch)
+        stop_at = recipe.stop_at if number % CHECK_EVERY == 0 else None
+        enough = stop_at is not None and sft.share_sure(probe) >= stop_at
+        if enough or number in (1, recipe.max_steps) or time.monotonic() - said >= SAY_EVERY:
+            said, value = time.monotonic(), loss.item()
+            if not math.isfinite(value):
+                raise TrainingError(f"{name}: the loss of step {number} is {value}")
+            speed = sft.tokens / (said - began)
+            logger.info(
+                "%s: step %d of at most %d, loss %.4f, %.1f M tokens, %.0f tokens/s, %.0f s", name, number,
+                recipe.max_steps, value, sft.tokens / 1e6, speed, said - began,
+            )
+        if enough:
+            break
+    return number

@@ -1,0 +1,86 @@
+"""Supervised training of the demos: what is learned is in the exported folder, and answers come out of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_gkd.demo import models
+from hybrid_gkd.demo.gpu_demo import RECIPES, ModelRecipe, held_out_accuracy, make_data, make_tokenizer
+from hybrid_gkd.demo.models import SFTRecipe
+from hybrid_gkd.demo.sft import SFT, alone, encode, train
+from hybrid_gkd.errors import TrainingError
+
+CPU = torch.device("cpu")
+TRAINING = SFTRecipe(max_steps=300, batch_size=8, learning_rate=1e-2, warmup_steps=5, stop_at=1.0, max_tokens=400)
+SHAPE = ModelRecipe(hidden_size=64, num_layers=1, intermediate_size=128, init_seed=1, training=TRAINING)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(replace(RECIPES["cpu"], vocab_size=600), seed=0)
+
+
+@pytest.fixture
+def folder(tokenizer, tmp_path):
+    models.make_model(SHAPE, tokenizer, 0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_digits_are_tokens_of_their_own_and_the_chat_template_is_what_is_trained(tokenizer):
+    ids = tokenizer("507 apples").input_ids
+    assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["5", "0", "7"]
+    assert tokenizer.decode(ids) == "507 apples"
+    messages = [{"role": "user", "content": "Who?"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == models.prompt_text("Who?")
+
+
+def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer, folder, tmp_path):
+    rows = [{"prompt": f"{n} apples?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in (2, 30, 41)]
+    sequences = encode(rows, tokenizer)
+    with alone(CPU):
+        sft = SFT(folder, TRAINING, device=CPU)
+        before = sft.step(sequences).item()
+        assert sft.share_sure(sequences) == 0
+        steps = train(sft, "model", iter(lambda: sequences, None), sequences)
+        assert steps < TRAINING.max_steps
+        assert sft.share_sure(sequences) == 1
+        assert sft.tokens == (steps + 1) * sum(s.num_tokens for s in sequences)
+        assert sft.step(sequences).item() < before / 10
+        sft.export(tmp_path / "trained")
+    asked = [row | {"held_out_template": row is rows[0]} for row in rows]
+    wrong = {"prompt": rows[0]["prompt"], "answer": "#### 5", "held_out_template": True}
+    right = held_out_accuracy(tmp_path / "trained", [*asked, wrong], "cpu")
+    assert right == {"held_out_accuracy": 0.75, "held_out_template_accuracy": 0.5}
+
+
+def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(tokenizer, folder):
+    rows = make_data(replace(RECIPES["cpu"], num_train=3, num_val=2), 0)[0]
+    sequences = encode(rows, tokenizer)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for row, sequence in zip(rows, sequences, strict=True):
+        ids = loaded(models.prompt_text(row["prompt"]) + row["answer"] + models.END, return_tensors="pt").input_ids
+        assert ids.shape[1] == sequence.num_tokens
+        n = len(sequence.response_ids)
+        logprobs = plain(ids).logits[0, -n - 1 : -1].log_softmax(-1)
+        total -= logprobs.gather(1, ids[0, -n:, None]).sum().item()
+        count += n
+    for max_tokens in (200, 10_000):
+        with alone(CPU):
+            loss = SFT(folder, replace(TRAINING, max_tokens=max_tokens), device=CPU).step(sequences).item()
+        assert loss == pytest.approx(total / count, rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(tokenizer, folder):
+    sequences = encode(make_data(replace(RECIPES["cpu"], num_train=2, num_val=2), 0)[0], tokenizer)
+    with alone(CPU):
+        sft = SFT(folder, TRAINING, device=CPU)
+        with torch.no_grad():
+            next(iter(sft.model.parameters())).fill_(float("nan"))
+        with pytest.raises(TrainingError, match="teacher: the loss of step 1 is nan"):
+            train(sft, "teacher", iter([sequences]), sequences)
