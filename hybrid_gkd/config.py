@@ -19,6 +19,7 @@ from hybrid_gkd.config_learning import (
     CustomRewardFunction,
     DistillationConfig,
     RewardConfig,
+    rejection_bounds,
 )
 from hybrid_gkd.config_models import (
     TEACHER_PORT,
@@ -62,6 +63,7 @@ __all__ = [
     "TrainerConfig",
     "ValKwargs",
     "WandbConfig",
+    "rejection_bounds",
 ]
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid_gkd import config_metadata as rules
 from hybrid_gkd.losses.table import DIVERGENCES
@@ -51,6 +52,43 @@ ADV_ESTIMATORS = {
 the greedy answer to it. The functions are in hybrid_gkd/ppo/advantages.py."""
 
 
+REJECTION_RULES = (
+    *(f"token_k{k}" for k in (1, 2, 3)), *(f"seq_sum_k{k}" for k in (1, 2, 3)), *(f"seq_mean_k{k}" for k in (1, 2, 3)),
+    "seq_max_k2", "seq_max_k3",
+)
+"""Of algorithm.rollout_rs: k1, k2 or k3 of a token, or their sum, mean or maximum over its response."""
+
+
+def rejection_bounds(names: str, limits: Any) -> dict[str, tuple[float, float]]:
+    """rollout_rs and rollout_rs_threshold -> by rule the smallest and the largest value that is kept, nats.
+
+    Raises ValueError that says what is wrong.
+    """
+    chosen, given = [name.strip() for name in names.split(",")], [each.strip() for each in str(limits).split(",")]
+    unknown = [name for name in chosen if name not in REJECTION_RULES]
+    if unknown:
+        raise ValueError(f"rollout_rs must name some of {', '.join(REJECTION_RULES)}, not {unknown[0]!r}")
+    if len(given) not in (1, len(chosen)):
+        raise ValueError(f"rollout_rs_threshold must give one limit, or one for each of {len(chosen)} rules")
+    bounds = {}
+    for name, text in zip(chosen, given * len(chosen) if len(given) == 1 else given, strict=True):
+        try:
+            numbers = [float(part) for part in text.split("_")]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 1 + name.endswith("k1") or not all(0 < number < math.inf for number in numbers):
+            shape = "a number or lower_upper" if name.endswith("k1") else "a number"
+            raise ValueError(f"rollout_rs_threshold must give {shape} above 0 for {name}, not {text!r}")
+        if name.endswith("k1"):
+            lower, upper = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
+            if lower >= upper:
+                raise ValueError(f"rollout_rs_threshold must give {name} a lower bound below the upper, not {text!r}")
+            bounds[name] = math.log(lower), math.log(upper)
+        else:
+            bounds[name] = -math.inf, numbers[0]
+    return bounds
+
+
 @dataclass
 class AlgorithmConfig:
     """Advantages of PPO, and importance weights."""
@@ -66,8 +104,25 @@ class AlgorithmConfig:
     lam: float = field(default=1.0, metadata=rules.SHARE)
     """Decay of later temporal differences, per token (gae, estimators of your own)."""
     rollout_is_threshold: float | None = None
-    """Importance weights of stale responses (trainer.scheduler other than sync): every token's loss times
-    min(prod of pi_current / pi_rollout up to it, threshold), threshold >= 1; null: none. Costs a forward pass."""
+    """Importance weights for the difference between the student and what drew its responses, older weights or the
+    engine's arithmetic: every token's loss times min(weight, threshold), threshold >= 1; null: none. Costs a forward
+    pass."""
+    rollout_is: Literal["prefix", "token", "sequence"] = "prefix"
+    """The weight of a token: pi_current / pi_rollout of the response up to it, of the token alone, or of the whole
+    response."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Leave out of the loss what differs too much, by rules such as token_k1 or seq_mean_k3, several separated by
+    commas, see docs/losses.md. Costs the same forward pass."""
+    rollout_rs_threshold: Any = None
+    """The limits of rollout_rs: one number for all of its rules, or one for each separated by commas. For k1 bounds of
+    the ratio, lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and k3 the largest value, nats."""
+
+    @property
+    def compares_logprobs(self) -> bool:
+        """Whether responses need the log-probabilities that the engine and the student give them."""
+        return self.rollout_is_threshold is not None or self.rollout_rs is not None
 
 
 @dataclass

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_gkd.config import ADV_ESTIMATORS, Config
+from hybrid_gkd.config import ADV_ESTIMATORS, Config, rejection_bounds
 from hybrid_gkd.losses.table import DIVERGENCES
 
 Rules = Iterator[tuple[str, object, str]]
@@ -126,15 +126,24 @@ def _policy_loss(config: Config) -> Rules:
 
 
 def _importance_weights(config: Config) -> Rules:
-    threshold, rollout = config.algorithm.rollout_is_threshold, config.actor_rollout_ref.rollout
+    section, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    threshold, key = section.rollout_is_threshold, "algorithm.rollout_is_threshold"
+    yield "algorithm.rollout_is", threshold is not None or section.rollout_is == "prefix", f"goes together with {key}"
+    normalizes = section.rollout_is_batch_normalize
+    yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"goes together with {key}"
+    yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of a response that is not stale"
+    rejects, limits = section.rollout_rs, section.rollout_rs_threshold
+    both = (rejects is None) == (limits is None)
+    yield "algorithm.rollout_rs_threshold", both, "goes together with algorithm.rollout_rs"
+    if rejects is not None and limits is not None:
+        try:
+            rejection_bounds(rejects, limits)
+        except ValueError as error:
+            yield "algorithm.rollout_rs", False, str(error)
     if threshold is None:
-        return
-    key = "algorithm.rollout_is_threshold"
-    yield key, threshold >= 1, "must be at least 1, the weight of a response that is not stale"
-    stale = config.trainer.scheduler != "sync"
-    yield key, stale, "has no effect with trainer.scheduler=sync, where no response is stale"
+        key = "algorithm.rollout_rs"
     yield (
-        key, rollout.top_p == 1 and rollout.top_k == -1,
+        key, not section.compares_logprobs or (rollout.top_p == 1 and rollout.top_k == -1),
         "needs responses of the student's own distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
     )
 

@@ -124,6 +124,11 @@ VALUES: dict[str, Read] = {
 """Keys of both with values that are spelled otherwise."""
 
 RENAMED: dict[str, Read] = {
+    **{
+        f"algorithm.rollout_correction.{key}": spelled(f"algorithm.{key}") for key in (
+            "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold",
+        )
+    },
     "data.tokenizer": spelled(f"{ARR}.model.tokenizer_path"),
     "data.trust_remote_code": spelled(f"{ARR}.model.trust_remote_code"),
     f"{ARR}.actor.ppo_micro_batch_size": _micro_batch(f"{ARR}.actor.ppo_micro_batch_size_per_gpu"),

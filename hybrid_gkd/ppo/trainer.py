@@ -17,8 +17,6 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.packing import plan_micro_batches
@@ -27,7 +25,7 @@ from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.aggregation import with_loss_weights
-from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
+from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.rewards import Reward
@@ -195,24 +193,15 @@ class PPOTrainer:
         self, sequences: list[TrainSequence], *, policy_loss: bool = True
     ) -> tuple[list[TrainSequence], dict[str, float]]:
         """The same with old log-probabilities, for a policy loss in several steps, and importance weights; metrics."""
-        threshold = self.config.algorithm.rollout_is_threshold
+        section = self.config.algorithm
         policy_loss = policy_loss and num_updates(self.config, 1) > 1
-        if threshold is None and not policy_loss:
+        if not (section.compares_logprobs or policy_loss):
             return sequences, {}
         found = self.group.compute_logprobs([tuple(share) for share in self._plan(sequences)])
         logprobs = [found[item.sequence.index] for item in sequences]
         if policy_loss:
             sequences = [dataclasses.replace(s, old_logprobs=x) for s, x in zip(sequences, logprobs, strict=True)]
-        if threshold is None:
-            return sequences, {}
-        drawn: list[Any] = [item.sequence.logprobs for item in sequences]
-        weights = [importance_weights(now, then, threshold) for now, then in zip(logprobs, drawn, strict=True)]
-        sequences = [dataclasses.replace(s, loss_weights=w) for s, w in zip(sequences, weights, strict=True)]
-        together = np.concatenate(weights)
-        return sequences, {
-            "actor/importance/mean": float(together.mean()),
-            "actor/importance/effective_sample_size": effective_sample_size(together),
-        }
+        return with_rollout_correction(section, sequences, logprobs) if section.compares_logprobs else (sequences, {})
 
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""
@@ -220,7 +209,7 @@ class PPOTrainer:
         prompts = tuple(self.train_prompts[row] for row in rows)
         section = self.config.actor_rollout_ref.rollout
         requests = self._requests(prompts, section.n, step)
-        sampling = self._sampling(section, logprobs=self.config.algorithm.rollout_is_threshold is not None)
+        sampling = self._sampling(section, logprobs=self.config.algorithm.compares_logprobs)
         sequences: dict[int, Sequence] = {}
         for begins in self.on_generate:
             begins()

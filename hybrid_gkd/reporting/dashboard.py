@@ -102,6 +102,10 @@ REST = "Everything else"
 """The last section: a panel for each metric that no other panel shows."""
 
 
+def _corrects(algorithm: Mapping[str, Any]) -> bool:
+    return algorithm["rollout_is_threshold"] is not None or algorithm["rollout_rs"] is not None
+
+
 def _distils(run: RunConfig) -> bool:
     return bool(run["distillation"]["enabled"])
 
@@ -118,7 +122,7 @@ REPORTED: dict[str, Callable[[RunConfig], bool]] = {
     "actor/distillation/clamp_share": lambda run: run["distillation"]["loss_max_clamp"] is not None,
     "actor/distillation/": _distils,
     "actor/kl_loss": _distils,
-    "actor/importance/": lambda run: run["algorithm"]["rollout_is_threshold"] is not None,
+    "actor/importance/": lambda run: _corrects(run["algorithm"]),
     "actor/pg_loss": _rewards,
     "actor/pg_clipfrac": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
     "actor/ppo_kl": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],

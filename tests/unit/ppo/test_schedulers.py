@@ -389,6 +389,15 @@ def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
     assert "there is no checkpoint to continue from" in caplog.text
 
 
+def test_importance_weights_where_no_response_is_stale(tmp_path):
+    """The engine computes with other digits than the student."""
+    trainer, group, _ = fit(
+        "sync", 2, tmp_path, "algorithm.rollout_is_threshold=1.5", "algorithm.rollout_is=token"
+    )
+    assert {weight for items in group.trained for item in items for weight in item.loss_weights.tolist()} == {1.5}
+    assert trainer.tracking.by_step[1]["actor/importance/kl"] == pytest.approx(-np.log(2))
+
+
 @pytest.mark.parametrize("loss", ["forward_kl", "k1", "k3"])
 def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
     trainer, group, _ = fit(
