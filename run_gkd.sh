@@ -44,7 +44,7 @@ import pathlib
 import sys
 from importlib.util import find_spec
 
-needed = "torch vllm ray transformers accelerate datasets omegaconf zmq msgspec safetensors numpy pyarrow tqdm rich".split()
+needed = "torch vllm ray transformers accelerate peft datasets omegaconf zmq msgspec safetensors numpy pyarrow tqdm rich".split()
 if sys.argv[1]:
     needed += "pytest xdist hypothesis ruff mypy".split()
 if not all(find_spec(name) for name in needed):

@@ -4,7 +4,7 @@
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint
       global_step_N/
         actor/              weights and optimizer state: a safetensors file of each rank, see student/shard_files.py
-        huggingface/        config, safetensors, tokenizer
+        huggingface/        config, safetensors, tokenizer; of LoRA, an adapter folder of peft's
         trainer_state.json  see TrainerState
         manifest.json       every other file with its size and checksum
 

@@ -211,7 +211,8 @@ def _normalise(config: Config) -> list[ConfigError]:
     """Expand home folders; make lists of files, numbers of null. Returns what is neither a file nor a list of them."""
     problems = []
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
-    for section, name in ((model, "path"), (model, "tokenizer_path"), (teacher.model, "path"), (teacher, "keys")):
+    paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
+    for section, name in (*paths, (teacher, "keys")):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))

@@ -39,5 +39,9 @@ PORT = rule("must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
 FOLDER_NAME = rule(
     "must be a plain folder name", lambda value: bool(value) and value not in (".", "..") and "/" not in value
 )
+MODULES = rule(
+    "must be a name or a list of names",
+    lambda value: isinstance(value, str | list) and bool(value) and all(isinstance(v, str) and v for v in value),
+)
 IMPORT_PATH = rule("must be module:name or file.py:name", is_import_path)
 TRACKERS = names("console", "jsonl", "tensorboard", "trackio", "wandb", or_own=True)

@@ -28,6 +28,22 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a quarter slower."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config.json to replace, e.g. {attention_dropout: 0.0}."""
+    lora_rank: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """Rank of LoRA adapters, which are trained in the place of the weights; 0 trains the weights."""
+    lora_alpha: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Adapters count lora_alpha / lora_rank; null takes 16, or what lora_adapter_path has."""
+    target_modules: Any = field(default=None, metadata=rules.MODULES)
+    """Layers with adapters: all-linear, a list of names such as [q_proj,v_proj], or a regular expression of the whole
+    name; null takes all-linear (without the output head), or what lora_adapter_path has."""
+    exclude_modules: Any = field(default=None, metadata=rules.MODULES)
+    """Layers without, of those that target_modules names; a list of names, or a regular expression."""
+    lora_adapter_path: str | None = None
+    """Folder with a LoRA adapter of peft's to start from; its rank, alpha and layers are taken."""
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether adapters are trained in the place of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass
@@ -64,7 +80,8 @@ class FSDPConfig:
     """Free a block's gathered parameters after its forward pass; false: one gather per part of a batch, more memory."""
     model_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of master weights, Adam state and accumulated gradients; the compute type is bf16 on GPUs, fp32 on the CPU.
-    With bf16 the gradients are rounded after every micro-batch, so the result depends slightly on the cut."""
+    With bf16 the gradients are rounded after every micro-batch, so the result depends slightly on the cut. With LoRA it
+    is the adapters'; the frozen weights have the compute type."""
     fsdp_size: int = -1
     """Workers that share one copy of the weights; -1 = all. Smaller: hybrid sharding, with replicas across groups."""
 
@@ -74,7 +91,10 @@ class CheckpointConfig:
     """Optional parts of a checkpoint."""
 
     save_hf_model: bool = True
-    """Also write a Hugging Face folder (`huggingface/`), which transformers and vLLM load."""
+    """Also write a Hugging Face folder (`huggingface/`), which transformers and vLLM load; with LoRA, an adapter folder
+    of peft's."""
+    save_merged: bool = False
+    """With LoRA, also write the whole model with the adapters merged into its weights (`huggingface_merged/`)."""
 
 
 @dataclass

@@ -70,6 +70,7 @@ def rules_between_fields(config: Config) -> Rules:
         "goes together with trainer.resume_mode=resume_path",
     )
     yield from _policy_loss(config)
+    yield from _lora(config)
     yield from _importance_weights(config)
     if config.distillation.enabled:
         yield from _teacher(config)
@@ -123,6 +124,20 @@ def _policy_loss(config: Config) -> Rules:
         f"{key}.loss_agg_mode", actor.policy_loss.loss_mode != "gspo" or mode == "seq-mean-token-mean",
         f"must be seq-mean-token-mean with {key}.policy_loss.loss_mode=gspo, a mean over sequences",
     )
+
+
+def _lora(config: Config) -> Rules:
+    """What goes together with adapters, and what an adapter to start from has already."""
+    arr = config.actor_rollout_ref
+    model, start = arr.model, arr.model.lora_adapter_path
+    for name in ("lora_alpha", "target_modules", "exclude_modules"):
+        given = getattr(model, name) is not None
+        yield f"{ARR}.model.{name}", not given or model.has_lora, "goes together with a lora_rank above 0"
+    for name in ("target_modules", "exclude_modules"):
+        free = getattr(model, name) is None or start is None
+        yield f"{ARR}.model.{name}", free, "must be left out with lora_adapter_path, which says which layers it is for"
+    merges = arr.actor.checkpoint.save_merged
+    yield f"{ARR}.actor.checkpoint.save_merged", not merges or model.has_lora, "goes together with a lora_rank above 0"
 
 
 def _importance_weights(config: Config) -> Rules:

@@ -76,6 +76,9 @@ RUN_ELSEWHERE = {
     ".venv/bin/python -m hybrid_gkd.convert_checkpoint global_step_100 global_step_100_converted":
         "tests/unit/student/test_convert_checkpoint.py::test_what_is_converted_goes_on_as_it_would_have",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
+    f"{ONE_CARD} actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64 "
+    "actor_rollout_ref.actor.optim.lr=1e-5":
+        "tests/integration/test_lora.py::test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are",
 }
 """Command -> the test that runs it with models and data of its own."""
 

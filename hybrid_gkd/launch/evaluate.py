@@ -2,9 +2,9 @@
 
     python -m hybrid_gkd.evaluate MODEL ... --data FILE [--config-name NAME] [--json] [dotted.key=value ...]
 
-A MODEL is a Hugging Face folder or hub id, or a `global_step_N` folder of a run. Each is a run with `trainer.val_only`,
-one after the other, in a run folder of its own; where a teacher is given, with the divergences from it. Everything is
-checked for all of them before the first is loaded.
+A MODEL is a Hugging Face folder or hub id, an adapter folder of peft's, or a `global_step_N` folder of a run. Each is a
+run with `trainer.val_only`, one after the other, in a run folder of its own; where a teacher is given, with the
+divergences from it. Everything is checked for all of them before the first is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from hybrid_gkd.checkpoint import STATE
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import broken_rules, load_config
-from hybrid_gkd.errors import call_all, raise_all
+from hybrid_gkd.errors import ConfigError, call_all, raise_all
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.launch.command_line import load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
@@ -32,6 +32,7 @@ DEFAULTS = (
 )
 """Behind the recipe, before what the command line says."""
 MODEL_PATH = "actor_rollout_ref.model.path"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,21 +91,31 @@ def base_config(options: argparse.Namespace) -> Config:
 
 
 def exported(model: str) -> str:
-    """The Hugging Face folder of a checkpoint that has one; anything else as it is, with the home folder expanded."""
+    """The Hugging Face folder of a checkpoint that has one with weights; the base model of an adapter folder; anything
+    else as it is, with the home folder expanded. Raises ConfigError if an adapter folder names no base model."""
     folder = Path(model).expanduser()
-    huggingface = folder / "huggingface"
-    if (folder / STATE).is_file() and huggingface.is_dir():
-        return str(huggingface)
+    if (folder / STATE).is_file():
+        exports = [folder / name for name in ("huggingface_merged", "huggingface") if (folder / name).is_dir()]
+        return str(next((export for export in exports if not (export / ADAPTER_CONFIG).is_file()), folder))
+    if (folder / ADAPTER_CONFIG).is_file():
+        try:
+            return str(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(MODEL_PATH, f"{ADAPTER_CONFIG} there names no base model: {error!r}", model) from error
     return str(folder) if folder.exists() else model
 
 
 def for_model(config: Config, model: str) -> Config:
-    """A copy for one model. A checkpoint without an export is loaded over the model that its run began with.
+    """A copy for one model. A checkpoint without exported weights is loaded over the model that its run began with, an
+    adapter folder over its base model.
 
     Raises ConfigError: the configuration of that run cannot be read.
     """
     config, path = copy.deepcopy(config), exported(model)
     config.actor_rollout_ref.model.path = path
+    adapter = Path(model).expanduser()
+    if (adapter / ADAPTER_CONFIG).is_file():
+        config.actor_rollout_ref.model.lora_adapter_path = str(adapter)
     if (Path(path) / STATE).is_file():
         began = load_config(config_name="config", config_path=Path(path).parent)
         config.actor_rollout_ref.model = began.actor_rollout_ref.model

@@ -164,6 +164,11 @@ def check_model_folder(key: str, path: str) -> None:
     """A path that is no folder must at least look like a hub id. Raises ModelError."""
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if os.path.isdir(path):
+        if os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise ModelError(
+                f"{key}: the folder holds a LoRA adapter and no model; name its base model here, and for a student the "
+                f"folder as actor_rollout_ref.model.lora_adapter_path; got {path!r}"
+            )
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ModelError(f"{key}: the folder has no config.json; got {path!r}")
         if not any(file.suffix in WEIGHT_SUFFIXES for file in Path(path).iterdir()):

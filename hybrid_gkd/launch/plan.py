@@ -48,8 +48,10 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     """
     total = _gpu_bytes(config, device)
     _, token = budget.engine_bytes(config, spec, device)
+    adapters = f" below {spec.adapter_parameters / 1e6:.1f} M in adapters" if spec.adapter_parameters else ""
     lines = [
-        f"student: {spec.parameters / 1e6:.1f} M parameters, {token:.0f} bytes of KV cache a token per worker",
+        f"student: {spec.parameters / 1e6:.1f} M parameters{adapters}, {token:.0f} bytes of KV cache a token per "
+        "worker",
         "memory of each worker by phase, GiB (activations: at least):",
     ]
     for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
@@ -140,11 +142,12 @@ def check_free_memory(
 
 
 def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
-    """Bytes of one checkpoint on the disk: weights and both moments, and the Hugging Face folder."""
+    """Bytes of one checkpoint on the disk: weights or adapters, both moments, and the Hugging Face folders."""
     actor = config.actor_rollout_ref.actor
     master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
-    exported = spec.stored_itemsize if actor.checkpoint.save_hf_model else 0
-    return (3 * master + exported) * spec.parameters
+    number = (3 + bool(spec.adapter_parameters and actor.checkpoint.save_hf_model)) * master * spec.trained_parameters
+    whole = actor.checkpoint.save_merged or (actor.checkpoint.save_hf_model and not spec.adapter_parameters)
+    return number + (spec.stored_itemsize * spec.parameters if whole else 0)
 
 
 def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:

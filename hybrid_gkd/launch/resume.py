@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**20
 """Files whose checksum is compared at once."""
-EXPORT = "huggingface/"
-"""What nothing continues from: damage there is told and no more."""
+EXPORT = "huggingface"
+"""How the folders begin that nothing continues from: damage there is told and no more."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.models.tokenizer import first_line
@@ -34,12 +34,23 @@ class ModelSpec:
     """Heads times their size, summed over the layers."""
     has_experts: bool = False
     """A mixture of experts, of which a token uses a part."""
+    adapter_parameters: int = 0
+    """Of LoRA adapters, which are not among `parameters`; 0 where the weights themselves are trained."""
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.adapter_parameters or self.parameters
 
 
 def model_spec(
-    path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False
+    path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False,
+    lora: ModelConfig | None = None,
 ) -> ModelSpec:
-    """Raises ModelError for a configuration that cannot be used, ConfigError as `read_config`."""
+    """Of a model and the adapters that `lora` gives it, if any.
+
+    Raises ModelError for a configuration or adapters that cannot be used, ConfigError as `read_config` and
+    `add_adapters`.
+    """
     with quick_imports():
         import torch
         from transformers import AutoModelForCausalLM
@@ -59,16 +70,35 @@ def model_spec(
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = text.hidden_size
     kept = width if checkpointing else 6 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width)
+    parameters = sum(p.numel() for p in model.parameters())
+    embedding_parameters = sum(p.numel() for p in torch.nn.ModuleList(ends).parameters())
     return ModelSpec(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
         activation_bytes_per_token=2 * text.num_hidden_layers * kept,
-        embedding_parameters=sum(p.numel() for p in torch.nn.ModuleList(ends).parameters()),
+        embedding_parameters=embedding_parameters,
         stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
         head_parameters=text.vocab_size * text.hidden_size,
         attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
         has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
+        adapter_parameters=_adapter_parameters(model, lora) if lora is not None else 0,
     )
+
+
+def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
+    """Give a model its adapters, compare them with those to start from, and count them; 0 without LoRA."""
+    import torch
+
+    from hybrid_gkd.models import adapters
+
+    config = adapters.adapter_config(lora)
+    if config is None:
+        return 0
+    adapters.add_adapters(model, config, torch.float32)
+    weights = adapters.adapter_weights(model)
+    if lora.lora_adapter_path is not None:
+        adapters.open_adapter(lora.lora_adapter_path, weights)
+    return sum(weight.numel() for weight in weights.values())
 
 
 def read_config(path: str, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
@@ -107,7 +137,7 @@ def student_spec(config: Config) -> ModelSpec:
     model = config.actor_rollout_ref.model
     return model_spec(
         model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
-        checkpointing=model.enable_gradient_checkpointing,
+        checkpointing=model.enable_gradient_checkpointing, lora=model,
     )
 
 
@@ -116,9 +146,12 @@ def training_flops(spec: ModelSpec, lengths: Iterable[int], response_tokens: int
 
     Two per weight and token forward and four backward; the head on response tokens only; attention causal. For N
     weights beside embeddings and head, sequences of n tokens (`lengths`), R response tokens: 6 N sum(n) + 6 V D R +
-    6 H Dh layers sum(n^2). Attention counts as if no layer had a window.
+    6 H Dh layers sum(n^2). Attention counts as if no layer had a window. With LoRA the N weights and the head are
+    frozen, which leaves two backward, and the adapters come on top.
     """
     lengths = list(lengths)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     weights = spec.parameters - spec.embedding_parameters
-    return 6.0 * (weights * tokens + spec.head_parameters * response_tokens + spec.attention_width * squares)
+    per_weight = 4.0 if spec.adapter_parameters else 6.0
+    products = per_weight * (weights * tokens + spec.head_parameters * response_tokens)
+    return products + 6.0 * (spec.adapter_parameters * tokens + spec.attention_width * squares)

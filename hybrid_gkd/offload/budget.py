@@ -34,9 +34,14 @@ def engine_dtype(config: Config, device: str) -> str:
 
 
 def _master_bytes(config: Config, spec: ModelSpec) -> float:
-    """Of the master weights on each device; gradients take as much, the optimizer state twice that."""
+    """Of the weights that are trained on each device; gradients take as much, the optimizer state twice that."""
     itemsize = {"fp32": 4, "bf16": 2}[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
-    return itemsize * spec.parameters / config.shard_size
+    return itemsize * spec.trained_parameters / config.shard_size
+
+
+def _frozen_bytes(config: Config, spec: ModelSpec, device: str = "cuda") -> float:
+    """Of the weights below LoRA adapters on each device, in the type of the computation."""
+    return (2 if device == "cuda" else 4) * spec.parameters / config.shard_size if spec.adapter_parameters else 0.0
 
 
 def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, float]:
@@ -76,10 +81,13 @@ def phase_bytes(
     hybrid, master = arr.hybrid_engine, _master_bytes(config, spec)
     engine_weights, _ = engine_bytes(config, spec, device)
     owners = {"actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights}
+    if spec.adapter_parameters:
+        owners["frozen_params"] = _frozen_bytes(config, spec, device)
     if total_bytes is not None:
         owners["kv_cache"] = max(0.0, engine_share(config, spec, total_bytes) * total_bytes - engine_weights)
     moves = {
-        "actor_params": fsdp.param_offload and hybrid, "optimizer_state": fsdp.optimizer_offload,
+        "actor_params": fsdp.param_offload and hybrid, "frozen_params": fsdp.param_offload and hybrid,
+        "optimizer_state": fsdp.optimizer_offload,
         "engine_weights": arr.rollout.free_cache_engine, "kv_cache": arr.rollout.free_cache_engine,
     }
     phases: dict[str, dict[str, float]] = {}
@@ -108,12 +116,13 @@ def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_byt
     more than `max_num_seqs` full sequences can use: vLLM maps its KV cache anew in every step, 3 ms per GiB.
     """
     arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
-    master = _master_bytes(config, spec)
+    master, frozen = _master_bytes(config, spec), _frozen_bytes(config, spec)
     room: float = free_bytes - BESIDE_ENGINE_BYTES
     if arr.hybrid_engine and arr.rollout.free_cache_engine:
-        room -= (0 if fsdp.param_offload else master) + (0 if fsdp.optimizer_offload else 2 * master)
+        room -= (0 if fsdp.param_offload else master + frozen) + (0 if fsdp.optimizer_offload else 2 * master)
     elif arr.hybrid_engine:
-        parts = 4 * master + _gathered_bytes(config, spec)  # parameters, gradients, both moments, gathered copies
+        # Parameters, gradients, both moments, gathered copies.
+        parts = 4 * master + frozen + _gathered_bytes(config, spec)
         room = (room - parts) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
     weights, token = engine_bytes(config, spec, "cuda")

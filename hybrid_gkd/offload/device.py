@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_gkd.config import FSDPConfig
-from hybrid_gkd.offload.pinned import OffloadedTensors
+from hybrid_gkd.offload.pinned import FrozenTensors, OffloadedTensors
 from hybrid_gkd.offload.residency import MARGIN_BYTES, MemoryOwner, Residency
 
 if TYPE_CHECKING:
@@ -138,8 +138,11 @@ class SharedDevice:
                 "actor_params": OffloadedTensors(actor.parameters),
                 "optimizer_state": OffloadedTensors(actor.optimizer_tensors),
             }
+            if actor.frozen_parameters():
+                self.offloaded["frozen_params"] = FrozenTensors(actor.frozen_parameters)
             owners |= self.offloaded
-            movable |= {"actor_params"} if self.on_gpu and fsdp.param_offload and self._hybrid else set()
+            params = self.offloaded.keys() - {"optimizer_state"}
+            movable |= params if self.on_gpu and fsdp.param_offload and self._hybrid else set()
             movable |= {"optimizer_state"} if self.on_gpu and fsdp.optimizer_offload else set()
         if self.on_gpu and self._hybrid and engine is not None:
             weights = rest = 0  # measured when they wake

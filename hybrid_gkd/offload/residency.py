@@ -15,14 +15,14 @@ from hybrid_gkd.errors import DeviceMemoryError
 
 RESIDENCY: Mapping[str, frozenset[str]] = {
     "rollout": frozenset({"engine_weights", "kv_cache"}),
-    "update": frozenset({"actor_params"}),
-    "optimizer_step": frozenset({"actor_params", "optimizer_state"}),
-    "publish": frozenset({"actor_params", "engine_weights"}),
+    "update": frozenset({"actor_params", "frozen_params"}),
+    "optimizer_step": frozenset({"actor_params", "frozen_params", "optimizer_state"}),
+    "publish": frozenset({"actor_params", "frozen_params", "engine_weights"}),
 }
-"""Phase -> owners on the device."""
+"""Phase -> owners on the device. With LoRA the adapters are `actor_params`, the weights below them `frozen_params`."""
 CHANGING_PHASE = "optimizer_step"
 """The only phase in which the content of a memory owner changes: a copy made before it is stale after it."""
-MEMORY_OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
+MEMORY_OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "frozen_params", "actor_params")
 """In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
 MARGIN_BYTES = 4 * 2**30
 """Kept free when a memory owner comes before others have left: buckets of weights, activations in flight."""

@@ -24,6 +24,9 @@ LEARNING = (
     "data.train_files", "data.prompt_key", "data.max_prompt_length", "data.max_response_length",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
     f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
+    *(f"{ARR}.model.{key}" for key in (
+        "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path",
+    )),
     f"{ARR}.actor.ppo_mini_batch_size", f"{ARR}.actor.ppo_epochs", f"{ARR}.actor.grad_clip", f"{ARR}.actor.clip_ratio",
     *(f"{ARR}.actor.{key}" for key in (
         "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss", "loss_agg_mode", "loss_scale_factor",

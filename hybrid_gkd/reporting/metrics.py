@@ -63,7 +63,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/max_host_memory_gb": ("GiB", "Largest host memory of a worker process so far"),
     **{
         f"perf/copy/{owner}_{direction}": ("GB/s", f"Speed of the last copy of {owner} {where} the GPU")
-        for owner in ("actor_params", "optimizer_state")
+        for owner in ("actor_params", "frozen_params", "optimizer_state")
         for direction, where in (("in", "to"), ("out", "from"))
     },
     "memory/update/sleeping_engine_gb": ("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),

@@ -52,9 +52,14 @@ def cut(weights: list[tuple[Names, Sized]], length: int) -> list[list[tuple[Name
     return buckets
 
 
+def itself(name: str, parameter: Tensor) -> Tensor:
+    return parameter.detach()
+
+
 @torch.no_grad()
 def gather_in_buckets(
-    named_parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, bucket_bytes: int
+    named_parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, bucket_bytes: int,
+    shard_of: Callable[[str, Tensor], Tensor] = itself,
 ) -> Iterator[tuple[str, Tensor]]:
     """Full tensors in `dtype` under their names, in order, with one collective per bucket of parameters.
 
@@ -67,9 +72,10 @@ def gather_in_buckets(
             the same ranks.
         dtype: the shards are cast to it before they are gathered.
         bucket_bytes: full size of a bucket; a larger parameter gets a bucket of its own.
+        shard_of: first name and parameter -> what is gathered for it, sharded in the same way; called bucket by bucket.
     """
     for bucket in cut(unique_tensors(named_parameters), bucket_bytes // dtype.itemsize):
-        full = _gather([parameter.detach() for _, parameter in bucket], dtype)
+        full = _gather([shard_of(names[0], parameter) for names, parameter in bucket], dtype)
         for (names, _), tensor in zip(bucket, full, strict=True):
             yield from ((name, tensor) for name in names)
 

@@ -12,14 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.files import FileSum
+from hybrid_gkd.models.adapters import adapter_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.rollout.weights import unique_tensors
 from hybrid_gkd.student.loading import local_rows
+from hybrid_gkd.student.lora import export_adapter
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.student.sharded_model import ShardedModel
 
 WEIGHTS = "weights"
-"""Tensors are named `weights/<Hugging Face name>`, `exp_avg/<Hugging Face name>` and so on by the optimizer's names."""
+"""Tensors are named `weights/<Hugging Face name>`, `exp_avg/<Hugging Face name>` and so on by the optimizer's names.
+With LoRA they are the adapters, under peft's names: the weights below them are those of the model that is given."""
 
 
 def save_model(model: ShardedModel, folder: Path) -> dict[str, FileSum]:
@@ -74,7 +77,9 @@ def _load_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer, files
 
 
 def _weights(model: ShardedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each once, under the first of its Hugging Face names."""
+    """Parameters and persistent buffers, each once, under the first of its Hugging Face names; or the adapters."""
+    if model.adapters is not None:
+        return dict(adapter_weights(model.hf_model))
     found = unique_tensors(model.hf_model.state_dict(keep_vars=True).items())
     return {names[0]: tensor for names, tensor in found}
 
@@ -109,11 +114,22 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     return local, (rows.start or 0) if isinstance(rows, slice) else 0
 
 
-def export_huggingface(model: ShardedModel, folder: Path, *, tokenizer_path: str, trust_remote_code: bool) -> None:
+def export_huggingface(
+    model: ShardedModel, folder: Path, *, tokenizer_path: str, trust_remote_code: bool, merge: bool = False
+) -> None:
     """On rank 0, write a folder that transformers and vLLM load: weights in their stored type, config, tokenizer.
 
-    Collective.
+    With LoRA it is peft's folder of the adapters, or with `merge` the whole model. Collective.
     """
+    if model.adapters is not None and not merge:
+        export_adapter(model.hf_model, model.adapters.config, folder, bucket_bytes=model.bucket_bytes)
+    else:
+        _export_weights(model, folder)
+    if dist.get_rank() == 0:
+        load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)
+
+
+def _export_weights(model: ShardedModel, folder: Path) -> None:
     hf_model = model.hf_model
     ties = getattr(hf_model.config, "tie_word_embeddings", False)
     tied = (getattr(hf_model, "_tied_weights_keys", None) or ()) if ties else ()
@@ -124,4 +140,3 @@ def export_huggingface(model: ShardedModel, folder: Path, *, tokenizer_path: str
         exported = copy.deepcopy(hf_model.config)
         exported.dtype = hf_model.stored_dtype  # save_pretrained names the type of the master weights
         exported.save_pretrained(folder)
-        load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import first_line
@@ -128,10 +129,11 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 def load_shards(model: Any, path: str) -> None:
     """Fill the parameters and persistent buffers of a materialised model, each rank its own rows. Collective.
 
+    Adapters are not among them.
     The model is one of `build_model` and must not be the root FSDP module itself; `path` is the same as there. Raises
     ModelError if a file cannot be read, or a weight is missing, unexpected or of another shape.
     """
-    weights = unique_tensors(model.state_dict(keep_vars=True).items())
+    weights = unique_tensors(base_weights(model.state_dict(keep_vars=True).items()))
     try:
         checkpoint = _open_checkpoint(path)
         reason = _mismatch(model, weights, checkpoint)

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
+from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
-from hybrid_gkd.rollout.weights import gather_in_buckets
+from hybrid_gkd.rollout.weights import gather_in_buckets, itself
 from hybrid_gkd.student.loading import build_model, load_shards, materialize
+from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -33,13 +35,15 @@ class ShardedModel:
         shard_size: the weights are sharded within groups of so many consecutive ranks and replicated across them.
         bucket_bytes: see `gather_in_buckets`.
         compile: see `compile_blocks`.
+        seed: of the first values of LoRA adapters.
         optim: None for a frozen model, which has no optimizer.
         num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
     """
 
     def __init__(
         self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
-        device: torch.device, bucket_bytes: int, compile: bool = False, optim: OptimConfig | None, num_updates: int = 0,
+        device: torch.device, bucket_bytes: int, compile: bool = False, seed: int = 0, optim: OptimConfig | None,
+        num_updates: int = 0,
     ):  # fmt: skip
         self.device = device
         if device.type == "cuda":
@@ -47,10 +51,15 @@ class ShardedModel:
         self.fsdp, self.optim, self.bucket_bytes = fsdp, optim, bucket_bytes
         self.num_updates, self.updates_done = num_updates, 0
         self.world_size = dist.get_world_size()
+        compute = torch.bfloat16 if device.type == "cuda" else None
+        lora, dtype = adapter_config(model), DTYPES[fsdp.model_dtype]
+        # Frozen weights are used in the compute type alone, so they are kept in it.
         self.hf_model = build_model(
-            model.path, dtype=DTYPES[fsdp.model_dtype], trust_remote_code=model.trust_remote_code,
-            override_config=model.override_config,
+            model.path, dtype=dtype if lora is None else compute or torch.float32,
+            trust_remote_code=model.trust_remote_code, override_config=model.override_config,
         )
+        if lora is not None:
+            add_adapters(self.hf_model, lora, dtype)
         if model.enable_gradient_checkpointing:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
         self.hf_model.train()
@@ -58,14 +67,12 @@ class ShardedModel:
             compile_blocks(self.hf_model)
         self.model: Any = wrap(self.hf_model)
         self.hidden_size = self.hf_model.get_output_embeddings().in_features
-        # Adapters belong here, before the shards are cut; `full_tensors` would merge them.
         if shard_size == self.world_size:
             mesh = init_device_mesh(device.type, (shard_size,))
         else:
             shape = (self.world_size // shard_size, shard_size)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-        compute = torch.bfloat16 if device.type == "cuda" else None
-        reduce_dtype = torch.promote_types(self.hf_model.dtype, torch.float32)
+        reduce_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         for block in decoder_blocks(self.hf_model):
@@ -74,12 +81,19 @@ class ShardedModel:
         fully_shard(self.model, reshard_after_forward=False, **options)
         materialize(self.model, device)
         load_shards(self.hf_model, model.path)
+        self.adapters = None if lora is None else Adapters(self.hf_model, lora)
+        if lora is not None:
+            initialize_adapters(self.hf_model, seed=seed, folder=model.lora_adapter_path)
         fused = device.type == "cuda"
         self.optimizer = None if optim is None else make_optimizer(self.hf_model, optim, fused=fused)
 
     def parameters(self) -> list[Tensor]:
-        """The parameter shards of this rank."""
-        return list(self.hf_model.parameters())
+        """The parameter shards of this rank that are trained, or all of a frozen model."""
+        return [p for p in self.hf_model.parameters() if p.requires_grad]
+
+    def frozen_parameters(self) -> list[Tensor]:
+        """The parameter shards of this rank that never change: with LoRA all but the adapters."""
+        return [p for p in self.hf_model.parameters() if not p.requires_grad]
 
     def optimizer_tensors(self) -> list[Tensor]:
         """The optimizer-state shards of this rank; empty before the first step."""
@@ -128,12 +142,18 @@ class ShardedModel:
         return rate
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameter shards under their Hugging Face names, a tied one under each of them."""
-        return self.hf_model.named_parameters(remove_duplicate=False)
+        """Parameter shards under their Hugging Face names, a tied one under each of them; without adapters."""
+        return base_weights(self.hf_model.named_parameters(remove_duplicate=False))
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All weights in `dtype` under all Hugging Face names (an engine may have copies), gathered in buckets."""
-        return gather_in_buckets(self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes)
+        """All weights in `dtype` under all Hugging Face names (an engine may have copies), gathered in buckets.
+
+        Adapters are merged into them, each rank into its own rows of a bucket.
+        """
+        return gather_in_buckets(
+            self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes,
+            shard_of=itself if self.adapters is None else self.adapters.merged,
+        )
 
 
 def take_workspaces(device: torch.device) -> None:
@@ -167,8 +187,9 @@ def compile_blocks(model: Any) -> None:
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only: it is not meant to shrink biases and norms."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)

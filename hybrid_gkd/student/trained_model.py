@@ -35,7 +35,7 @@ class TrainedModel(ShardedModel):
         self.grad_clip, self.seed = grad_clip, seed
         self._sums: dict[str, Tensor] = {}
         """Of the metrics, over the micro-batches since the last step."""
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, seed=seed, **kwargs)
 
     def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""

@@ -6,6 +6,7 @@ process, after the environment that torch and vLLM read has been set.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -214,11 +215,13 @@ class Worker(GroupMember):
         self.residency.enter("optimizer_step")
         written = save_model(self.actor, Path(folder, "actor"))
         arr = self.config.actor_rollout_ref
+        export = functools.partial(
+            export_huggingface, self.actor, tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code
+        )
         if arr.actor.checkpoint.save_hf_model:
-            export_huggingface(
-                self.actor, Path(folder, "huggingface"), tokenizer_path=tokenizer_path,
-                trust_remote_code=arr.model.trust_remote_code,
-            )
+            export(Path(folder, "huggingface"))
+        if arr.actor.checkpoint.save_merged:
+            export(Path(folder, "huggingface_merged"), merge=True)
         return {f"actor/{name}": each for name, each in written.items()}
 
     def load_checkpoint(self, folder: str) -> None:

@@ -51,17 +51,20 @@ def generate(group):
 
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 @pytest.mark.parametrize(
-    ("actors", "rollouts", "tensor_parallel"),
-    [(2, 1, 1), pytest.param(1, 2, 2, marks=pytest.mark.alone)],  # shared memory of one name in all processes
+    ("actors", "rollouts", "tensor_parallel", "lora_rank"),
+    [
+        (2, 1, 1, 0), (2, 1, 1, 4),
+        pytest.param(1, 2, 2, 0, marks=pytest.mark.alone),  # shared memory of one name in all processes
+    ],
 )
 def test_the_engine_generates_with_the_weights_that_were_sent(
-    actors, rollouts, tensor_parallel, model, tmp_path, caplog
+    actors, rollouts, tensor_parallel, lora_rank, model, tmp_path, caplog
 ):
     """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree."""
     config = separate(
         model, tmp_path, actors, rollouts, "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
-        "actor_rollout_ref.rollout.verify_weights=true",
+        "actor_rollout_ref.rollout.verify_weights=true", f"actor_rollout_ref.model.lora_rank={lora_rank}",
     )
     caplog.set_level(logging.INFO, "hybrid_gkd")
     with make_group(config) as group:

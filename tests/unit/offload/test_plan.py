@@ -1,5 +1,7 @@
 """The plan: what the residency table, the offload keys and the checkpoints add up to."""
 
+import dataclasses
+
 import huggingface_hub
 import pytest
 from transformers import AutoConfig, Gemma3Config, Qwen2Config
@@ -54,6 +56,47 @@ def test_seven_billion_on_one_card_fit_with_offload_and_are_refused_without():
     # A smaller engine would fit beside them, but then the update does not.
     with pytest.raises(ConfigError, match=r"optimizer_offload.*phase update.*activations 6\d\..*has 140\.0"):
         check_memory(config(COMPUTED), SEVEN_B, total_bytes=CARD)
+
+
+def seven_b_with_adapters(tmp_path, rank):
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES["7b"]
+    Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    own = config(f"actor_rollout_ref.model.path={tmp_path}", f"actor_rollout_ref.model.lora_rank={rank}")
+    return student_spec(own)
+
+
+def test_seven_billion_with_adapters_fit_on_one_card_without_any_offload(tmp_path):
+    """Rank 32: (3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3 columns and rows a layer, 28 layers."""
+    lora = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    spec = seven_b_with_adapters(tmp_path, 32)
+    assert spec.parameters == SEVEN_B.parameters
+    assert spec.adapter_parameters == 32 * 28 * (2 * 7168 + 2 * 4096 + 3 * 22528) == 80_740_352
+    check_memory(config(*lora), spec, total_bytes=CARD)
+    phases = phase_bytes(config(*lora), spec, device="cuda", total_bytes=CARD)
+    for owner, expected in [("actor_params", 4), ("optimizer_state", 8), ("gradients", 4)]:
+        assert phases["optimizer_step"][owner] == expected * spec.adapter_parameters
+    assert phases["optimizer_step"]["frozen_params"] == 2 * spec.parameters
+    # A card of 80 GiB, where the engine takes half: it stays below with nothing moved, and above without LoRA.
+    small = (*lora, "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
+    checkpointing = dataclasses.replace(spec, activation_bytes_per_token=2 * 28 * 3584)
+    check_memory(config(*small), checkpointing, total_bytes=80 * GIB)
+    with pytest.raises(ConfigError, match=r"optimizer_state 56\.7"):
+        check_memory(config(*small), dataclasses.replace(checkpointing, adapter_parameters=0), total_bytes=80 * GIB)
+    moving = phase_bytes(config(*lora, *OFFLOAD), spec, device="cuda", total_bytes=CARD)
+    assert set(moving["rollout"]) == {"engine_weights", "kv_cache"}
+    assert phase_bytes(config(), spec, device="cpu", total_bytes=None)["update"]["frozen_params"] == 4 * spec.parameters
+
+
+def test_a_checkpoint_of_adapters_is_small_unless_it_is_to_be_merged(tmp_path):
+    spec, lora = seven_b_with_adapters(tmp_path, 32), "actor_rollout_ref.model.lora_rank=32"
+    checkpoint = "actor_rollout_ref.actor.checkpoint"
+    assert checkpoint_bytes(config(lora), spec) == 16 * spec.adapter_parameters
+    assert checkpoint_bytes(config(lora, f"{checkpoint}.save_hf_model=false"), spec) == 12 * spec.adapter_parameters
+    merged = checkpoint_bytes(config(lora, f"{checkpoint}.save_merged=true"), spec)
+    assert merged == 16 * spec.adapter_parameters + 2 * spec.parameters
 
 
 def test_each_phase_holds_what_the_table_says_and_what_may_not_move():

@@ -4,9 +4,11 @@ import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
 from hybrid_gkd.offload.device import EngineOwner
-from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY, Residency
+from hybrid_gkd.offload.residency import RESIDENCY, Residency
 
 GIB = 2**30
+OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
+"""Of a worker without LoRA, in the order in which they are released."""
 
 
 class Device:
@@ -58,10 +60,10 @@ class MemoryOwner:
         self.copied_out = False
 
 
-def make(movable=MEMORY_OWNERS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB):
+def make(movable=OWNERS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB):
     device = Device(total)
     sizes = {"kv_cache": 50 * GIB, "engine_weights": 10 * GIB, "optimizer_state": 40 * GIB, "actor_params": 20 * GIB}
-    owners = {name: device.owner(name, sizes[name], name in resident) for name in MEMORY_OWNERS}
+    owners = {name: device.owner(name, sizes[name], name in resident) for name in OWNERS}
     residency = Residency(
         owners, movable=set(movable), resident=set(resident), free_bytes=lambda: device.free
     )
@@ -157,7 +159,7 @@ def test_what_was_prepared_in_vain_leaves_again():
 
 
 def test_only_what_may_move_moves():
-    residency, device = make(movable={"optimizer_state"}, resident=MEMORY_OWNERS, total=200 * GIB)
+    residency, device = make(movable={"optimizer_state"}, resident=OWNERS, total=200 * GIB)
     for phase in ("rollout", "update", "optimizer_step"):
         residency.enter(phase)
     assert [e for e in device.events if e[0] != "<"] == ["-optimizer_state", "+optimizer_state"]
@@ -198,10 +200,10 @@ def test_bytes_are_reported_by_phase_and_owner():
 
 
 @pytest.mark.parametrize("total", [103 * GIB, 200 * GIB])
-@pytest.mark.parametrize("movable", [MEMORY_OWNERS, ("optimizer_state",), ()])
+@pytest.mark.parametrize("movable", [OWNERS, ("optimizer_state",), ()])
 def test_what_leaves_or_has_left_is_not_reported_as_there(total, movable):
     """The moves of a worker in two steps: what is reported of a phase is what it needs and what may not move."""
-    stays = set(MEMORY_OWNERS) - set(movable)
+    stays = set(OWNERS) - set(movable)
     residency, device = make(movable, resident=("kv_cache", "engine_weights", *stays), total=total + 20 * GIB)
     for _ in range(2):
         residency.enter("update")
@@ -214,9 +216,19 @@ def test_what_leaves_or_has_left_is_not_reported_as_there(total, movable):
         residency.prepare("update")
         found = residency.bytes_by_phase()
         for phase, wanted in RESIDENCY.items():
-            assert {owner for place, owner in found if place == phase} == wanted | stays
+            assert {owner for place, owner in found if place == phase} == wanted & set(OWNERS) | stays
     assert found["optimizer_step", "optimizer_state"] == 40 * GIB
     assert device.free >= 0
+
+
+def test_the_weights_below_adapters_come_and_go_with_them():
+    device = Device()
+    owners = {name: device.owner(name, GIB, False) for name in ("actor_params", "frozen_params", "optimizer_state")}
+    residency = Residency(owners, movable=set(owners), resident=set())
+    assert moves(residency, device, "update", "optimizer_step", "rollout") == [
+        ["+actor_params", "+frozen_params"], ["+optimizer_state"],
+        ["-optimizer_state", "-frozen_params", "-actor_params"],
+    ]
 
 
 def test_time_is_handed_out_once():

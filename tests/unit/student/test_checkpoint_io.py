@@ -54,6 +54,7 @@ def make_config(model, *overrides):
     [
         (make_tiny_model, []), (make_phimoe, []),
         (make_tiny_model, ["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"]),
+        (make_tiny_model, ["actor_rollout_ref.model.lora_rank=2"]),
     ],
 )  # fmt: skip
 def test_a_resumed_actor_goes_on_to_the_last_digit(make, overrides, tmp_path):

@@ -1,0 +1,93 @@
+"""The adapters of a sharded student: their first values, the weights that they amount to, their folder for peft."""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybrid_gkd.models.adapters import (
+    ADAPTER,
+    SAVED_PREFIX,
+    WEIGHTS_FILE,
+    adapted_layers,
+    adapter_weights,
+    open_adapter,
+)
+from hybrid_gkd.rollout.weights import gather_in_buckets
+from hybrid_gkd.student.loading import local_rows
+
+
+@torch.no_grad()
+def initialize_adapters(hf_model: Any, *, seed: int, folder: str | None) -> None:
+    """Fill the adapters of a materialised model, each rank its own rows, the same on any number of ranks.
+
+    They get the values of peft's `folder`, or without one peft's first values: A uniform within 1 / sqrt(in), B zero,
+    so that the model begins as it is. Raises ModelError if the folder has other adapters.
+    """
+    weights = adapter_weights(hf_model)
+    saved = open_adapter(folder, weights) if folder is not None else None
+    for name, weight in weights.items():
+        local, rows = local_rows(weight)
+        if not local.numel():
+            continue
+        if saved is not None:
+            local.copy_(saved[name][rows])
+        elif ".lora_A." in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
+            values = torch.rand(weight.shape, generator=generator) * 2 - 1
+            local.copy_(values[rows] / math.sqrt(weight.shape[1]))
+        else:
+            local.zero_()
+
+
+class Adapters:
+    """The layers of a sharded model that have adapters, by the Hugging Face name of their weight; none without LoRA."""
+
+    def __init__(self, hf_model: Any, config: Any):
+        self.config = config
+        """peft's."""
+        self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(hf_model).items()}
+
+    @torch.no_grad()
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The shard of a weight with its adapter added: W + scale * B @ A; one without an adapter as it is. Collective.
+
+        A rank has the same rows of W [out, in] and of B [out, r], so that only the small A [r, in] is gathered.
+        """
+        weight = weight.detach()
+        layer = self._layers.get(name)
+        if layer is None:
+            return weight
+        assert isinstance(weight, DTensor)
+        down, up = layer.lora_A[ADAPTER].weight.full_tensor(), layer.lora_B[ADAPTER].weight
+        assert up.placements == weight.placements, (up.placements, weight.placements)
+        product = up.to_local().float() @ down.float()
+        local = weight.to_local() + layer.scaling[ADAPTER] * product
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+def export_adapter(hf_model: Any, config: Any, folder: Path, *, bucket_bytes: int) -> None:
+    """On rank 0, write a folder that peft, transformers and vLLM load on top of the base model. Collective."""
+    weights = adapter_weights(hf_model)
+    dtype = next(iter(weights.values())).dtype
+    gathered = gather_in_buckets(weights.items(), dtype=dtype, bucket_bytes=bucket_bytes)
+    is_first = dist.get_rank() == 0
+    saved = {f"{SAVED_PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in gathered if is_first}
+    if is_first:
+        exported = copy.deepcopy(config)
+        exported.inference_mode = True
+        base = exported.base_model_name_or_path
+        exported.base_model_name_or_path = str(Path(base).absolute()) if Path(base).exists() else base
+        exported.save_pretrained(str(folder))
+        save_file(saved, folder / WEIGHTS_FILE, metadata={"format": "pt"})
