@@ -12,7 +12,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.imports import quick_imports
-from hybrid_gkd.launch.command_line import load, parse, run_command
+from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run_command
 from hybrid_gkd.launch.stopping import Stopping
 
 
@@ -27,7 +27,7 @@ def start(options: argparse.Namespace, stopping: Stopping) -> int:
     config = load(options)
     if options.dry_run:
         return dry_run(config)
-    train(config, stopping)
+    train(config, options, stopping)
     return 0
 
 
@@ -42,12 +42,15 @@ def dry_run(config: Config) -> int:
     return 1 if report.failed else 0
 
 
-def train(config: Config, stopping: Stopping) -> None:
+def train(config: Config, options: argparse.Namespace, stopping: Stopping) -> None:
     """Train and print the final table."""
     with quick_imports():
         from hybrid_gkd.launch import run
 
-    run.train(config, teacher_accuracy=demo_teacher_accuracy(config), stopping=stopping)
+    recipe, changed = changed_from_recipe(config, options)
+    run.train(
+        config, teacher_accuracy=demo_teacher_accuracy(config), recipe=recipe, changed=changed, stopping=stopping
+    )
 
 
 if __name__ == "__main__":

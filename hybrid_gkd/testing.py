@@ -290,3 +290,6 @@ class MetricRows:
 
     def log_generations(self, samples: Any, step: int) -> None:
         self.generations += samples
+
+    def log_lengths(self, lengths: Any, step: int) -> None:
+        """Nothing: tests have the rollouts themselves."""

@@ -169,3 +169,10 @@ class MetricLog(Protocol):
 
     def log_generations(self, samples: abc.Sequence[Generation], step: int) -> None:
         """Sample answers, before `log` of the same step."""
+
+
+class TrainerLog(MetricLog, Protocol):
+    """Takes all that a trainer reports."""
+
+    def log_lengths(self, lengths: abc.Sequence[int], step: int) -> None:
+        """Tokens of each response of a step's rollout, before `log` of the same step."""

@@ -39,6 +39,7 @@ ONE_CARD = (
     f"bash run_gkd.sh --config-name one_gpu {QWEN} actor_rollout_ref.teacher.model.path=Qwen/Qwen3-1.7B "
     "data.train_files=train.jsonl"
 )
+REPORT = ".venv/bin/python -m hybrid_gkd.report outputs/hybrid_gkd/first"
 PPO = (
     f"bash run_gkd.sh --config-name ppo {QWEN} data.train_files=train.jsonl reward.answer_key=answer reward.name=gsm8k"
 )
@@ -56,6 +57,7 @@ _COMMAND_LINE, _RECIPES = "tests/integration/test_command_line.py", "tests/integ
 _AHEAD = f"{_COMMAND_LINE}::test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it_was"
 _GOLDEN = "tests/integration/test_golden.py::test_a_run_computes_what_it_always_did"
 _METRICS = "tests/unit/reporting/test_metrics.py::test_docs_page_is_the_table"
+_REPORT = "tests/unit/reporting/test_report_page.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
 _DASHBOARD = "tests/unit/reporting/test_dashboard.py::test_the_specification_is_printed_without_a_login"
 RUN_ELSEWHERE = {
@@ -73,6 +75,9 @@ RUN_ELSEWHERE = {
     ".venv/bin/python -m hybrid_gkd.evaluate Qwen/Qwen3-0.6B outputs/hybrid_gkd/first/global_step_* --data val.jsonl "
     f"{LARGE}": f"{_COMMAND_LINE}::test_models_and_checkpoints_are_validated_into_one_table",
     ".venv/bin/python -m hybrid_gkd.metrics": _METRICS,
+    REPORT: f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
+    f"{REPORT} outputs/hybrid_gkd/second": f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
+    f"{REPORT} --serve 8080": f"{_REPORT}::test_serving_follows_the_run_and_answers_this_machine_alone",
     ".venv/bin/python -m hybrid_gkd.convert_checkpoint global_step_100 global_step_100_converted":
         "tests/unit/student/test_convert_checkpoint.py::test_what_is_converted_goes_on_as_it_would_have",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,

@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import CONFIG_DIR, examine_config
+from hybrid_gkd.config_loading import CONFIG_DIR, examine_config, to_dict
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
+from hybrid_gkd.flat_config import differences, flat
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.reporting.logs import log_to_console, quieten
 
@@ -108,6 +110,13 @@ def load(options: argparse.Namespace) -> Config:
             rule = f"the demo cannot be built there: {error}; set it, or XDG_CACHE_HOME, to a folder that takes it"
             raise ConfigError("HOME", rule, show_value=False) from error
     return config
+
+
+def changed_from_recipe(config: Config, options: argparse.Namespace) -> tuple[str, dict[str, list[Any]]]:
+    """The recipe of a command line, and what the configuration has instead: dotted key -> [recipe, this run]."""
+    name = options.config_name or default_config_name(options.overrides)
+    recipe, _ = examine_config([], config_name=name, config_path=options.config_path)
+    return name, differences(flat(to_dict(recipe or Config())), flat(to_dict(config)))
 
 
 def default_config_name(overrides: list[str]) -> str:

@@ -10,7 +10,8 @@ import fcntl
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.checkpoint import CheckpointStore
@@ -30,6 +31,9 @@ from hybrid_gkd.ppo.steps import num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
+from hybrid_gkd.reporting.report.keeping import report_kept
+from hybrid_gkd.reporting.report.page import REPORT
+from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
@@ -44,22 +48,31 @@ TOKENIZER_BYTES = 32 * 2**20
 """Of a checkpoint's files beside its tensors."""
 
 
-def train(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> None:
+def train(
+    config: Config, *, teacher_accuracy: float | None = None, recipe: str | None = None,
+    changed: Mapping[str, Any] = MappingProxyType({}), stopping: Stopping | None = None,
+) -> None:
     """`run`, and print the final table; on a terminal also what to do next."""
-    print(run(config, teacher_accuracy=teacher_accuracy, stopping=stopping), flush=True)
+    text = run(config, teacher_accuracy=teacher_accuracy, recipe=recipe, changed=changed, stopping=stopping)
+    print(text, flush=True)
     if talks_to_a_person(config):
-        report, newest = config.run_dir / "report.html", CheckpointStore(config.experiment_dir, keep=None).latest()
+        report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
         show_next_steps(
             sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
             huggingface=newest / "huggingface" if newest and (newest / "huggingface").is_dir() else None,
         )
 
 
-def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stopping | None = None) -> str:
-    """Train and return the final table; `teacher_accuracy` is that on the validation prompts, where it is known.
+def run(
+    config: Config, *, teacher_accuracy: float | None = None, recipe: str | None = None,
+    changed: Mapping[str, Any] = MappingProxyType({}), stopping: Stopping | None = None,
+) -> str:
+    """Train and return the final table. Raises HybridGKDError: see errors.py; everything started has been stopped.
 
-    `stopping` ends training early, after a step. Raises HybridGKDError: see errors.py; everything that was started has
-    been stopped.
+    Args:
+        teacher_accuracy: on the validation prompts, where it is known.
+        recipe, changed: the file that the configuration began with, and what differs: for the report of the run.
+        stopping: ends training early, after a step.
     """
     started, stopping = time.monotonic(), stopping or Stopping()
     draws = talks_to_a_person(config)
@@ -68,21 +81,26 @@ def run(config: Config, *, teacher_accuracy: float | None = None, stopping: Stop
         return nothing_left(facts)
     if draws and facts.spec is not None:
         show_plan(sys.stderr, who_is_where(facts), memory_by_phase(config, facts.spec, device=facts.device))
-    return summarise(execute(facts, stopping), started, teacher_accuracy)
+    about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
+    return summarise(execute(facts, stopping, about), started, teacher_accuracy)
 
 
-def execute(facts: Facts, stopping: Stopping) -> PPOTrainer:
+def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = MappingProxyType({})) -> PPOTrainer:
     """Start everything, train (with `trainer.val_only` validate), and stop what was started; the trainer's results.
 
-    Raises as `run`.
+    `about`: what starts.jsonl has of the run beside its steps. Raises as `run`.
     """
     config = facts.config
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
         keep_config(config)
-        with failure_logged(), stopping.unwinding_after():
+        if not config.trainer.val_only:
+            stack.enter_context(report_kept(config.run_dir))
+        about = {"step": facts.steps_done, "total_steps": facts.steps, **about}
+        with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping)
+            is_ready()
             # Where nothing may be saved there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only
             with stopping.after_the_step(config.trainer.grace_period if saves else 0.0):
@@ -239,10 +257,11 @@ def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | Non
     """The final table."""
     run_dir = trainer.config.run_dir
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
-    metrics = run_dir / "metrics.jsonl"
+    metrics, report = run_dir / "metrics.jsonl", run_dir.absolute() / REPORT
     return final_table(
         trainer.config, steps=trainer.step, wall_seconds=time.monotonic() - started, first=trainer.first_metrics,
         last=trainer.last_metrics, teacher_accuracy=teacher_accuracy, checkpoint=trainer.checkpoint,
         huggingface=huggingface if huggingface and huggingface.is_dir() else None,
-        metrics=metrics if metrics.is_file() else None, config_file=run_dir / "config.yaml",
+        metrics=metrics if metrics.is_file() else None, report=report if report.is_file() else None,
+        config_file=run_dir / "config.yaml",
     )

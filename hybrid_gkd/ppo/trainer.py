@@ -37,12 +37,12 @@ from hybrid_gkd.ppo.validation import answer_metrics, sample_generations
 from hybrid_gkd.spans import Clock, working_for
 from hybrid_gkd.types import (
     GenerationRequest,
-    MetricLog,
     MiniBatch,
     Prompt,
     Rollout,
     SamplingParams,
     Sequence,
+    TrainerLog,
     TrainSequence,
 )
 from hybrid_gkd.waiting import Timeout
@@ -86,7 +86,7 @@ class PPOTrainer:
 
     def __init__(
         self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Prompt],
-        val_prompts: list[Prompt], reward: Reward | None, tracking: MetricLog, store: CheckpointStore,
+        val_prompts: list[Prompt], reward: Reward | None, tracking: TrainerLog, store: CheckpointStore,
         resume_from: Path | None = None, settings: dict[str, Any] | None = None, clock: Clock | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
@@ -325,6 +325,7 @@ class PPOTrainer:
         return every != 0 and (last or (every > 0 and self.step % every == 0))
 
     def _step_metrics(self, rollout: Rollout) -> dict[str, float]:
+        self.tracking.log_lengths([len(sequence.response_ids) for sequence in rollout.sequences], self.step)
         devices = [worker["device"] for worker in self.group.description]
         found = step_metrics(self.config, rollout, self.clock.take(), devices=devices, spec=self._student_spec)
         return found | self.group.memory_metrics()

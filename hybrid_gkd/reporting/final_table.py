@@ -11,7 +11,7 @@ from hybrid_gkd.config import Config
 def final_table(
     config: Config, *, steps: int, wall_seconds: float, first: Mapping[str, float], last: Mapping[str, float],
     teacher_accuracy: float | None = None, checkpoint: Path | None = None, huggingface: Path | None = None,
-    metrics: Path | None = None, config_file: Path | None = None,
+    metrics: Path | None = None, report: Path | None = None, config_file: Path | None = None,
 ) -> str:
     """Plain text, one line per fact, without a newline at the end.
 
@@ -22,7 +22,7 @@ def final_table(
         first: metrics of the validation before training and of the first step, as far as they are known.
         last: metrics of the last step, and of the validation after it.
         teacher_accuracy: from 0 to 1, on the validation prompts.
-        checkpoint, huggingface, metrics, config_file: where they are.
+        checkpoint, huggingface, metrics, report, config_file: where they are; `report` absolute.
     """
     minutes, seconds = divmod(round(wall_seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -39,6 +39,7 @@ def final_table(
         ("checkpoint", _show(checkpoint)),
         ("Hugging Face folder", _show(huggingface)),
         ("metrics", _show(metrics)),
+        *([] if config.trainer.val_only else [("report, to open in a browser", _show(report and report.as_uri()))]),
         ("resolved configuration", _show(config_file)),
     ]
     label_width = max(len(label) for label, _ in rows)
@@ -83,5 +84,5 @@ def _results(
     return rows + [(f"{name}, first and last step", change(name)) for name in trained]
 
 
-def _show(value: float | Path | None, form: str = "") -> str:
+def _show(value: float | Path | str | None, form: str = "") -> str:
     return "—" if value is None else format(value, form)

@@ -1,4 +1,8 @@
-"""metrics.jsonl in the run folder with an object per step, generations.jsonl with one per sample answer."""
+"""Files of JSON lines in the run folder.
+
+metrics.jsonl has an object per step, generations.jsonl one per sample answer, lengths.jsonl one per step: how many
+responses of its rollout had how many tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from hybrid_gkd.types import Generation, RunInfo
 
 logger = logging.getLogger(__name__)
 
+BINS = 50
+"""Of the lengths of responses, up to data.max_response_length."""
+
 
 class JsonLines:
-    """Writes both files; a resumed run drops the rows that its steps will write again."""
+    """Writes the files; a resumed run drops the rows that its steps will write again."""
 
     def __init__(self, info: RunInfo):
-        paths = [info.run_dir / name for name in ("metrics.jsonl", "generations.jsonl")]
+        paths = [info.run_dir / name for name in ("metrics.jsonl", "generations.jsonl", "lengths.jsonl")]
         for path in paths:
             if path.exists() and info.resume:
                 temporary = path.with_name(path.name + ".tmp")
@@ -26,7 +33,8 @@ class JsonLines:
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))
                 logger.warning("%s is from an earlier run; kept as %s", path, older.name)
-        self._metrics, self._generations = map(JsonLinesFile, paths)
+        self._metrics, self._generations, self._lengths = map(JsonLinesFile, paths)
+        self._config = info.config
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._metrics.append([{"step": step, **metrics}])
@@ -34,7 +42,15 @@ class JsonLines:
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         self._generations.append({"step": step, **asdict(sample)} for sample in samples)
 
+    def log_lengths(self, lengths: Sequence[int], step: int) -> None:
+        """`counts[n]` responses had n * bin tokens or more, and fewer than (n + 1) * bin."""
+        width = -(-(self._config["data"]["max_response_length"] + 1) // BINS)
+        counts = [0] * (max(lengths) // width + 1)
+        for length in lengths:
+            counts[length // width] += 1
+        self._lengths.append([{"step": step, "bin": width, "counts": counts}])
+
     def close(self, *, failed: bool) -> None:
-        for file in (self._metrics, self._generations):
+        for file in (self._metrics, self._generations, self._lengths):
             with contextlib.closing(file):
                 file.append([])  # what a full disk did not take before

@@ -40,6 +40,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": ("seconds", "Validation on held-out prompts, publishing once more after it included"),
     "timing/save_checkpoint": ("seconds", "Writing the checkpoint of the step before, and publishing once more"),
+    "timing/elapsed": ("seconds", "Time of training up to here, that of the starts before a resume included"),
     # The teacher service, seen from the trainer.
     "teacher/latency": ("seconds", "From sending a request to its reply, median over the requests of the step"),
     "teacher/latency_p95": ("seconds", "The same, 95th percentile"),

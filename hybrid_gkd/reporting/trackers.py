@@ -6,12 +6,16 @@ once and training goes on: a full disk or a lost connection is no reason to lose
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.imports import load_object
 from hybrid_gkd.reporting.console import Console, all_by_name
 from hybrid_gkd.reporting.jsonl import JsonLines
@@ -72,18 +76,26 @@ class Tracking:
                     raise ConfigError("trainer.default_local_dir", rule, str(info.run_dir)) from error
                 rule = f"{name} cannot start: {error} (leave {name} out to train without it)"
                 raise ConfigError("trainer.logger", rule, list(loggers)) from error
+        self._started = time.monotonic() - (elapsed_before(info.run_dir) if info.resume else 0.0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         check_names(metrics)
         assert step > self._last_step, f"step {step} is reported after step {self._last_step}"
         self._last_step = step
         numbers = {name: float(value) for name, value in metrics.items()}
+        numbers["timing/elapsed"] = time.monotonic() - self._started
         logger.debug("step %d  %s", step, all_by_name(numbers))
         self._each(lambda tracker: tracker.log(numbers, step))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         if samples:
             self._each(lambda tracker: tracker.log_generations(samples, step))
+
+    def log_lengths(self, lengths: Sequence[int], step: int) -> None:
+        """Tokens of each response of a step: a file of the run folder has them, of trackers none."""
+        jsonl = self._trackers["jsonl"]
+        assert isinstance(jsonl, JsonLines)
+        self._attempt("jsonl", lambda: jsonl.log_lengths(lengths, step))
 
     def close(self, *, failed: bool = False) -> None:
         """Finish every tracker. Harmless when repeated."""
@@ -98,13 +110,23 @@ class Tracking:
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers.items():
-            try:
-                call(tracker)
-            except Exception as error:  # whatever a tracker's library raises, training goes on
-                if name not in self._warned:
-                    self._warned.add(name)
-                    reason = f"{type(error).__name__}: {error}"
-                    if name == "jsonl":
-                        logger.warning("rows of metrics.jsonl and generations.jsonl wait for room: %s", reason)
-                    else:
-                        logger.warning("trainer.logger: %s failed, training goes on without its rows: %s", name, reason)
+            self._attempt(name, functools.partial(call, tracker))
+
+    def _attempt(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a tracker's library raises, training goes on
+            if name not in self._warned:
+                self._warned.add(name)
+                reason = f"{type(error).__name__}: {error}"
+                if name == "jsonl":
+                    logger.warning("rows of metrics.jsonl and generations.jsonl wait for room: %s", reason)
+                else:
+                    logger.warning("trainer.logger: %s failed, training goes on without its rows: %s", name, reason)
+
+
+def elapsed_before(run_dir: Path) -> float:
+    """`timing/elapsed` of the last row that metrics.jsonl has; 0 without one."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_json_lines(path) if path.is_file() else ()
+    return max((row.get("timing/elapsed", 0.0) for row in rows), default=0.0)

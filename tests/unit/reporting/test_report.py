@@ -26,7 +26,7 @@ def test_full_table():
         first={"val/accuracy": 0.025, "val/forward_kl": 2.5, "val/reverse_kl": 3.5, "actor/kl_loss": 1.23456},
         last={"val/accuracy": 0.875, "val/forward_kl": 0.125, "val/reverse_kl": 0.25, "actor/kl_loss": 0.01234},
         checkpoint=run / "global_step_80", huggingface=run / "global_step_80" / "huggingface",
-        metrics=run / "metrics.jsonl", config_file=run / "config.yaml",
+        metrics=run / "metrics.jsonl", report=Path("/outputs/a run/report.html"), config_file=run / "config.yaml",
     )  # fmt: skip
     assert found == {
         "held-out accuracy: teacher": "90.0%",
@@ -40,6 +40,7 @@ def test_full_table():
         "checkpoint": "outputs/gkd/demo/global_step_80",
         "Hugging Face folder": "outputs/gkd/demo/global_step_80/huggingface",
         "metrics": "outputs/gkd/demo/metrics.jsonl",
+        "report, to open in a browser": "file:///outputs/a%20run/report.html",
         "resolved configuration": "outputs/gkd/demo/config.yaml",
     }
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,7 @@ from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting import console as console_module
+from hybrid_gkd.reporting import trackers as trackers_module
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
@@ -35,7 +37,10 @@ SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", rew
 def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False, console="auto") -> RunInfo:
     return RunInfo(
         project_name="gkd", experiment_name="unit", run_dir=run_dir,
-        config={"distillation": {"topk": 64}, "trainer": {"console": console, "wandb": asdict(WandbConfig(notes="n"))}},
+        config={
+            "distillation": {"topk": 64}, "trainer": {"console": console, "wandb": asdict(WandbConfig(notes="n"))},
+            "data": {"max_response_length": 120},
+        },
         total_steps=total_steps, start_step=start_step, resume=resume,
     )
 
@@ -48,6 +53,7 @@ def run_steps(run_dir: Path, steps, **kwargs) -> None:
     with make(run_dir, **kwargs) as tracker:
         for step in steps:
             tracker.log_generations([SAMPLE], step)
+            tracker.log_lengths([1, 3, 3], step)
             tracker.log({"actor/kl_loss": step / 10}, step)
 
 
@@ -66,7 +72,7 @@ class MyTracker:
         self.file = open(info.run_dir / "own.txt", "w")
 
     def log(self, metrics, step):
-        print(step, json.dumps(metrics), file=self.file)
+        print(step, metrics["actor/kl_loss"], sorted(metrics), file=self.file)
 
     def log_generations(self, samples, step):
         print(step, *(sample.response for sample in samples), file=self.file)
@@ -87,7 +93,8 @@ def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
     )
     run_steps(tmp_path, [1, 2], loggers=config.trainer.logger)
     assert (tmp_path / "own.txt").read_text().splitlines() == [
-        "1 The sum is 42.", '1 {"actor/kl_loss": 0.1}', "2 The sum is 42.", '2 {"actor/kl_loss": 0.2}', "done",
+        "1 The sum is 42.", "1 0.1 ['actor/kl_loss', 'timing/elapsed']", "2 The sum is 42.",
+        "2 0.2 ['actor/kl_loss', 'timing/elapsed']", "done",
     ]
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
     with pytest.raises(ConfigError, match=r"^trainer\.logger: must be importable, but raised ModuleNotFoundError"):
@@ -138,13 +145,16 @@ def test_failing_tracker_warns_once_and_the_others_go_on(tmp_path, monkeypatch, 
 # --- jsonl
 
 
-def test_jsonl_rows_are_on_file_after_every_step(tmp_path):
+def test_jsonl_rows_are_on_file_after_every_step(tmp_path, monkeypatch):
+    now = iter([100.0, 102.5])
+    monkeypatch.setattr(trackers_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     with make(tmp_path) as tracker:
         tracker.log({"actor/kl_loss": 0.5, "training/global_step": 1}, 1)
         assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
             "step": 1,
             "actor/kl_loss": 0.5,
             "training/global_step": 1.0,
+            "timing/elapsed": 2.5,
         }
         tracker.log_generations([SAMPLE], 2)
         assert json.loads((tmp_path / "generations.jsonl").read_text()) == {
@@ -170,10 +180,28 @@ def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 6, "actor/kl')
     run_steps(tmp_path, [4, 5, 6], start_step=3, resume=True)
-    for name in ("metrics.jsonl", "generations.jsonl"):
+    for name in ("metrics.jsonl", "generations.jsonl", "lengths.jsonl"):
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["generations.jsonl", "metrics.jsonl"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "generations.jsonl", "lengths.jsonl", "metrics.jsonl",
+        ]  # fmt: skip
+
+
+def test_lengths_are_counted_in_bins(tmp_path):
+    with make(tmp_path) as tracker:
+        tracker.log_lengths([1, 2, 3, 120, 120], 7)
+    (row,) = read_json_lines(tmp_path / "lengths.jsonl")
+    assert (row["step"], row["bin"], row["counts"]) == (7, 3, [2, 1] + 38 * [0] + [2])
+
+
+def test_the_time_of_a_run_goes_on_where_it_was(tmp_path):
+    rows = [{"step": 3, "timing/elapsed": 50.0}, {"step": 4, "timing/elapsed": 70.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_steps(tmp_path, [4], start_step=3, resume=True)
+    times = [row["timing/elapsed"] for row in read_json_lines(tmp_path / "metrics.jsonl")]
+    assert times[0] == 50.0
+    assert 50.0 < times[1] < 70.0
 
 
 def test_new_run_keeps_the_files_of_an_earlier_one(tmp_path):

@@ -1,0 +1,24 @@
+"""Configurations by dotted key, to compare them. Values are those of JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries by dotted key; a number that JSON has not, as text."""
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return {prefix: str(tree)}
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree} if prefix else {}
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}.{name}" if prefix else str(name))
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    """Keys of flat configurations with two values, each as `[before, after]`; null where there is no such key."""
+    keys = [*after, *(key for key in before if key not in after)]
+    return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}

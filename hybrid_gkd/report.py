@@ -1,0 +1,8 @@
+"""`python -m hybrid_gkd.report RUN ...`: what run folders hold, as a page. See reporting/report/command.py."""
+
+import sys
+
+from hybrid_gkd.reporting.report.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

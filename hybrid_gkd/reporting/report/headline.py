@@ -1,0 +1,83 @@
+"""What a report says first: did it learn, what did it take, what would it cost to go on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_gkd.reporting.report.run_folder import RunFolder
+
+Card = dict[str, Any]
+"""`label`, `value`, and where it helps `note`; `change`: better or worse."""
+
+
+def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
+    """The cards of a run. What the configuration does not measure has none; what is not known yet is a dash."""
+    teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
+    cards = []
+    if config.get("data.val_files") and config.get("reward.answer_key") is not None:
+        note = f"teacher {teacher:.1%}" if teacher is not None else ""
+        cards.append(_change(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
+    if config.get("distillation.enabled", True):
+        validated = "val/forward_kl" in run.last
+        name, label = ("val/forward_kl", "Held-out KL") if validated else ("actor/kl_loss", "KL to the teacher")
+        reverse = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats a token" if validated else "nats a token"
+        cards.append(_change(run, name, label, ".4f", reverse, rises=False))
+    if "reward/mean" in run.last:
+        cards.append(_change(run, "reward/mean", "Mean reward", ".3f", "of the answers trained on", rises=True))
+    elapsed = run.last.get("timing/elapsed")
+    loading = sum(start["ready"] - start["start"] for start in run.starts if "ready" in start)
+    cards += [
+        {"label": "Steps", "value": f"{state['step']}" + (f" of {state['total']}" if state["total"] else ""),
+         "note": "" if state["starts"] < 2 else f"in {state['starts']} starts"},
+        {"label": "Wall time", "value": duration(elapsed),
+         "note": f"and {duration(loading)} to load" if loading else ""},
+        {"label": "Tokens", "value": _short(run.tokens),
+         "note": f"prompts and answers, {_short(run.tokens / elapsed)} a second" if elapsed else "prompts and answers"},
+        _cost_to_resume(run, state, elapsed),
+    ]  # fmt: skip
+    return cards
+
+
+def _cost_to_resume(run: RunFolder, state: dict[str, Any], elapsed: float | None) -> Card:
+    """Steps since the last checkpoint, which a run that continues trains again, and loading."""
+    label, saved = "To resume", run.checkpoint_step()
+    if state["outcome"] == "finished":
+        return {"label": label, "value": "nothing to do", "note": f"global_step_{saved}" if saved is not None else ""}
+    ready = [start["ready"] - start["start"] for start in run.starts if "ready" in start]
+    loading = f"{duration(ready[-1])} to load" if ready else ""
+    lost = run.step - (saved or 0)
+    where = f"from global_step_{saved}" if saved is not None else "there is no checkpoint"
+    again = f"{duration(elapsed * lost / run.step)} to train again" if elapsed and run.step and lost else ""
+    note = ", ".join(filter(None, [where, again, loading]))
+    return {"label": label, "value": f"{lost} step{'s' if lost != 1 else ''} again", "note": note}
+
+
+def _change(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+    before, after = run.first.get(name), run.last.get(name)
+    card: Card = {"label": label, "value": f"{_number(before, form)} → {_number(after, form)}", "note": note}
+    if before is not None and after is not None and before != after:
+        card["change"] = "better" if (after > before) == rises else "worse"
+    return card
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "—" if value is None else format(value, form)
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """1:02:03, 2:03 or, below a minute, 12 s."""
+    if seconds is None:
+        return "—"
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

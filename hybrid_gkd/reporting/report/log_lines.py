@@ -1,0 +1,86 @@
+"""What run.log says that a report shows: warnings, and what the checks before the run have found."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from hybrid_gkd.reporting.logs import RUN_LOG
+from hybrid_gkd.reporting.report.following import Followed
+
+WARNINGS_KEPT = 100
+"""The newest."""
+TEXT_KEPT = 2000
+"""Characters of a warning; of one that is longer, its beginning and its end."""
+RECORD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)", re.DOTALL)
+FACTS = ("versions", "folders", "engine", "device", "loss", "student", "reward", "files", "data", "teacher", "plan")
+"""Checks before a run whose findings are shown."""
+PLACED = re.compile(r"((?:actor |rollout )?worker \d+): (.*)", re.DOTALL)
+CARD = re.compile(r"of (\d+\.\d+) GiB free")
+
+
+class Warned(NamedTuple):
+    time: str
+    level: str
+    text: str
+
+
+class RunLog:
+    """The part of run.log that has been read."""
+
+    def __init__(self, run_dir: Path):
+        self._file = Followed(run_dir / RUN_LOG)
+        self._record: list[str] = []
+        self.num_warnings = 0
+        self.warnings: deque[Warned] = deque(maxlen=WARNINGS_KEPT)
+        self.facts: dict[str, str] = {}
+        """Of the newest start, by the name of the check or of the worker."""
+        self.card_gb: float | None = None
+        """Memory of the smallest GPU of a worker."""
+
+    def refresh(self) -> None:
+        """Read what is new. The last record counts when the next one begins, and `flush` is called otherwise."""
+        if self._file.replaced():
+            self._record, self.num_warnings = [], 0
+            self.warnings.clear()
+        for _, line in self._file.lines():
+            text = line.decode("utf-8", errors="replace")
+            if self._record and RECORD.match(text):
+                self._take()
+            self._record.append(text)
+
+    def flush(self) -> None:
+        """What has been read is all that there is now."""
+        if self._record:
+            self._take()
+
+    def _take(self) -> None:
+        """A record is complete: its lines together."""
+        found, self._record = RECORD.match("".join(self._record)), []
+        if found is None:
+            return
+        time, level, text = found.groups()
+        text = text.rstrip()
+        if level == "INFO":
+            self._take_fact(text)
+        elif level != "DEBUG":
+            self.num_warnings += 1
+            half = TEXT_KEPT // 2
+            short = text if len(text) <= TEXT_KEPT else f"{text[:half]}\n…\n{text[-half:]}"
+            self.warnings.append(Warned(time, level, short))
+
+    def _take_fact(self, text: str) -> None:
+        name, _, finding = text.partition(": ")
+        placed = PLACED.fullmatch(text)
+        if name == "versions":  # the first check of a start
+            self.facts.clear()
+            self.card_gb = None
+        if placed is not None:
+            name, finding = placed.groups()
+            sizes = [float(size) for size in CARD.findall(finding)]
+            self.card_gb = min([*sizes, *([self.card_gb] if self.card_gb else [])], default=None)
+        elif name not in FACTS or name in self.facts:  # later lines of the same beginning are other messages
+            return
+        self.facts[name] = finding

@@ -1,0 +1,339 @@
+// The page of one or several runs, from the JSON in it; served, it asks for newer JSON every few seconds.
+
+const REFRESH_SECONDS = 5;
+const GROUPS = [  // [heading, note, panels: [title, metrics]]
+  ["learning", "Learning", "Is the student getting closer to the teacher, and better at the task?", [
+    ["Accuracy on held-out prompts", ["val/accuracy"]],
+    ["Divergence on held-out prompts", ["val/forward_kl", "val/reverse_kl"]],
+    ["Divergence that is trained", ["actor/kl_loss"]],
+    ["Divergence in both directions", ["actor/distillation/forward_kl", "actor/distillation/reverse_kl"]],
+    ["Reward of the answers trained on", ["reward/mean", "reward/std"]],
+    ["Mass of the teacher's top k", ["actor/distillation/student_mass", "actor/distillation/teacher_mass", "actor/distillation/overlap_ratio"]],
+    ["Entropy of the student", ["actor/entropy"]],
+    ["Loss", ["actor/loss"]],
+    ["PPO's loss", ["actor/pg_loss"]],
+    ["Gradient norm", ["actor/grad_norm"]],
+    ["Learning rate", ["actor/lr"]],
+    ["Clipped tokens", ["actor/pg_clipfrac", "actor/distillation/clamp_share"]],
+    ["Movement since the rollout", ["actor/ppo_kl"]],
+    ["Importance weights", ["actor/importance/mean", "actor/importance/effective_sample_size"]],
+  ]],
+  ["teacher", "Teacher and speed", "Does the teacher keep up, and what does the run get through?", [
+    ["Tokens per second", ["perf/tokens_per_second", "teacher/tokens_per_second"]],
+    ["Teacher's time hidden behind other work", ["teacher/hidden_fraction"]],
+    ["Latency of a teacher request", ["teacher/latency", "teacher/latency_p95", "teacher/latency_p99"]],
+    ["Teacher's queue", ["teacher/queue_length"]],
+    ["Teacher busy", ["teacher/engine_busy"]],
+    ["Requests sent again", ["teacher/retries"]],
+    ["Model FLOP/s utilization", ["perf/mfu"]],
+  ]],
+];
+const PARTS = [  // of a step, in the order in which they are stacked, with their colours
+  ["gen", 0], ["wait_prev_gen", 5], ["wait_prev_teacher", 7], ["update_actor", 1], ["sync_rollout_weights", 2],
+  ["testing", 3], ["save_checkpoint", 4],
+];
+const SPAN_COLORS = {...Object.fromEntries(PARTS), request: 3, initialize: 4};
+const PHASES = ["rollout", "update", "optimizer_step", "publish"];
+
+let page = JSON.parse(document.getElementById("data").textContent);
+const report = document.getElementById("report");
+
+function section(id, heading, note, ...children) {
+  const body = children.flat().filter(child => child !== null && child !== undefined);
+  if (!body.length) return null;
+  return element("section", {id, "aria-labelledby": `${id}-heading`}, element("h2", {id: `${id}-heading`}, heading),
+                 note ? element("p", {className: "note"}, note) : null, ...body);
+}
+
+function panel(title, unit, chart, wide = false) {
+  const heading = element("h3", {}, title, unit ? element("span", {className: "unit"}, ` ${unit}`) : null);
+  return element("div", {className: wide ? "panel wide" : "panel"}, heading, chart.root, chart.readout ?? null);
+}
+
+function empty(text) { return element("p", {className: "empty"}, text); }
+
+function table(head, rows, className = "") {
+  const cell = (tag, content) => element(tag, typeof content === "number" ? {className: "number"} : {}, typeof content === "number" ? show(content) : content ?? "—");
+  return element("div", {className: "scroll", tabIndex: 0, role: "region", "aria-label": head.filter(Boolean).join(", ") || "table"},
+    element("table", {className}, element("thead", {}, element("tr", {}, ...head.map(text => cell("th", text)))),
+      element("tbody", {}, ...rows.map(row => element("tr", {}, ...row.map((content, n) => cell(n ? "td" : "th", content)))))));
+}
+
+function runLabel(run) { return page.runs.length > 1 ? run.label : run.name; }
+
+// Points of a metric of a run, or null.
+function points(run, name) {
+  const curve = run.metrics[name];
+  if (!curve) return null;
+  const elapsed = run.metrics["timing/elapsed"];
+  const clock = elapsed ? run.axes[elapsed.axis].map((step, n) => [step, elapsed.mean[n]]) : [];
+  let at = 0;
+  return run.axes[curve.axis].map((step, n) => {
+    while (at < clock.length - 2 && clock[at + 1][0] < step) at += 1;
+    let minutes = null;
+    if (clock.length === 1) minutes = clock[0][1] / 60;
+    if (clock.length > 1) {
+      const [[a, left], [b, right]] = [clock[at], clock[at + 1]];
+      minutes = Math.max(0, left + (right - left) * (step - a) / (b - a)) / 60;
+    }
+    const point = {step, minutes, value: curve.mean[n]};
+    return curve.low ? {...point, low: curve.low[n], high: curve.high[n]} : point;
+  });
+}
+
+function curvePanel(title, names) {
+  const series = [];
+  const there = names.filter(name => page.runs.some(run => run.metrics[name]));
+  there.forEach((name, n) => page.runs.forEach((run, r) => {
+    const found = points(run, name);
+    if (!found) return;
+    const one = page.runs.length === 1;
+    const label = one ? name : there.length === 1 ? run.label : `${run.label} ${name}`;
+    series.push({label, points: found, color: one ? n : r, dash: one ? null : [[1, 0], [6, 3], [2, 3]][n % 3]});
+  }));
+  if (!series.length) return null;
+  const unit = page.names[there[0]]?.[0] ?? "";
+  const made = panel(title, unit, new Curves(title, series, {unit}));
+  made.title = there.map(name => `${name}: ${page.names[name]?.[1] ?? ""}`).join("\n");
+  return made;
+}
+
+function summary() {
+  const blocks = page.runs.map(run => {
+    const cards = run.headline.map(card => element("div", {className: "card"},
+      element("div", {className: "label"}, card.label),
+      element("div", {className: `value ${card.change ?? ""}`}, card.value), element("p", {className: "note"}, card.note ?? "")));
+    const title = page.runs.length > 1 ? element("h3", {}, pill(run), runLabel(run)) : null;
+    return element("div", {}, title, element("div", {className: "cards"}, ...cards));
+  });
+  return section("summary", "Summary", null, ...blocks);
+}
+
+function pill(run) {
+  const {outcome} = run.state;
+  return element("span", {className: `pill ${outcome.replaceAll(" ", "-")}`}, outcome);
+}
+
+function differing() {
+  if (page.runs.length < 2) return null;
+  const rows = Object.entries(page.differing).map(([key, values]) => [element("code", {}, key), ...values.map(written)]);
+  return section("differences", "What differs", "Keys of the configurations that are not the same in all runs.",
+    rows.length ? table(["key", ...page.runs.map(runLabel)], rows) : empty("Nothing: the configurations are the same."));
+}
+
+function written(value) {
+  return element("code", {}, value === null || value === undefined ? "—" : typeof value === "string" ? value : JSON.stringify(value));
+}
+
+function curves() {
+  const taken = new Set(GROUPS.flatMap(([, , , panels]) => panels.flatMap(([, names]) => names)));
+  const sections = GROUPS.map(([id, heading, note, panels]) => {
+    const found = panels.map(([title, names]) => curvePanel(title, names)).filter(Boolean);
+    return section(id, heading, note, found.length ? element("div", {className: "panels"}, ...found) : empty("Nothing of this was measured in the run."));
+  });
+  const rest = [...new Set(page.runs.flatMap(run => Object.keys(run.metrics)))]
+    .filter(name => !taken.has(name) && !/^(memory|response_length|timing\/elapsed|training\/global_step)/.test(name)).sort();
+  const more = element("details", {}, element("summary", {}, `${rest.length} more metrics`));
+  more.addEventListener("toggle", () => {
+    if (more.open && more.children.length === 1) more.append(element("div", {className: "panels"}, ...rest.map(name => curvePanel(name, [name]))));
+  });
+  if (rest.length) sections.at(-1).append(more);
+  return sections;
+}
+
+function time() {
+  const panels = page.runs.map(run => {
+    const series = PARTS.map(([part, color]) => ({label: part, color, points: points(run, `timing/${part}`)}))
+      .filter(line => line.points?.some(point => point.value > 0));
+    const title = page.runs.length > 1 ? runLabel(run) : "A step, part by part";
+    return series.length ? panel(title, "seconds", new Curves(title, series, {stacked: true, unit: "seconds"}), page.runs.length === 1) : null;
+  }).filter(Boolean);
+  const note = "What the trainer waits for, one after the other. Where several steps are one point, it is their mean.";
+  return section("time", "Where the time goes", note,
+                 panels.length ? element("div", {className: "panels"}, ...panels) : empty("No step has ended yet."));
+}
+
+function timelines() {
+  const found = page.runs.filter(run => run.timeline).map(run => timeline(run));
+  const note = "A step as long as the median of the last ones, who did what. Steps with a validation or a checkpoint do not count.";
+  return section("timeline", "One step", note,
+                 found.length ? found : empty("No step from one beginning to the next has been recorded yet."));
+}
+
+function timeline(run) {
+  const {step, seconds, spans, left_out: leftOut} = run.timeline;
+  const unit = seconds < 2 ? ["ms", 1000] : ["seconds", 1];
+  const lanes = new Set(spans.map(([row, lane]) => `${row}\n${lane}`)).size;
+  const rows = [...new Set(spans.map(([row]) => row))];
+  const values = spans.map(([row, lane, name, start, end, of]) => (
+    {row: lane ? `${row} (${lane + 1})` : row, name, start: start * unit[1], end: end * unit[1],
+     length: `${show((end - start) * unit[1])} ${unit[0]}`, of: of === null ? "—" : String(of)}));
+  const order = [...new Set(values.map(value => value.row))].sort((a, b) => rows.indexOf(a.replace(/ \(\d+\)$/, "")) - rows.indexOf(b.replace(/ \(\d+\)$/, "")) || a.localeCompare(b, undefined, {numeric: true}));
+  const names = [...new Set(values.map(value => value.name))];
+  const totals = new Map();
+  for (const [row, , name, start, end] of spans) totals.set(`${row}\n${name}`, (totals.get(`${row}\n${name}`) ?? 0) + end - start);
+  const label = `Timeline of step ${step}, ${show(seconds)} seconds. The table behind it has the sums.`;
+  const chart = new Chart(label, width => ({
+    height: 20 * lanes, data: {values},
+    mark: {type: "bar", height: 14, tooltip: true, minBandSize: 1},
+    encoding: {
+      x: {field: "start", type: "quantitative", scale: {domain: [0, seconds * unit[1]], nice: false}, axis: {title: unit[0], tickCount: Math.max(3, width / 80)}},
+      x2: {field: "end"}, y: {field: "row", type: "nominal", sort: order, axis: {title: null}},
+      color: {field: "name", type: "nominal", scale: {domain: names, range: names.map(name => palette()[SPAN_COLORS[name] ?? 6])},
+              legend: {title: null, orient: "bottom", columns: width < 500 ? 2 : 6}},
+      tooltip: ["row", "name", {field: "length", title: "took"}, {field: "of", title: "for step"}].map(each => typeof each === "string" ? {field: each} : each),
+    },
+  }));
+  chart.root.style.minHeight = `${60 + 20 * lanes}px`;
+  const sums = [...totals].map(([key, total]) => [...key.split("\n"), total * unit[1]]);
+  const title = page.runs.length > 1 ? `${runLabel(run)}, step ${step}` : `Step ${step}`;
+  return element("div", {className: "panel"}, element("h3", {}, title, element("span", {className: "unit"}, ` ${show(seconds * unit[1])} ${unit[0]}`)), chart.root,
+    leftOut ? element("p", {}, `${leftOut} more workers are in trace.json.`) : null,
+    element("details", {}, element("summary", {}, "As a table"), table(["who", "what", unit[0]], sums)));
+}
+
+function memory() {
+  const found = page.runs.map(run => {
+    const values = [];
+    for (const [name, curve] of Object.entries(run.metrics)) {
+      const [, phase, owner] = name.match(/^memory\/(\w+)\/(\w+)_gb$/) ?? [];
+      const gib = Math.max(...(curve.high ?? curve.mean));
+      if (phase && gib > 0) values.push({phase, owner, gib});
+    }
+    return values.length ? memoryPanel(run, values) : null;
+  }).filter(Boolean);
+  const note = "What each phase begins with on the GPU, on the worker that has most of it and in the step that had most: whether it fits the card, and what to move or shrink.";
+  return section("memory", "Memory", note, found.length ? found : empty("No memory was measured in the run."));
+}
+
+function memoryPanel(run, values) {
+  const card = run.card_gb, small = !card && Math.max(...values.map(value => value.gib)) < 0.1;
+  const scaled = values.map(value => ({...value, size: value.gib * (small ? 1024 : 1), text: `${show(value.gib * (small ? 1024 : 1))} ${small ? "MiB" : "GiB"}`}));
+  const owners = [...new Set(values.map(value => value.owner))].sort();
+  const layers = width => [{
+    data: {values: scaled}, mark: {type: "bar", tooltip: true},
+    encoding: {
+      x: {field: "size", type: "quantitative", stack: "zero", axis: {title: small ? "MiB" : "GiB", format: "~g", tickCount: Math.max(3, width / 90)}},
+      y: {field: "phase", type: "nominal", sort: PHASES, axis: {title: null}},
+      color: {field: "owner", type: "nominal", scale: {domain: owners, range: owners.map((_, n) => palette()[n % 8])}, legend: {title: null, orient: "bottom", columns: 3}},
+      order: {field: "owner"}, tooltip: [{field: "phase"}, {field: "owner"}, {field: "text", title: "size"}],
+    },
+  }];
+  const rule = () => ({data: {values: [{card}]}, mark: {type: "rule", color: css("--bad"), strokeWidth: 2, strokeDash: [4, 3]}, encoding: {x: {field: "card", type: "quantitative"}}});
+  const chart = new Chart(`Memory by phase: ${scaled.map(value => `${value.phase} ${value.owner} ${value.text}`).join(", ")}`, width => ({height: 30 * new Set(values.map(value => value.phase)).size, layer: card ? [...layers(width), rule()] : layers(width)}));
+  const title = page.runs.length > 1 ? runLabel(run) : "On the device, by phase";
+  const against = card ? `The card has ${show(card)} GiB (dashed).` : "The run was on the CPU: there is no card to compare with.";
+  const peaks = [["perf/max_memory_allocated_gb", "torch's peak"], ["perf/max_host_memory_gb", "host memory of a worker"]]
+    .filter(([name]) => run.metrics[name]).map(([name, label]) => `${label} ${show(Math.max(...(run.metrics[name].high ?? run.metrics[name].mean)))} GiB`);
+  const most = peaks.length ? ` At most: ${peaks.join(", ")}.` : "";
+  return element("div", {className: "panel"}, element("h3", {}, title), chart.root, element("p", {}, against + most));
+}
+
+function lengths() {
+  const found = page.runs.map(run => {
+    if (!run.lengths) return null;
+    const {bin, steps, counts} = run.lengths, values = [];
+    counts.forEach((column, n) => {
+      const all = column.reduce((a, b) => a + b, 0);
+      column.forEach((count, k) => count && values.push({from: n ? steps[n - 1] : Math.min(0, steps[0]), to: steps[n], low: k * bin, high: (k + 1) * bin, share: count / all, count,
+        length: bin === 1 ? `${k} tokens` : `${k * bin} to ${(k + 1) * bin - 1} tokens`, steps: n && steps[n - 1] + 1 < steps[n] ? `${steps[n - 1] + 1} to ${steps[n]}` : String(steps[n])}));
+    });
+    const title = page.runs.length > 1 ? runLabel(run) : "Answers trained on";
+    const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => ({
+      height: HEIGHT, data: {values}, mark: {type: "rect", tooltip: true},
+      encoding: {
+        x: {field: "from", type: "quantitative", scale: {nice: false, zero: false}, axis: {title: "steps", grid: false, tickCount: Math.max(2, Math.floor(width / 90))}}, x2: {field: "to"},
+        y: {field: "low", type: "quantitative", scale: {nice: false}, axis: {title: "tokens", grid: false}}, y2: {field: "high"},
+        color: {field: "share", type: "quantitative", scale: {scheme: dark.matches ? "viridis" : "blues", domain: [0, 1], type: "sqrt"}, legend: {title: "share", format: "%", gradientLength: HEIGHT - 40}},
+        tooltip: [{field: "steps"}, {field: "length"}, {field: "count", title: "answers"}, {field: "share", format: ".1%"}],
+      },
+    }));
+    return panel(title, "tokens", chart);
+  }).filter(Boolean);
+  const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
+                curvePanel("Answers that were cut off", ["response_length/clip_ratio"])].filter(Boolean);
+  const all = [...found, ...more];
+  return section("lengths", "Lengths", "How long the answers are; those that reach the limit are cut off and teach less.",
+                 all.length ? element("div", {className: "panels"}, ...all) : empty("No step has ended yet."));
+}
+
+function configuration() {
+  const parts = page.runs.map(run => {
+    const changed = Object.entries(run.changed).map(([key, [before, after]]) => [element("code", {}, key), written(before), written(after)]);
+    const recipe = run.recipe ? `the recipe ${run.recipe}` : "the recipe";
+    const facts = Object.entries(run.facts).map(([name, text]) => [name, element("div", {className: "said"}, text)]);
+    const all = Object.entries(run.config).map(([key, value]) => [element("code", {}, key), written(value)]);
+    const earlier = run.earlier.map(({file, changed: then}) => element("details", {}, element("summary", {}, `Another value in an earlier start (${file}): ${Object.keys(then).length}`),
+      table(["key", "then", "now"], Object.entries(then).map(([key, [before, after]]) => [element("code", {}, key), written(before), written(after)]))));
+    return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null,
+      element("p", {}, run.recipe === undefined || run.recipe === null ? "Which recipe the run began with is not known." : changed.length ? `What differs from ${recipe}:` : `Nothing differs from ${recipe}.`),
+      changed.length ? table(["key", "recipe", "this run"], changed) : null,
+      element("p", {}, "What the checks before the run found, versions and machine included:"),
+      facts.length ? table(["", ""], facts) : empty("run.log has none."), ...earlier,
+      element("details", {}, element("summary", {}, `All ${all.length} keys`), table(["key", "value"], all)));
+  });
+  return section("configuration", "Configuration", null, ...parts);
+}
+
+function warnings() {
+  const lists = page.runs.map(run => {
+    const title = page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null;
+    const left = run.num_warnings - run.warnings.length;
+    const items = run.warnings.map(([at, level, text]) => element("li", {className: level === "WARNING" ? "" : "error"},
+      element("time", {}, `${at} ${level.toLowerCase()}`), element("div", {className: "said"}, text)));
+    return element("div", {}, title, items.length ? element("ul", {className: "warnings"}, ...items) : empty("The run gave none."),
+                   left > 0 ? element("p", {}, `${left} older ones are in run.log.`) : null);
+  });
+  return section("warnings", "Warnings and errors", null, ...lists);
+}
+
+function header() {
+  const [run] = page.runs, one = page.runs.length === 1;
+  document.title = one ? `${run.name}: ${run.state.outcome}` : `${page.runs.length} runs`;
+  const name = document.getElementById("name");
+  if (one) name.replaceChildren(run.name, " ", element("small", {}, run.project));
+  else name.replaceChildren(`${page.runs.length} runs`);
+  const {step, total, error} = run.state;
+  const at = `as of ${page.written}`;
+  document.getElementById("state").replaceChildren(...(one
+    ? [pill(run), `step ${step}${total ? ` of ${total}` : ""}, ${at}`, error ? element("div", {className: "failed said"}, error) : ""] : [at]));
+}
+
+function render() {
+  charts.forEach(chart => chart.remove());
+  const open = [...report.querySelectorAll("details")].map(each => each.open);
+  header();
+  const sections = [summary(), differing(), ...curves(), time(), timelines(), memory(), answers(), lengths(), configuration(), warnings()].filter(Boolean);
+  report.replaceChildren(...sections);
+  report.querySelectorAll("details").forEach((each, n) => { if (open[n]) each.open = true; });
+  document.getElementById("sections").replaceChildren(...sections.map(each => element("a", {href: `#${each.id}`}, each.firstChild.textContent)));
+}
+
+document.getElementById("controls").addEventListener("input", () => {
+  settings.x = document.querySelector("input[name=x]:checked").value;
+  settings.smoothing = Number(document.getElementById("smoothing").value);
+  settings.log = document.getElementById("log").checked;
+  document.getElementById("smoothing-value").value = settings.smoothing;
+  charts.forEach(chart => { if (chart instanceof Curves) { chart.redraw(); chart.pointAt(cursorStep); } });
+});
+document.getElementById("controls").addEventListener("submit", event => event.preventDefault());
+render();
+
+async function follow() {
+  try {
+    const answer = await fetch("data.json");
+    const text = await answer.text();
+    if (answer.ok && text !== follow.last) {
+      follow.last = text;
+      const {scrollY} = window;
+      page = JSON.parse(text);
+      render();
+      window.scrollTo(0, scrollY);
+    }
+  } catch (error) {
+    document.getElementById("state").append(" The server does not answer any more.");
+    return;
+  }
+  setTimeout(follow, REFRESH_SECONDS * 1000);
+}
+if (page.live) setTimeout(follow, REFRESH_SECONDS * 1000);

@@ -1,0 +1,217 @@
+// Charts of Vega-Lite: curves and stacked areas that share one cursor, bars, histograms over time.
+// A chart's values are read by the pointer, or with the arrow keys where it has the focus.
+
+const COLORS = {  // Okabe and Ito, the dark ones lighter on a dark page
+  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000", "#7f7f7f"],
+  dark: ["#4aa8e8", "#ff8a3d", "#2fc79a", "#e39bc4", "#e6c229", "#8fd0ff", "#ffffff", "#a5a5a5"],
+};
+const SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json";  // a name; nothing is loaded from there
+const HEIGHT = 190;
+
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const charts = new Set();   // those that are on the page
+const settings = {x: "steps", smoothing: 0, log: false};
+
+function palette() { return COLORS[dark.matches ? "dark" : "light"]; }
+function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+
+function element(tag, properties = {}, ...children) {
+  const {dataset, ...rest} = properties;
+  const made = Object.assign(document.createElement(tag), rest);
+  Object.assign(made.dataset, dataset);
+  for (const [name, value] of Object.entries(rest)) if (name.startsWith("aria-") || name === "role") made.setAttribute(name, value);
+  made.append(...children.filter(child => child !== null && child !== undefined));
+  return made;
+}
+
+function show(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "—";
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(2);
+  return String(+value.toPrecision(4));
+}
+
+function config() {
+  return {
+    background: null, font: "system-ui, sans-serif", view: {stroke: null}, padding: 2,
+    axis: {labelColor: css("--soft"), titleColor: css("--soft"), gridColor: css("--grid"), domainColor: css("--line"),
+           tickColor: css("--line"), labelFontSize: 11, titleFontSize: 11, titleFontWeight: 400, labelLimit: 130},
+    legend: {labelColor: css("--soft"), titleColor: css("--soft"), labelFontSize: 11, titleFontSize: 11},
+    range: {category: palette()},
+  };
+}
+
+async function embed(container, spec, width) {
+  const whole = {$schema: SCHEMA, width, autosize: {type: "fit-x", contains: "padding"}, config: config(), ...spec};
+  // ast: expressions are interpreted, so that the page needs no permission to evaluate code.
+  return (await vegaEmbed(container, whole, {actions: false, renderer: "svg", ast: true, tooltip: {theme: "custom"}})).view;
+}
+
+// A place for a chart that is drawn when it is scrolled to, and again when the page changes.
+class Chart {
+  constructor(label, makeSpec) {
+    this.makeSpec = makeSpec;
+    this.plot = element("div");
+    this.cursor = element("div", {className: "cursor"});
+    this.root = element("div", {className: "chart", tabIndex: 0, role: "img", "aria-label": label}, this.plot, this.cursor);
+    this.root.style.minHeight = `${HEIGHT}px`;
+    this.stale = true;
+    charts.add(this);
+    observer.observe(this.root);
+  }
+  async draw() {
+    const width = this.root.clientWidth;
+    if (!this.stale || width === 0) return;
+    this.stale = false;
+    const spec = this.makeSpec(width);
+    this.view?.finalize();
+    this.view = await embed(this.plot, spec, width);
+    this.drawn = true;
+    this.afterDrawing();
+  }
+  afterDrawing() {}
+  redraw() { this.stale = true; if (this.visible) this.draw(); }
+  remove() { observer.unobserve(this.root); this.view?.finalize(); charts.delete(this); }
+}
+
+const observer = new IntersectionObserver(entries => {
+  for (const entry of entries) {
+    const chart = [...charts].find(each => each.root === entry.target);
+    if (!chart) continue;
+    chart.visible = entry.isIntersecting;
+    if (chart.visible) chart.draw();
+  }
+}, {rootMargin: "400px"});
+
+let cursorStep = null;  // the step that all curves point at
+function moveCursor(step) {
+  cursorStep = step;
+  for (const chart of charts) chart.pointAt?.(step);
+}
+
+// Lines or stacked areas of one panel. `series`: {label, color, dash, points: [{step, minutes, value, low, high}]}.
+class Curves extends Chart {
+  constructor(title, series, {stacked = false, unit = ""} = {}) {
+    super(describe(title, series, unit), width => this.spec(width));
+    Object.assign(this, {series, stacked});
+    this.readout = element("output", {className: "readout"});
+    this.root.addEventListener("pointermove", event => this.follow(event));
+    this.root.addEventListener("pointerleave", () => moveCursor(null));
+    this.root.addEventListener("keydown", event => this.walk(event));
+    this.root.addEventListener("focus", () => this.readout.setAttribute("aria-live", "polite"));
+    this.root.addEventListener("blur", () => this.readout.setAttribute("aria-live", "off"));
+    this.pointAt(null);
+  }
+  x(point) { return settings.x === "minutes" ? point.minutes : point.step; }
+  drawnValue(line, index) { return settings.smoothing > 0 && !this.stacked ? smoothed(line)[index] : line.points[index].value; }
+  spec(width) {
+    const rows = [], bands = [], raw = [];
+    const useLog = settings.log && !this.stacked && this.series.every(line => line.points.every(p => p.value > 0));
+    this.series.forEach((line, n) => {
+      line.points.forEach((point, index) => {
+        const row = {x: this.x(point), y: this.drawnValue(line, index), n};
+        if (row.x === null || row.x === undefined) return;
+        rows.push(row);
+        if (settings.smoothing > 0 && !this.stacked) raw.push({...row, y: point.value});
+        else if (point.low !== undefined && !this.stacked) bands.push({...row, y: point.low, y2: point.high});
+      });
+    });
+    const xs = rows.map(row => row.x);
+    const domain = [Math.min(...xs), Math.max(...xs)];
+    const colors = this.series.map(line => palette()[line.color % 8]);
+    const color = {field: "n", type: "nominal", legend: null, scale: {domain: this.series.map((_, n) => n), range: colors}};
+    const dash = {field: "n", type: "nominal", legend: null,
+                  scale: {domain: this.series.map((_, n) => n), range: this.series.map(line => line.dash || [1, 0])}};
+    const x = {field: "x", type: "quantitative", scale: {domain, nice: false},
+               axis: {title: settings.x, grid: false, tickCount: Math.max(2, Math.floor(width / 70)), labelFlush: true}};
+    const y = {field: "y", type: "quantitative", axis: {title: null, tickCount: 5, format: "~g"},
+               scale: useLog ? {type: "log"} : {zero: this.stacked}};
+    const few = rows.length / this.series.length <= 40;
+    const layers = [];
+    if (this.stacked) {
+      layers.push({data: {values: rows}, mark: {type: "area", line: false, opacity: 0.85},
+                   encoding: {x, y: {...y, stack: "zero"}, color, order: {field: "n"}}});
+    } else {
+      if (bands.length) layers.push({data: {values: bands}, mark: {type: "area", opacity: 0.2}, encoding: {x, y, y2: {field: "y2"}, color}});
+      if (raw.length) layers.push({data: {values: raw}, mark: {type: "line", opacity: 0.25, strokeWidth: 1}, encoding: {x, y, color, strokeDash: dash}});
+      layers.push({data: {values: rows}, mark: {type: "line", strokeWidth: 1.8, point: few ? {size: 18, filled: true} : false},
+                   encoding: {x, y, color, strokeDash: dash}});
+    }
+    return {height: HEIGHT, layer: layers};
+  }
+  afterDrawing() { this.pointAt(cursorStep); }
+  follow(event) {
+    if (!this.drawn) return;
+    const left = this.view.origin()[0], scale = this.view.scale("x");
+    const wanted = scale.invert(event.clientX - this.plot.getBoundingClientRect().left - left);
+    moveCursor(nearest(this.longest(), point => this.x(point), wanted)?.step ?? null);
+  }
+  longest() { return this.series.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points; }
+  walk(event) {
+    const points = this.longest();
+    const at = cursorStep === null ? -1 : points.indexOf(nearest(points, point => point.step, cursorStep));
+    const to = {ArrowLeft: Math.max(0, at - 1), ArrowRight: Math.min(points.length - 1, at + 1), Home: 0,
+                End: points.length - 1, PageUp: Math.max(0, at - 10), PageDown: Math.min(points.length - 1, at + 10)}[event.key];
+    if (event.key === "Escape") moveCursor(null);
+    if (to === undefined) return;
+    event.preventDefault();
+    moveCursor(points[to].step);
+  }
+  pointAt(step) {
+    const found = this.series.map(line => step === null ? line.points.at(-1) : nearest(line.points, point => point.step, step));
+    const marked = step === null ? null : nearest(this.longest(), point => point.step, step);
+    const parts = [element("span", {}, step === null ? "last: " : `step ${marked.step}: `)];
+    this.series.forEach((line, n) => {
+      const swatch = element("span", {className: this.stacked ? "swatch" : "swatch thin"});
+      swatch.style.background = palette()[line.color % 8];
+      const index = line.points.indexOf(found[n]);
+      let text = show(found[n] && this.drawnValue(line, index));
+      if (found[n]?.low !== undefined && step !== null && settings.smoothing === 0) text += ` (${show(found[n].low)} to ${show(found[n].high)})`;
+      parts.push(element("span", {}, swatch, `${line.label} `, element("b", {}, text)));
+    });
+    this.readout.replaceChildren(...parts);
+    const shown = marked && this.drawn ? this.x(marked) : null;
+    this.cursor.style.display = shown === null ? "none" : "block";
+    if (shown !== null) {
+      const [left, top] = this.view.origin();
+      Object.assign(this.cursor.style, {left: `${left + this.view.scale("x")(shown)}px`, top: `${top}px`, height: `${HEIGHT}px`});
+    }
+  }
+}
+
+function describe(title, series, unit) {
+  const lines = series.map(line => {
+    const values = line.points.map(point => point.value);
+    return `${line.label}: first ${show(values[0])}, last ${show(values.at(-1))}`;
+  });
+  return `${title}${unit ? `, ${unit}` : ""}. ${lines.join("; ")}. The arrow keys move the cursor.`;
+}
+
+function smoothed(line) {
+  // The exponential moving average of TensorBoard and wandb, without their start from zero.
+  if (line.kept?.weight === settings.smoothing) return line.kept.values;
+  let total = 0, weight = 0;
+  const values = line.points.map(point => {
+    total = total * settings.smoothing + point.value;
+    weight = weight * settings.smoothing + 1;
+    return total / weight;
+  });
+  line.kept = {weight: settings.smoothing, values};
+  return values;
+}
+
+function nearest(points, key, wanted) {
+  let low = 0, high = points.length - 1;
+  if (high < 0) return undefined;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (key(points[middle]) < wanted) low = middle; else high = middle;
+  }
+  return Math.abs(key(points[low]) - wanted) <= Math.abs(key(points[high]) - wanted) ? points[low] : points[high];
+}
+
+dark.addEventListener("change", () => charts.forEach(chart => { chart.redraw(); chart.pointAt?.(cursorStep); }));
+let resized;
+window.addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => charts.forEach(chart => chart.redraw()), 150);
+});

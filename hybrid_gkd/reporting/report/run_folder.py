@@ -1,0 +1,207 @@
+"""What a report shows of a run, read from its folder; what has been read is not read again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hybrid_gkd.flat_config import differences, flat
+from hybrid_gkd.reporting.report.following import Followed
+from hybrid_gkd.reporting.report.headline import headline
+from hybrid_gkd.reporting.report.log_lines import RunLog
+from hybrid_gkd.reporting.report.thinning import (
+    Counts,
+    Point,
+    Thinned,
+    evenly,
+    merge_counts,
+    merge_points,
+    rounded,
+)
+from hybrid_gkd.reporting.report.timeline import representative_step
+from hybrid_gkd.reporting.starts import STARTS
+
+POINTS = 600
+"""Of a curve, at most."""
+COLUMNS = 80
+"""Of the histograms over time, at most."""
+VALIDATIONS, SAMPLES = 8, 8
+"""Validations whose answers are shown, and answers of each."""
+PROMPT_KEPT, ANSWER_KEPT = 2000, 4000
+"""Characters of a text."""
+PARTS = tuple(
+    f"timing/{part}" for part in (
+        "gen", "wait_prev_gen", "wait_prev_teacher", "update_actor", "sync_rollout_weights", "testing",
+        "save_checkpoint",
+    )
+)  # fmt: skip
+"""What a step's time is spent on, one after the other; 0 in a step without, so that they can be stacked."""
+UNFINISHED = "ended without a word: killed, or its machine lost"
+
+
+class RunFolder:
+    """A run as it is on the disk."""
+
+    def __init__(self, path: Path, points: int = POINTS):
+        self.path, self._points = path.resolve(), points
+        self._metrics, self._lengths = Followed(path / "metrics.jsonl"), Followed(path / "lengths.jsonl")
+        self._answers, self._starts = Followed(path / "generations.jsonl"), Followed(path / STARTS)
+        self.log = RunLog(path)
+        self.starts: list[dict[str, Any]] = []
+        """Each with the time of its `start`, of `ready` and `end` where it got so far, its `error`, and its facts."""
+        self._forget_metrics()
+        self._forget_lengths()
+        self._validations: dict[int, list[int]] = {}
+
+    def _forget_metrics(self) -> None:
+        self._series: dict[str, Thinned[Point]] = {}
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.step, self.tokens = 0, 0.0
+
+    def _forget_lengths(self) -> None:
+        self._counts, self._bin = Thinned(merge_counts, COLUMNS), 1
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        if self._metrics.replaced():  # a run that continues has dropped the rows that it will write again
+            self._forget_metrics()
+        if self._lengths.replaced():
+            self._forget_lengths()
+        if self._answers.replaced():
+            self._validations = {}
+        if self._starts.replaced():
+            self.starts = []
+        for _, row in self._starts.rows():
+            if "start" in row:
+                self.starts.append(row)
+            elif self.starts:
+                self.starts[-1] |= row
+        for _, row in self._metrics.rows():
+            self._take_metrics(row)
+        for _, row in self._lengths.rows():
+            self._bin = row["bin"]
+            self._counts.add(Counts(row["step"], tuple(row["counts"])))
+        for start, row in self._answers.rows():
+            self._validations.setdefault(row["step"], []).append(start)
+        self.log.refresh()
+
+    def _take_metrics(self, row: dict[str, float]) -> None:
+        step = int(row.pop("step"))
+        row = dict.fromkeys(PARTS, 0.0) | row
+        if "timing/step" in row:
+            self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
+        for name, value in row.items():
+            self._series.setdefault(name, Thinned(merge_points, self._points)).add(Point.of(step, value))
+            self.first.setdefault(name, value)
+            self.last[name] = value
+        self.step = step
+
+    def data(self) -> dict[str, Any]:
+        """What the page draws; call `refresh` before. Texts are those of data and models, as they are."""
+        self.log.flush()
+        config = self.config()
+        state = self.state()
+        newest = self.starts[-1] if self.starts else {}
+        axes: dict[tuple[int, ...], int] = {}
+        metrics = {name: self._curve(series, axes) for name, series in self._series.items()}
+        return {
+            "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
+            "headline": headline(self, config, state), "axes": list(axes), "metrics": metrics,
+            "timeline": representative_step(self.path), "card_gb": self.log.card_gb,
+            "answers": self._chosen_answers(), "lengths": self._histograms(),
+            "max_length": config.get("data.max_response_length"),
+            "config": config, "recipe": newest.get("recipe"), "changed": newest.get("changed", {}),
+            "earlier": self._earlier_configs(config), "facts": self.log.facts,
+            "warnings": list(self.log.warnings), "num_warnings": self.log.num_warnings, "starts": self.starts,
+        }
+
+    def _curve(self, series: Thinned[Point], axes: dict[tuple[int, ...], int]) -> dict[str, Any]:
+        points = series.items()
+        axis = axes.setdefault(tuple(point.step for point in points), len(axes))
+        curve: dict[str, Any] = {"axis": axis, "mean": [rounded(point.mean) for point in points]}
+        if series.every > 1:
+            curve |= {
+                "every": series.every, "low": [rounded(p.low, 4) for p in points],
+                "high": [rounded(p.high, 4) for p in points],
+            }  # fmt: skip
+        return curve
+
+    def _histograms(self) -> dict[str, Any] | None:
+        items = self._counts.items()
+        if not items:
+            return None
+        return {
+            "bin": self._bin, "every": self._counts.every, "steps": [item.step for item in items],
+            "counts": [item.counts for item in items],
+        }  # fmt: skip
+
+    def _chosen_answers(self) -> list[dict[str, Any]]:
+        """The answers of some validations from the first to the last, long ones cut."""
+        chosen = []
+        for step in evenly(sorted(self._validations), VALIDATIONS):
+            samples = []
+            with (self.path / "generations.jsonl").open("rb") as file:
+                for start in self._validations[step][:SAMPLES]:
+                    file.seek(start)
+                    row = json.loads(file.readline())
+                    samples.append({
+                        "prompt": _cut(row["prompt"], PROMPT_KEPT), "response": _cut(row["response"], ANSWER_KEPT),
+                        "answer": row["answer"] and _cut(row["answer"], PROMPT_KEPT), "reward": row["reward"],
+                    })  # fmt: skip
+            chosen.append({"step": step, "samples": samples, "of": len(self._validations[step])})
+        return chosen
+
+    def config(self, file: str = "config.yaml") -> dict[str, Any]:
+        """The resolved configuration by dotted key; empty if it is not there or cannot be read."""
+        try:
+            loaded = OmegaConf.load(self.path / file)
+        except Exception:  # of yaml, of OmegaConf and of the disk: the page is of use without it
+            return {}
+        return flat(OmegaConf.to_container(loaded, resolve=False))
+
+    def _earlier_configs(self, config: dict[str, Any]) -> list[dict[str, Any]]:
+        """Of each earlier start, what was another value then."""
+        files = sorted(self.path.glob("config.*.yaml"), key=lambda file: (len(file.name), file.name))
+        earlier = [(file.name, self.config(file.name)) for file in files]
+        return [{"file": name, "changed": differences(then, config)} for name, then in earlier]
+
+    def state(self) -> dict[str, Any]:
+        """How far the run is, and whether it goes on."""
+        newest = self.starts[-1] if self.starts else {}
+        total, error = newest.get("total_steps"), newest.get("error")
+        if "end" in newest:
+            outcome = "failed" if error else "finished" if self.step == total else "ended early"
+        elif self._is_locked():
+            outcome = "goes on"
+        elif newest:
+            outcome, error = "failed", UNFINISHED
+        else:
+            outcome = "unknown"
+        return {"outcome": outcome, "error": error, "step": self.step, "total": total, "starts": len(self.starts)}
+
+    def _is_locked(self) -> bool:
+        """Whether a process trains in the folder."""
+        try:
+            with open(self.path.parent / f".{self.path.name}.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a copy of a run folder has no lock
+            return False
+        return False
+
+    def checkpoint_step(self) -> int | None:
+        """Step of the newest checkpoint."""
+        try:
+            return int((self.path / "latest_checkpointed_iteration.txt").read_text())
+        except (OSError, ValueError):
+            return None
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[:characters]} … ({len(text) - characters} characters more)"

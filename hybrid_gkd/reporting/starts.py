@@ -1,0 +1,39 @@
+"""starts.jsonl in the run folder: each start of a run, when it was ready to train, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hybrid_gkd.files import JsonLinesFile
+
+logger = logging.getLogger(__name__)
+
+STARTS = "starts.jsonl"
+
+
+@contextlib.contextmanager
+def recorded_start(run_dir: Path, facts: dict[str, Any]) -> Iterator[Callable[[], None]]:
+    """Append a row `{"start": time, **facts}`, at the call of what is yielded `{"ready": time}`, and at the end
+    `{"end": time, "error": text or null}`; times are seconds of the wall clock.
+
+    A failing disk costs the rows, with a warning, and not the run.
+    """
+    def append(row: dict[str, Any]) -> None:
+        try:
+            with contextlib.closing(JsonLinesFile(run_dir / STARTS)) as file:
+                file.append([row])
+        except OSError as error:
+            logger.warning("%s cannot be written, the run goes on without its rows: %s", STARTS, error)
+
+    append({"start": time.time(), **facts})
+    try:
+        yield lambda: append({"ready": time.time()})
+    except BaseException as error:
+        append({"end": time.time(), "error": f"{type(error).__name__}: {error}".removesuffix(": ")})
+        raise
+    append({"end": time.time(), "error": None})

@@ -1,0 +1,322 @@
+"""What a report has of a run, from the files of its folder."""
+
+import fcntl
+import importlib.resources
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from run_folders import NASTY, make_run, step_row
+
+from hybrid_gkd.files import JsonLinesFile
+from hybrid_gkd.reporting.report.command import FOLLOW, main
+from hybrid_gkd.reporting.report.keeping import report_kept
+from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
+from hybrid_gkd.reporting.report.page import html, labels, page_data
+from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, RunFolder
+from hybrid_gkd.reporting.report.serving import ReportServer
+from hybrid_gkd.reporting.report.thinning import Counts, Point, Thinned, evenly, merge_counts, merge_points
+
+MAX_BYTES = 5_000_000
+
+
+def data_of(folder):
+    run = RunFolder(folder)
+    run.refresh()
+    return run.data()
+
+
+def cards(data):
+    return {card["label"]: card for card in data["headline"]}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("finished"))
+
+
+# --- thinning
+
+
+def test_a_thinned_series_has_the_mean_and_the_extremes_of_every_step_once():
+    series = Thinned(merge_points, 8)
+    values = [float((7 * step) % 101) for step in range(1, 1001)]
+    for step, value in enumerate(values, 1):
+        series.add(Point.of(step, value))
+        assert len(series.items()) <= 8
+    points = series.items()
+    assert sum(point.rows for point in points) == 1000
+    assert points[-1].step == 1000
+    assert sum(point.total for point in points) == pytest.approx(sum(values))
+    start = 0
+    for point in points:
+        part = values[start : point.step]
+        assert (point.mean, point.low, point.high) == (pytest.approx(sum(part) / len(part)), min(part), max(part))
+        start = point.step
+
+
+def test_counts_of_several_steps_are_added():
+    assert merge_counts(Counts(1, (1, 2)), Counts(2, (0, 1, 5))) == Counts(2, (1, 3, 5))
+
+
+def test_evenly_keeps_the_first_and_the_last():
+    assert evenly(range(101), 5) == [0, 25, 50, 75, 100]
+    assert evenly([3, 4], 5) == [3, 4]
+
+
+# --- a run
+
+
+def test_a_finished_run(finished):
+    data = data_of(finished)
+    assert data["state"] == {"outcome": "finished", "error": None, "step": 30, "total": 30, "starts": 1}
+    found = cards(data)
+    assert found["Held-out accuracy"] == {
+        "label": "Held-out accuracy", "value": "20.0% → 90.0%", "note": "teacher 99.0%", "change": "better",
+    }  # fmt: skip
+    assert found["Held-out KL"]["value"] == "2.0000 → 0.0667"
+    assert found["Tokens"]["value"] == "15 k"
+    assert found["To resume"]["value"] == "nothing to do"
+    assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 31))
+    assert [each["step"] for each in data["answers"]] == [0, 10, 20, 30]
+    assert data["answers"][0]["samples"][0]["prompt"] == NASTY
+    assert data["lengths"]["steps"] == list(range(1, 31))
+    assert [sum(column) for column in data["lengths"]["counts"]] == [4] * 30
+    assert data["card_gb"] == 140.0  # from the text of a Placement
+    assert data["changed"] == {"trainer.logger": [["console"], []]}
+    assert data["facts"]["plan"] == "workers: 1\nbatch: 128 prompts"
+    [warned] = data["warnings"]
+    assert warned.level == "WARNING"
+    assert NASTY in warned.text
+
+
+def test_the_step_that_is_drawn_is_a_whole_one(finished):
+    timeline = data_of(finished)["timeline"]
+    assert timeline["seconds"] == pytest.approx(0.5)
+    own = [(name, start, end) for row, _, name, start, end, _ in timeline["spans"] if row == "trainer"]
+    assert own == [
+        ("gen", 0, 0.1), ("wait_prev_teacher", 0.1, 0.25), ("update_actor", 0.25, 0.45),
+        ("sync_rollout_weights", 0.45, 0.5),
+    ]  # fmt: skip
+    assert {row for row, *_ in timeline["spans"]} == {"trainer", "teacher", "worker 0"}
+
+
+def test_what_a_step_did_not_do_took_no_time(finished):
+    metrics = data_of(finished)["metrics"]
+    assert len({metrics[part]["axis"] for part in PARTS}) == 1
+    assert metrics["timing/testing"]["mean"] == [1] + [0] * 30
+    assert set(metrics["timing/save_checkpoint"]["mean"]) == {0}
+
+
+def test_reading_on_finds_what_reading_at_once_does(tmp_path, finished):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = RunFolder(folder)
+    for line in (finished / "metrics.jsonl").read_bytes().splitlines(keepends=True):
+        with (folder / "metrics.jsonl").open("ab") as file:
+            file.write(line[:20])
+            file.flush()
+            run.refresh()
+            file.write(line[20:])
+    run.refresh()
+    assert run.data()["metrics"] == data_of(finished)["metrics"]
+
+
+def test_a_failed_run_has_its_error(tmp_path):
+    data = data_of(make_run(tmp_path, steps=25, total=40, error=ValueError(f"boom {NASTY}")))
+    assert (data["state"]["outcome"], data["state"]["step"], data["state"]["total"]) == ("failed", 25, 40)
+    assert data["state"]["error"].startswith("ValueError: boom </script>")
+    assert [warned.level for warned in data["warnings"]] == ["WARNING", "ERROR"]
+    assert cards(data)["To resume"]["value"] == "5 steps again"
+
+
+def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
+    folder = make_run(tmp_path, steps=25, total=40, error=ValueError("boom"))
+    run = RunFolder(folder)
+    run.refresh()
+    elapsed = run.last["timing/elapsed"]
+    make_run(tmp_path, first=21, steps=40, resume=True, overrides=["actor_rollout_ref.actor.grad_clip=0.5"])
+    run.refresh()
+    data = run.data()
+    assert data["state"]["outcome"] == "finished"
+    assert data["state"]["starts"] == 2
+    assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 41))
+    assert data["lengths"]["steps"] == list(range(1, 41))
+    assert [each["step"] for each in data["answers"]] == [0, 10, 20, 30, 40]
+    times = data["metrics"]["timing/elapsed"]["mean"]
+    assert times == sorted(times)
+    assert run.last["timing/elapsed"] > 0.0 < elapsed
+    assert cards(data)["Steps"]["note"] == "in 2 starts"
+    assert data["earlier"] == [
+        {"file": "config.1.yaml", "changed": {"actor_rollout_ref.actor.grad_clip": [1.0, 0.5]}}
+    ]
+
+
+def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
+    folder = make_run(tmp_path, total=99)
+    rows = (folder / "starts.jsonl").read_text().splitlines()
+    (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert data_of(folder)["state"]["outcome"] == "goes on"
+    state = data_of(folder)["state"]
+    assert (state["outcome"], state["error"]) == ("failed", UNFINISHED)
+
+
+def test_ppo_has_its_reward_and_no_divergence(tmp_path):
+    found = cards(data_of(make_run(tmp_path, recipe="ppo_demo")))
+    assert found["Mean reward"]["value"] == "0.010 → 0.300"
+    assert not {"Held-out KL", "KL to the teacher"} & found.keys()
+
+
+def test_a_folder_with_little_in_it_has_a_report_all_the_same(tmp_path):
+    (tmp_path / "run.log").write_text("not a record\n")
+    (tmp_path / "config.yaml").write_text("- a\n- list: [\n")
+    data = data_of(tmp_path)
+    assert (data["state"]["outcome"], data["metrics"], data["timeline"]) == ("unknown", {}, None)
+    (tmp_path / "config.yaml").write_text("reward:\n  timeout: .inf\n")
+    assert b"inf" in page_data([RunFolder(tmp_path)])
+
+
+def test_long_texts_are_cut(tmp_path):
+    (tmp_path / "run.log").write_text(f"2026-01-01 00:00:00 WARNING {'x' * 100_000}\n2026-01-01 00:00:01 DEBUG step\n")
+    log = RunLog(tmp_path)
+    log.refresh()
+    assert len(log.warnings[0].text) < TEXT_KEPT + 10
+
+
+# --- the page
+
+
+def test_ten_thousand_steps_are_a_small_page(tmp_path):
+    names = [f"actor/metric_{number}" for number in range(60)]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            row = step_row(step, distils=True) | {name: step / 7 + number for number, name in enumerate(names)}
+            file.write(json.dumps({"step": step, "timing/elapsed": step * 3.3, **row}) + "\n")
+    answers = JsonLinesFile(tmp_path / "generations.jsonl")
+    lengths = JsonLinesFile(tmp_path / "lengths.jsonl")
+    for step in range(0, 10_001, 10):
+        text = {"prompt": "p" * 9000, "response": "r" * 9000, "answer": "a" * 9000, "reward": 1.0}
+        answers.append({"step": step, **text} for _ in range(10))
+        lengths.append([{"step": step, "bin": 20, "counts": [100] * 50}])
+    run = RunFolder(tmp_path)
+    page = html(page_data([run]))
+    assert len(page) <= MAX_BYTES
+    data = run.data()
+    assert all(len(curve["mean"]) <= POINTS for curve in data["metrics"].values())
+    assert data["axes"][data["metrics"]["actor/metric_0"]["axis"]][-1] == 10_000
+    assert [each["step"] for each in data["answers"]][:: len(data["answers"]) - 1] == [0, 10_000]
+
+
+def test_what_comes_from_data_ends_no_element_of_the_page(finished):
+    page = html(page_data([RunFolder(finished)])).decode()
+    assert page.count("</script") == 3  # data, library, script
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(text)["runs"][0]["answers"][0]["samples"][0]["prompt"] == NASTY
+    assert "<" not in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline'; img" in policy
+    assert "connect-src" not in policy
+    assert "@data@" not in page
+
+
+def test_a_lone_surrogate_is_written(tmp_path):
+    (tmp_path / "generations.jsonl").write_text(
+        json.dumps({"step": 0, "prompt": "\ud800", "response": "", "answer": None, "reward": None}) + "\n"
+    )
+    assert "generations" not in page_data([RunFolder(tmp_path)]).decode("utf-8")
+
+
+def test_labels_tell_runs_apart(tmp_path):
+    assert labels([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert labels([tmp_path / "x/p/a", tmp_path / "y/p/a"]) == ["x", "y"]
+    assert labels([tmp_path / "a"]) == ["a"]
+
+
+# --- the command
+
+
+def test_the_command_writes_into_the_run_folder_or_compares(tmp_path, finished, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(finished)]) == 0
+    assert capsys.readouterr().out.strip() == str(finished / "report.html")
+    other = make_run(tmp_path, "other", recipe="ppo_demo")
+    assert main([str(finished), str(other)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    text = re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text(), re.DOTALL)[1]
+    page = json.loads(text)
+    assert page["differing"]["distillation.enabled"] == [True, False]
+    assert "trainer.project_name" not in page["differing"]
+
+
+def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "nothing")])
+    assert f"{tmp_path / 'nothing'} is no run folder" in capsys.readouterr().err
+    (tmp_path / "run.log").touch()
+    assert main([str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_run_has_its_report_when_it_ends(tmp_path):
+    (tmp_path / "run.log").touch()
+    with report_kept(tmp_path):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 7, "actor/loss": 0.5}\n')
+    assert '"step":7' in (tmp_path / "report.html").read_text()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "run.log").touch()
+    (tmp_path / "report.html").mkdir()
+    with report_kept(tmp_path):
+        pass
+    assert "report.html is not up to date: error: [Errno 21]" in caplog.text
+
+
+def test_the_report_of_a_run_that_was_killed_is_written(tmp_path):
+    folder = make_run(tmp_path, total=99)
+    rows = (folder / "starts.jsonl").read_text().splitlines()
+    (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    command = [sys.executable, "-m", "hybrid_gkd.report", FOLLOW, str(folder)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, check=True, timeout=60)
+    assert UNFINISHED in (folder / "report.html").read_text()
+
+
+def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path):
+    folder = make_run(tmp_path)
+    with ReportServer([folder], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def get(path, host=f"localhost:{server.port}"):
+            request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"Host": host})
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.read().decode()
+
+        assert "connect-src 'self'" in get("/")
+        assert json.loads(get("/data.json"))["live"] is True
+        for path, host, code in (("/", "evil.example", 403), ("/etc/passwd", f"127.0.0.1:{server.port}", 404)):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                get(path, host)
+            assert refused.value.code == code
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 31, "actor/loss": 0.25}\n')
+        server._read_at = time.monotonic() - 60
+        assert json.loads(get("/data.json"))["runs"][0]["state"]["step"] == 31
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_the_library_is_what_the_tool_makes():
+    import vl_convert
+
+    file = importlib.resources.files("hybrid_gkd.reporting.report").joinpath("vega.min.js")
+    assert file.read_text() == vl_convert.javascript_bundle()
