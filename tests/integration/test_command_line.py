@@ -163,6 +163,9 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert [line.split()[3] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
     log = (out / "hybrid_gkd" / "gkd" / "run.log").read_text()
     assert all(line in log for line in ("INFO versions: ", "INFO run folder: ", "DEBUG step 4  actor/"))
+    assert f"{(out / 'hybrid_gkd' / 'gkd' / 'report.html').as_uri()}\n" in text
+    report = (out / "hybrid_gkd" / "gkd" / "report.html").read_text()
+    assert '"outcome":"finished","error":null,"step":4,"total":4' in report
 
 
 def test_everything_listens_on_loopback_only(finished):
