@@ -27,12 +27,12 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_the_exit_code(run, number, capsys):
-    assert run(lambda config, stopping: signal.raise_signal(number)) == 128 + number
+    assert run(lambda config, options, stopping: signal.raise_signal(number)) == 128 + number
     assert capsys.readouterr().err == f"ended by {number.name}; everything that this run had started is stopped\n"
 
 
 def test_a_run_that_has_ended_after_its_step_has_the_same_exit_code(run):
-    def end(config, stopping):
+    def end(config, options, stopping):
         with stopping.after_the_step(60.0):
             signal.raise_signal(signal.SIGTERM)
 
@@ -40,7 +40,7 @@ def test_a_run_that_has_ended_after_its_step_has_the_same_exit_code(run):
 
 
 def test_a_sigterm_that_ray_hides_is_still_the_exit_code(run):
-    def end(config, stopping):
+    def end(config, options, stopping):
         try:
             signal.raise_signal(signal.SIGTERM)
         except SystemExit:
@@ -50,7 +50,7 @@ def test_a_sigterm_that_ray_hides_is_still_the_exit_code(run):
 
 
 def test_an_exit_that_ray_has_decided_on_is_an_error_with_its_reason(run, capsys):
-    def end(config, stopping):
+    def end(config, options, stopping):
         error = SystemExit(1)
         error.ray_terminate_msg = "the raylet died"
         raise error
