@@ -17,7 +17,7 @@ from hybrid_gkd.waiting import Timeout, waiting
 
 logger = logging.getLogger(__name__)
 
-LAST_REPORT = Timeout(60.0)
+REPORT_SECONDS = 60.0
 """How long the end of a run waits for its last report."""
 
 
@@ -45,10 +45,10 @@ def report_kept(run_dir: Path) -> Iterator[None]:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Have the last report written, or say why it is not."""
     try:
-        with waiting("the last report.html", LAST_REPORT):
-            said, _ = process.communicate(timeout=LAST_REPORT.seconds)
+        with waiting("the last report.html", Timeout(REPORT_SECONDS)):
+            said, _ = process.communicate(timeout=REPORT_SECONDS)
     except subprocess.TimeoutExpired:
-        logger.warning("report.html was not finished in %s", LAST_REPORT)
+        logger.warning("report.html was not finished in %.0f s", REPORT_SECONDS)
         return
     finally:
         if process.poll() is None:
