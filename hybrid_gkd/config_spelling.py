@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_verl import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, TABLES, VALUES, Look, Read
+from hybrid_gkd.config_verl import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES, Look, Read
 from hybrid_gkd.errors import ConfigError
 
 TEACHERS = "distillation.teacher_models."
@@ -42,6 +42,12 @@ def is_own(key: str) -> bool:
     """Whether it is a key of `Config`."""
     keys, open_ended = _own()
     return key in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
+
+
+def moved(key: str) -> str:
+    """The key with the section that it has here; itself where that is the same."""
+    old = next((section for section in SECTIONS if key.startswith(section)), None)
+    return key if old is None or is_own(key) else f"{SECTIONS[old]}{key.removeprefix(old)}"
 
 
 def find(key: str) -> tuple[Mapping[str, Any], Any] | None:
@@ -74,15 +80,16 @@ class SpellingReader:
 
         Raises ConfigError: it is refused, or a key of `Config` was given in two spellings with different values.
         """
-        found = find(key)
-        result = {key: value} if found is None else self._apply(key, value, *found)
+        here = moved(key)
+        found = find(here)
+        result = {here: value} if found is None else self._apply(key, value, *found)
         for own, new in result.items():
             before, old = self._set_by.setdefault(own, (key, new))
             if before != key and old != new:
                 rule = f"is given two values, by {before} ({old}) and by {key} ({new})"
                 raise ConfigError(own, rule, show_value=False)
             self._set_by[own] = (key, new)
-        if found is not None and result != {key: value} and isinstance(found[1], Read):
+        if result != {key: value} and (found is None or isinstance(found[1], Read)):
             became = ", ".join(f"{own}={new}" for own, new in result.items()) or "the default"
             self.lines.append(f"{key}={value} is read as {became}")
         return result
@@ -116,8 +123,10 @@ class SpellingReader:
 
     def _look(self, key: str) -> Any:
         for given, value in reversed(self.given):
-            row = (find(given) or (None, None))[1]
-            if row is None and given == key:
+            if given == key:
+                return value
+            row = (find(moved(given)) or (None, None))[1]
+            if row is None and moved(given) == key:
                 return value
             if isinstance(row, Read) and key in row.keys:
                 result = row.reading(value, self._look)
@@ -132,6 +141,8 @@ def markdown_page() -> str:
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
         "This page is generated: `python -m hybrid_gkd.config_spelling > docs/verl.md`. A `*` is anything.", "",
+        "## Sections with another name", "", "| verl | here |", "|---|---|",
+        *(f"| `{old}*` | `{new}*` |" for old, new in SECTIONS.items()), "",
         "## Read as something else", "", "| verl | here | value |", "|---|---|---|",
         *(f"| `{key}` | {_code(row.keys)} | {row.how} |" for key, row in read.items()), "",
         "## Accepted without a meaning", "", "| why | verl |", "|---|---|",

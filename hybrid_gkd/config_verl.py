@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 ARR = "actor_rollout_ref"
+CORRECTION = "algorithm.rollout_correction"
 Look = Callable[[str], Any]
-"""Key of `Config` -> the value that it has so far."""
+"""Key of `Config` -> the value that it has so far; key of verl -> the value that is given, else None."""
 Reading = Callable[[Any, Look], dict[str, Any]]
 """A given value -> keys of `Config` with their values; none where the default stays. Raises ValueError: the rule."""
 
@@ -95,6 +96,22 @@ def _min_clamp(value: Any, look: Look) -> dict[str, Any]:
     return {}
 
 
+def _rollout_is(value: Any, look: Look) -> dict[str, Any]:
+    if value is None:
+        return {}
+    limit = look(f"{CORRECTION}.rollout_is_threshold")
+    return {"algorithm.rollout_is": value, "algorithm.rollout_is_threshold": 2.0 if limit is None else limit}
+
+
+def _rollout_threshold(value: Any, look: Look) -> dict[str, Any]:
+    return {} if look(f"{CORRECTION}.rollout_is") is None else {"algorithm.rollout_is_threshold": value}
+
+
+def _ratio_cap(value: Any, _: Look) -> dict[str, Any]:
+    weighs = value is not None and value > 0
+    return {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": value} if weighs else {}
+
+
 LOSS_MODE = Read(
     ("distillation.loss_mode", "distillation.tail"), _loss_mode,
     "forward_kl_topk is forward_kl with distillation.tail=none, kl is k1, mse is k2, low_var_kl is k3",
@@ -102,15 +119,24 @@ LOSS_MODE = Read(
 CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), _saved, "Whether hf_model is one of them")
 TEACHER = f"{ARR}.teacher"
 
+TRAINED = {f"{ARR}.actor": f"{ARR}.model"}
+"""Section of a model that is trained -> section of the folder that it starts from."""
+
+TRAINED_VALUES: dict[str, dict[Any, Any]] = {
+    "fsdp_config.model_dtype": {"bfloat16": "bf16", "float32": "fp32"},
+    "optim.lr_warmup_steps": {-1: DEFAULT, None: DEFAULT},
+    "optim.min_lr_ratio": {None: DEFAULT},
+}
+
 VALUES: dict[str, Read] = {
-    f"{ARR}.actor.fsdp_config.model_dtype": spelled(
-        f"{ARR}.actor.fsdp_config.model_dtype", {"bfloat16": "bf16", "float32": "fp32"}
-    ),
-    f"{ARR}.actor.optim.lr_warmup_steps": spelled(f"{ARR}.actor.optim.lr_warmup_steps", {-1: DEFAULT, None: DEFAULT}),
-    f"{ARR}.actor.optim.min_lr_ratio": spelled(f"{ARR}.actor.optim.min_lr_ratio", {None: DEFAULT}),
+    **{
+        f"{section}.{name}": spelled(f"{section}.{name}", values)
+        for section in TRAINED for name, values in TRAINED_VALUES.items()
+    },
     f"{ARR}.rollout.name": spelled(f"{ARR}.rollout.name", {"sglang": "vllm", "trtllm": "vllm"}),
     f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
     "distillation.loss_mode": LOSS_MODE,
+    "reward.custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
     "trainer.experiment_name": Read(("trainer.experiment_name",), _run_name, "/ is _, as it is the name of a folder"),
     "trainer.logger": Read(
         ("trainer.logger",), _loggers, "A single name is a list of one, file is jsonl; beside another, "
@@ -123,17 +149,38 @@ VALUES: dict[str, Read] = {
 }
 """Keys of both with values that are spelled otherwise."""
 
+SECTIONS: dict[str, str] = {
+    "custom_reward_function.": "reward.custom_reward_function.",
+    "distillation.distillation_loss.": "distillation.",
+    "ray_kwargs.ray_init.": "ray_init.",
+}
+"""Section of verl -> where its keys are here. They are looked up there, in `Config` and in the tables below."""
+
 RENAMED: dict[str, Read] = {
+    f"{CORRECTION}.rollout_is": Read(
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), _rollout_is,
+        "Null is no weights; with it the threshold is that of verl, 2.0 unless given",
+    ),
+    f"{CORRECTION}.rollout_is_threshold": Read(
+        ("algorithm.rollout_is_threshold",), _rollout_threshold, "Left at the default without rollout_is, as in verl"
+    ),
+    f"{ARR}.actor.tis_imp_ratio_cap": Read(
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), _ratio_cap, "Above 0 the threshold of token weights"
+    ),
     **{
-        f"algorithm.rollout_correction.{key}": spelled(f"algorithm.{key}") for key in (
-            "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold",
-        )
+        f"{CORRECTION}.{key}": spelled(f"algorithm.{key}")
+        for key in ("rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     },
     "data.tokenizer": spelled(f"{ARR}.model.tokenizer_path"),
     "data.trust_remote_code": spelled(f"{ARR}.model.trust_remote_code"),
-    f"{ARR}.actor.ppo_micro_batch_size": _micro_batch(f"{ARR}.actor.ppo_micro_batch_size_per_gpu"),
-    f"{ARR}.actor.optim.warmup_style": spelled(f"{ARR}.actor.optim.lr_scheduler_type", {None: DEFAULT}),
-    f"{ARR}.actor.optim.clip_grad": spelled(f"{ARR}.actor.grad_clip"),
+    **{
+        f"{section}.{theirs}": row
+        for section in TRAINED for theirs, row in {
+            "ppo_micro_batch_size": _micro_batch(f"{section}.ppo_micro_batch_size_per_gpu"),
+            "optim.warmup_style": spelled(f"{section}.optim.lr_scheduler_type", {None: DEFAULT}),
+            "optim.clip_grad": spelled(f"{section}.grad_clip"),
+        }.items()
+    },
     f"{ARR}.actor.checkpoint.contents": CONTENTS,
     f"{ARR}.actor.checkpoint.save_contents": CONTENTS,
     f"{ARR}.rollout.prompt_length": spelled("data.max_prompt_length"),
@@ -144,16 +191,12 @@ RENAMED: dict[str, Read] = {
     f"{ARR}.rollout.val_kwargs.do_sample": Read(
         (f"{ARR}.rollout.val_kwargs.temperature",), _do_sample, "false is temperature 0, true leaves it as it is"
     ),
-    "custom_reward_function.path": spelled("reward.custom_reward_function.path"),
-    "custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
-    "distillation.distillation_loss.loss_mode": LOSS_MODE,
-    "distillation.distillation_loss.log_prob_min_clamp": Read(
+    "distillation.log_prob_min_clamp": Read(
         (), _min_clamp, "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
     ),
-    **{
-        f"distillation.distillation_loss.{name}": spelled(f"distillation.{name}")
-        for name in ("topk", "use_task_rewards", "use_policy_gradient", "distillation_loss_coef", "loss_max_clamp")
-    },
+    "distillation.clip_ratio": spelled(f"{ARR}.actor.clip_ratio"),
+    "distillation.clip_ratio_low": spelled(f"{ARR}.actor.clip_ratio_low"),
+    "distillation.clip_ratio_high": spelled(f"{ARR}.actor.clip_ratio_high"),
     **{
         f"distillation.{teacher}.{theirs}": row
         for teacher in ("teacher_model", "teacher_models.*")
@@ -169,51 +212,57 @@ RENAMED: dict[str, Read] = {
     "trainer.remove_previous_ckpt_in_save": Read(
         ("trainer.max_actor_ckpt_to_keep",), _one_checkpoint, "true is 1, false leaves it as it is"
     ),
-    "ray_kwargs.ray_init.num_cpus": spelled("ray_init.num_cpus"),
-    "ray_kwargs.ray_init.address": spelled("ray_init.address"),
 }
 """Key of verl -> the key of `Config`."""
 
-FSDP = tuple(f"{ARR}.{role}.fsdp_config" for role in ("actor", "ref"))
+
+
+def _of_trained(*names: str) -> tuple[str, ...]:
+    """Keys of every model that is trained; those that begin with `model.` are of the folder that it starts from."""
+    return tuple(
+        f"{model}.{name.removeprefix('model.')}" if name.startswith("model.") else f"{section}.{name}"
+        for section, model in TRAINED.items() for name in names
+    )
+
+
 ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size")
-INFERENCE = "inference.*"
 
 ACCEPTED: dict[str, tuple[str, ...]] = {
-    "sequences are always packed, without padding": (
-        f"{ARR}.model.use_remove_padding", f"{ARR}.actor.use_remove_padding", f"{ARR}.actor.pad_to_length",
-        *(f"{fsdp}.pad_to_length*" for fsdp in FSDP),
+    "sequences are always packed, without padding": _of_trained(
+        "model.use_remove_padding", "use_remove_padding", "pad_to_length", "fsdp_config.pad_to_length*"
     ),
     "log-probabilities and entropy always come from a fused head, chunk by chunk, without the logits of a sequence": (
-        f"{ARR}.model.use_fused_kernels", f"{ARR}.actor.use_fused_kernels", f"{ARR}.model.fused_kernel_options.*",
-        f"{ARR}.model.use_liger", "distillation.distillation_loss.use_chunked_topk",
-        "distillation.distillation_loss.chunked_topk_chunk_size", f"{ARR}.actor.calculate_entropy",
-        *(f"{section}.{name}" for section in (f"{ARR}.actor", f"{ARR}.ref", *FSDP) for name in ENTROPY),
+        *_of_trained("model.use_fused_kernels", "use_fused_kernels", "model.fused_kernel_options.*", "model.use_liger"),
+        f"{ARR}.actor.calculate_entropy", "distillation.use_chunked_topk", "distillation.chunked_topk_chunk_size",
+        *(f"{ARR}.{section}{name}" for section in ("actor.", "ref.", "actor.fsdp_config.") for name in ENTROPY),
     ),
     f"passes for log-probabilities are cut as those of the update ({ARR}.actor.use_dynamic_bsz and its limits)": tuple(
         f"{ARR}.{role}.log_prob_{name}" for role in ("rollout", "ref")
         for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     ),
     "gradients stay on the GPU only while a batch is trained, and what FSDP2 gathers is planned with the memory": (
-        *(f"{fsdp}.{name}" for fsdp in FSDP for name in (
-            "grad_offload", "offload_policy", "forward_prefetch", "use_orig_params", "wrap_policy.*", "strategy",
-            "use_torch_compile",
-        )),
-        f"{ARR}.model.enable_activation_offload",
+        _of_trained(
+            "fsdp_config.grad_offload", "fsdp_config.offload_policy", "fsdp_config.forward_prefetch",
+            "fsdp_config.use_orig_params", "fsdp_config.wrap_policy.*", "fsdp_config.strategy",
+            "fsdp_config.use_torch_compile", "model.enable_activation_offload",
+        )
     ),
     "a worker holds whole sequences; results are the same without sequence parallelism": (
-        f"{ARR}.*.ulysses_sequence_parallel_size",
+        f"{ARR}.*.ulysses_sequence_parallel_size", "critic.*ulysses_sequence_parallel_size",
     ),
     "the reference policy is sharded and computed as the student is, and waits on the host between its passes": (
         f"{ARR}.ref.fsdp_config.*", f"{ARR}.ref.param_offload", f"{ARR}.ref.strategy", f"{ARR}.ref.use_torch_compile",
     ),
     "the rollout engine gets the student's weights before its first step, parameter by parameter": (
         f"{ARR}.rollout.load_format", f"{ARR}.rollout.layered_summon", f"{ARR}.rollout.checkpoint_engine.*",
-        f"{ARR}.rollout.multi_stage_wake_up", f"{ARR}.model.use_shm", "data.use_shm",
+        f"{ARR}.rollout.multi_stage_wake_up",
     ),
+    "files are read where they are": ("data.use_shm", *_of_trained("model.use_shm")),
     "generation has one mode: requests to the engine in the worker's process": (
         f"{ARR}.rollout.mode", f"{ARR}.rollout.agent.num_workers", f"{ARR}.rollout.micro_batch_size",
         f"{ARR}.rollout.disable_log_stats", f"{ARR}.rollout.skip_tokenizer_init", f"{ARR}.rollout.calculate_log_probs",
     ),
+    "the engine gets weights with the adapters merged into them": (f"{ARR}.model.lora.merge",),
     "how vLLM schedules and caches changes no answer; engine_kwargs.vllm hands it arguments": (
         f"{ARR}.rollout.enable_chunked_prefill", f"{ARR}.rollout.enable_prefix_caching",
         f"{ARR}.rollout.scheduling_policy",
@@ -225,14 +274,14 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "validation asks all prompts at once and does not depend on their order": (
         "data.val_batch_size", "data.validation_shuffle",
     ),
-    "the schedule is as long as the run": (f"{ARR}.actor.optim.total_training_steps",),
-    "orders are decided by data.seed and actor_rollout_ref.rollout.seed": (
-        f"{ARR}.actor.data_loader_seed", *(f"{fsdp}.seed" for fsdp in FSDP),
+    "the schedule is as long as the run": _of_trained("optim.total_training_steps"),
+    "orders are decided by data.seed and actor_rollout_ref.rollout.seed": _of_trained(
+        "data_loader_seed", "fsdp_config.seed"
     ),
-    "a checkpoint is loaded whole, and its files are checked before": (f"{ARR}.actor.checkpoint.load_contents",),
+    "a checkpoint is loaded whole, and its files are checked before": _of_trained("checkpoint.load_contents"),
     "the local teacher service chooses how it scores; distillation.temperature is for student and teacher": tuple(
         f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
-        for name in (INFERENCE, "key", "num_replicas")
+        for name in ("inference.*", "key", "num_replicas")
     ),
     "a local teacher takes tensor_model_parallel_size GPUs that no worker needs, or shares those of the workers": (
         "distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_model.n_gpus_per_node",
@@ -249,43 +298,49 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "timeouts have keys of their own (docs/running.md)": ("trainer.ray_wait_register_center_timeout",),
     "trainer.grace_period is the time to end in": ("trainer.esi_redundant_time",),
     "Ray counts the GPUs, and its workers run in this program's Python": (
-        "ray_kwargs.ray_init.num_gpus", "ray_init.num_gpus", "ray_kwargs.ray_init.runtime_env.*",
+        "ray_init.num_gpus", "ray_init.runtime_env.*",
     ),
     "read only with a switch that is off": (
-        f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.*.profiler.*", "global_profiler.*",
-        f"{ARR}.model.mtp.*", f"{ARR}.model.tiled_mlp.*", f"{ARR}.actor.qat.*", f"{ARR}.actor.router_replay.*",
-        "transfer_queue.*", "skip.*", "trainer.v1.*", "algorithm.pf_ppo.*",
+        *_of_trained("profiler.*", "qat.*", "fsdp_config.qat.*", "model.mtp.*", "model.tiled_mlp.*"),
+        f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.rollout.profiler.*", f"{ARR}.ref.profiler.*",
+        f"{ARR}.actor.router_replay.*", "global_profiler.*", "transfer_queue.*", "skip.*", "trainer.v1.*",
+        "algorithm.pf_ppo.*",
     ),
     "for Hydra": ("hydra.*",),
 }
 """Reason -> keys of verl that have no meaning here, whatever their value."""
 
 NOTHING = (None, False, "", 0, -1)
+FSDP2_ALONE = "models are trained by FSDP2 alone"
+ADAMW = "the optimizer is torch's AdamW"
+PROFILER = "trainer.profile_steps runs torch's profiler"
 LANGUAGE_ONLY = "prompts are text only: rows with images or sound would lose them"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    f"{ARR}.actor.strategy": (("fsdp", "fsdp2"), "students are trained by FSDP2 alone"),
-    f"{ARR}.actor.fsdp_config.dtype": (("bfloat16", "bf16"), "the compute type is bfloat16 on GPUs"),
-    f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype": (
-        ("bfloat16", "bf16"), "the compute type is bfloat16 on GPUs"
-    ),
-    f"{ARR}.actor.fsdp_config.mixed_precision.*": (("float32", "fp32"), "gradients are reduced in float32"),
-    f"{ARR}.model.torch_dtype": (("bfloat16",), "the compute type is bfloat16 on GPUs"),
-    f"{ARR}.actor.optim.optimizer": (("AdamW",), "the optimizer is torch's AdamW"),
-    f"{ARR}.actor.optim.optimizer_impl": (("torch.optim",), "the optimizer is torch's AdamW"),
-    f"{ARR}.actor.optim.num_cycles": ((0.5,), "cosine falls once, to min_lr_ratio"),
-    f"{ARR}.actor.optim.zero_indexed_step": ((True,), "the first step of a warm-up has a rate above 0"),
-    f"{ARR}.actor.optim.override_optimizer_config": (NOTHING, "the optimizer is torch's AdamW"),
-    f"{ARR}.actor.shuffle": (NOTHING, "mini-batches come in the order of the batch, which data.shuffle decides"),
-    f"{ARR}.actor.checkpoint.async_save": (NOTHING, "a checkpoint is written before the next step"),
+    **{
+        key: only for names, only in {
+            ("strategy",): (("fsdp", "fsdp2"), FSDP2_ALONE),
+            ("fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype", "model.torch_dtype"): (
+                ("bfloat16", "bf16"), "the compute type is bfloat16 on GPUs"
+            ),
+            ("fsdp_config.mixed_precision.*",): (("float32", "fp32"), "gradients are reduced in float32"),
+            ("optim.optimizer",): (("AdamW",), ADAMW),
+            ("optim.optimizer_impl",): (("torch.optim",), ADAMW),
+            ("optim.override_optimizer_config",): (NOTHING, ADAMW),
+            ("optim.num_cycles",): ((0.5,), "cosine falls once, to min_lr_ratio"),
+            ("optim.zero_indexed_step",): ((True,), "the first step of a warm-up has a rate above 0"),
+            ("shuffle",): (NOTHING, "mini-batches come in the order of the batch, which data.shuffle decides"),
+            ("checkpoint.async_save",): (NOTHING, "a checkpoint is written before the next step"),
+            ("model.external_lib",): (NOTHING, "no module is imported; trust_remote_code runs code of the folder"),
+            ("model.hf_config_path",): (NOTHING, "the configuration is that of the model's folder"),
+            ("fsdp_config.full_determinism",): (NOTHING, "the same seeds give the same orders and samples"),
+            ("qat.enable", "fsdp_config.qat.enable"): (NOTHING, "weights are not quantized"),
+            ("profiler.enable",): (NOTHING, PROFILER),
+            ("model.mtp.enable",): (NOTHING, "layers for several tokens at once are not trained"),
+            ("model.tiled_mlp.enabled",): (NOTHING, "the MLP is computed whole"),
+        }.items() for key in _of_trained(*names)
+    },
     f"{ARR}.actor.router_replay.mode": (("disabled",), "routing is not recorded"),
-    f"{ARR}.*.full_determinism": (NOTHING, "there is no such mode; the same seeds give the same orders and samples"),
-    f"{ARR}.*.qat.enable": (NOTHING, "weights are not quantized"),
-    f"{ARR}.*.profiler.enable": (NOTHING, "trainer.profile_steps runs torch's profiler"),
-    f"{ARR}.model.external_lib": (NOTHING, "no module is imported; trust_remote_code runs code of the model's folder"),
-    f"{ARR}.model.hf_config_path": (NOTHING, "the configuration is that of the model's folder"),
     f"{ARR}.model.custom_chat_template": (NOTHING, "the template is that of the tokenizer: give a tokenizer_path"),
-    f"{ARR}.model.mtp.enable": (NOTHING, "layers for several tokens at once are not trained"),
-    f"{ARR}.model.tiled_mlp.enabled": (NOTHING, "the MLP is computed whole"),
     f"{ARR}.rollout.ignore_eos": (NOTHING, "an answer ends where the student ends it"),
     f"{ARR}.rollout.do_sample": ((True,), "training needs samples of the student's distribution"),
     f"{ARR}.rollout.logprobs_mode": (("processed_logprobs",), "log-probabilities are those of the sampled policy"),
@@ -301,6 +356,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ARR}.rollout.trace.backend": (NOTHING, "trace.json has the spans of every run"),
     f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "an answer is one turn"),
     f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
+    f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are to the student that drew the answers, as it is computed here"),
+    f"{CORRECTION}.loss_type": (("ppo_clip",), "is for the bypass mode"),
     "algorithm.use_pf_ppo": (NOTHING, "samples are not weighted anew"),
     "data.image_key": (NOTHING, LANGUAGE_ONLY),
     "data.video_key": (NOTHING, LANGUAGE_ONLY),
@@ -309,10 +366,10 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.sampler.*": (NOTHING, "the order is data.shuffle's"),
     "data.train_max_samples": (NOTHING, "all rows are used: cut the file"),
     "data.val_max_samples": (NOTHING, "all rows are used: cut the file"),
-    "distillation.distillation_loss.policy_loss_mode": (("vanilla",), "the policy gradient is PPO's clipped loss"),
-    "global_profiler.tool": (NOTHING, "trainer.profile_steps runs torch's profiler"),
-    "global_profiler.steps": (NOTHING, "trainer.profile_steps runs torch's profiler"),
-    "model_engine": (("dp", "fsdp"), "students are trained by FSDP2 alone"),
+    "distillation.policy_loss_mode": (("vanilla",), "the policy gradient is PPO's clipped loss"),
+    "global_profiler.tool": (NOTHING, PROFILER),
+    "global_profiler.steps": (NOTHING, PROFILER),
+    "model_engine": (("dp", "fsdp"), FSDP2_ALONE),
     "skip.*.enable": (NOTHING, "rollouts are not kept for a later run"),
     "trainer.default_hdfs_dir": (NOTHING, "checkpoints are written to trainer.default_local_dir"),
     "trainer.del_local_ckpt_after_load": (NOTHING, "trainer.max_actor_ckpt_to_keep removes old checkpoints"),
@@ -323,8 +380,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 REFUSED: dict[str, str] = {
-    f"{ARR}.*.megatron.*": "students are trained by FSDP2 alone",
-    f"{ARR}.*.veomni.*": "students are trained by FSDP2 alone",
+    **{f"{section}.{engine}.*": FSDP2_ALONE for section in (f"{ARR}.*", "critic") for engine in ("megatron", "veomni")},
 }
 """Key of verl -> why it is refused, whatever its value."""
 
