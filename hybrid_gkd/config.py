@@ -167,7 +167,7 @@ class TrainerConfig:
     balance_batch: bool = True
     """Give each worker the same work, long sequences counting more per token; false: contiguous slices."""
     log_val_generations: int = field(default=8, metadata=rules.NOT_NEGATIVE)
-    """Sample generations logged with each validation."""
+    """Held-out prompts, evenly from the data sources, whose answers are logged with each validation."""
     grace_period: float = field(default=60.0, metadata=rules.NOT_NEGATIVE)
     """Seconds that a run has to end the step in hand and save it after Ctrl-C, SIGTERM or a closed terminal; 0 ends it
     at once, as a second signal does. A step and a checkpoint have to fit into it."""

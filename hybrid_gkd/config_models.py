@@ -153,6 +153,8 @@ class ActorConfig:
 class ValKwargs:
     """Sampling in validation."""
 
+    n: int = field(default=1, metadata=rules.POSITIVE)
+    """Answers per held-out prompt; several need a temperature above 0."""
     temperature: float = field(default=0.0, metadata=rules.NOT_NEGATIVE)
     """0 is greedy."""
     top_p: float = field(default=1.0, metadata=rules.NUCLEUS)

@@ -54,6 +54,11 @@ def rules_between_fields(config: Config) -> Rules:
         f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
         f"must be at least {LENGTHS} ({longest})",
     )
+    val_kwargs = arr.rollout.val_kwargs
+    yield (
+        f"{ARR}.rollout.val_kwargs.n", val_kwargs.n == 1 or val_kwargs.temperature > 0,
+        f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: greedy answers to a prompt are all the same",
+    )
     yield from _pools(config)
     yield (
         f"{ARR}.actor.fsdp_config.fsdp_size",

@@ -106,8 +106,8 @@ class RecordingGroup:
             response tells which step it was drawn for.
 
     Attributes:
-        events: ("publish", version), ("generate", version, number of requests), ("update",) and ("evaluate", version,
-            number of sequences), in order.
+        events: ("publish", version), ("generate", version, number of requests), ("update",) and
+            ("divergences", version, number of sequences), in order.
         trained: of every update, the sequences that were accumulated for it, by index.
         accumulated, updates: the arguments of `accumulate` and `update`.
         saved: of every checkpoint, the number of updates that it holds.
@@ -177,9 +177,11 @@ class RecordingGroup:
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.5), np.float32) for i in items}
 
-    def evaluate(self, shares: list[MiniBatch]) -> dict[str, float]:
-        self.events.append(("evaluate", self._version, sum(len(m) for share in shares for m in share.micro_batches)))
-        return {"actor/distillation/forward_kl": 0.5, "actor/distillation/reverse_kl": 0.25}
+    def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
+        self.events.append(("divergences", self._version, len(items)))
+        token = np.array([[0.5, 0.25]], np.float32)
+        return {item.sequence.index: token.repeat(len(item.sequence.response_ids), 0) for item in items}
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
         self.saved.append(len(self.updates))
@@ -217,9 +219,9 @@ class LocalGroup(RecordingGroup):
     def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         return self.actor.compute_logprobs(micro_batches[0])
 
-    def evaluate(self, shares: list[MiniBatch]) -> dict[str, float]:
-        super().evaluate(shares)
-        return self.actor.evaluate(shares[0])
+    def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        super().compute_divergences(micro_batches)
+        return self.actor.compute_divergences(micro_batches[0])
 
 
 class LocalTeacher:

@@ -169,8 +169,8 @@ class GKDTrainer(PPOTrainer):
                 until = FIRST_EXCEPTION if len(found) + len(scoring) == enough else FIRST_COMPLETED
                 wait(scoring.values(), timeout=CHECK_SECONDS, return_when=until)
 
-    def _held_out_divergence(self, sequences: list[Sequence]) -> dict[str, float]:
-        """Forward and reverse KL of the answers of a validation: means over all of their tokens.
+    def _held_out_divergence(self, sequences: list[Sequence]) -> dict[str, list[np.ndarray]]:
+        """Forward and reverse KL at every token of the answers of a validation.
 
         As much at a time as a training batch has, so that no more scores are in memory than in training. Raises as
         `_update_actor`.
@@ -178,18 +178,18 @@ class GKDTrainer(PPOTrainer):
         for scoring in self._pending.values():  # of later steps; so that only these answers are not counted
             self._take_scores(dict(scoring), len(scoring))
         size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        num_tokens = sum(len(sequence.response_ids) for sequence in sequences)
-        metrics = {"val/forward_kl": 0.0, "val/reverse_kl": 0.0}
+        found: dict[int, np.ndarray] = {}
         for start in range(0, len(sequences), size):
             part = sequences[start : start + size]
             with self.teacher.uncounted():
                 scoring = dict(zip((s.index for s in part), self.teacher.submit(part), strict=True))
                 scores = self._take_scores(scoring, len(part))
-            scored = [TrainSequence(sequence=s, teacher=scores[s.index]) for s in part]
-            found = self.group.evaluate(self._parts(scored, num_tokens))
-            for name in metrics:
-                metrics[name] += found[f"actor/distillation/{name.removeprefix('val/')}"]
-        return metrics
+            plan = self._plan([TrainSequence(sequence=s, teacher=scores[s.index]) for s in part])
+            found |= self.group.compute_divergences([tuple(share) for share in plan])
+        return {
+            name: [found[sequence.index][:, column] for sequence in sequences]
+            for column, name in enumerate(("forward_kl", "reverse_kl"))
+        }
 
     def _teacher_metrics(self) -> dict[str, float]:
         """Of the requests since the step before."""

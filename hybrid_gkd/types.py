@@ -30,6 +30,8 @@ class Prompt:
     """Ground truth for rule rewards; None where the data has none."""
     data_source: str | None = None
     """Name of the data set that the row is from (`data.reward_fn_key`); None where the data does not say."""
+    file: str = ""
+    """Short name of the file that the row is from: the data source in a validation's metrics where that is None."""
     extra_info: dict[str, Any] | None = None
     """What else the row has for a reward function of the user's own; None where it has nothing or none asks."""
 
@@ -139,6 +141,10 @@ class Generation:
     response: str
     answer: str | None = None
     reward: float | None = None
+    data_source: str | None = None
+    """The one of the row, or else its file."""
+    sample: int = 0
+    """Which of the answers to the prompt, from 0 on."""
 
 
 GENERATION_COLUMNS = ("step", *(field.name for field in fields(Generation)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.data.tables import Source, find_sources, read_table, short
+from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.types import Prompt
 
@@ -34,6 +34,8 @@ class Rows:
 
     where: str
     """What a message about them begins with: the configuration key and the name of the table."""
+    name: str
+    """Of the table, as in the configuration."""
     messages: list[Chat]
     answers: list[str | None]
     """None where no column is asked for."""
@@ -72,7 +74,7 @@ def make_prompts(
     template refuses, and for prompts that are too long.
     """
     prompts, problems, num_rows = list[Prompt](), list[DataError](), 0
-    for table in tables:
+    for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
         tokenize = functools.partial(tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where)
         all_ids = tokenize()
         others = None if teacher_template is None else tokenize(teacher_template)
@@ -87,6 +89,7 @@ def make_prompts(
                     teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
+                    file=file,
                 ))  # fmt: skip
         num_rows += len(all_ids)
     raise_all(problems)
@@ -118,7 +121,7 @@ def _read_rows(
     ]
     sources: list[Any] = _optional(rows, data_source_key, str, "a text", where)
     infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
-    return Rows(where, messages, _answers(names, rows, answer_key, where), sources, infos)
+    return Rows(where, source.name, messages, _answers(names, rows, answer_key, where), sources, infos)
 
 
 def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | None, where: str) -> list[str | None]:

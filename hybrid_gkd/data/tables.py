@@ -74,6 +74,26 @@ def _find(entry: str, key: str) -> list[Source]:
     return [Source(entry, _library_reader(hub["name"], hub["config"] or None, hub["split"] or "train"))]
 
 
+def short_names(names: list[str]) -> list[str]:
+    """Names of tables without suffixes, and with no more of their path than tells them apart."""
+    suffixes = tuple(COMPRESSED) + SUFFIXES
+    paths = []
+    for name in names:
+        while name.endswith(suffixes):
+            name = name[: name.rindex(".")]
+        paths.append([part for part in name.split("/") if part] or [name])
+    shown = [1] * len(paths)
+    while True:
+        short = ["/".join(path[-count:]) for path, count in zip(paths, shown, strict=True)]
+        longer = [
+            count + 1 if short.count(name) > 1 and count < len(path) else count
+            for name, path, count in zip(short, paths, shown, strict=True)
+        ]
+        if longer == shown:
+            return short
+        shown = longer
+
+
 def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, set[str]], Table]:
     codec = COMPRESSED.get(path.suffix.lower())
     suffix = Path(path.stem if codec else path.name).suffix.lower()

@@ -107,6 +107,20 @@ class Objective:
 
         return loss_fn
 
+    def keep_divergences(self, targets: Targets, found: Tensor) -> LossFunction:
+        """A loss of 0 for the head, which writes forward and reverse KL of every token into `found` [R, 2]."""
+
+        def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            chunk = targets[rows]
+            assert chunk.teacher_logprobs is not None
+            assert chunk.teacher_tail is not None
+            student, tail = logprobs[:, : chunk.teacher_logprobs.shape[1]], logprobs[:, chunk.teacher_logprobs.shape[1]]
+            both = divergence.kl_both_ways(chunk.teacher_logprobs, student, chunk.teacher_tail, tail)
+            found[rows] = torch.stack(both, 1).to(found.dtype)
+            return logprobs.new_zeros(len(logprobs)), {}
+
+        return keep
+
     def _distillation(self, chunk: Targets, logprobs: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """The weighted sum of the configured divergences, or its policy gradient, [r]."""
         teacher, teacher_tail, config = chunk.teacher_logprobs, chunk.teacher_tail, self.config

@@ -47,13 +47,14 @@ def gsm8k(response: str, answer: str) -> float:
     Raises:
         DataError: the answer holds no number.
     """
-    truth = _final_number(answer)
+    truth = final_number(answer)
     if truth is None:
         raise DataError(f"the gsm8k reward needs a number in every answer; got {answer!r}")
-    return float(_final_number(response) == truth)
+    return float(final_number(response) == truth)
 
 
-def _final_number(text: str) -> Decimal | None:
+def final_number(text: str) -> Decimal | None:
+    """See `gsm8k`; None where there is no number."""
     _, marker, conclusion = text.rpartition("####")
     found = _NUMBER.findall(conclusion)
     if not found:

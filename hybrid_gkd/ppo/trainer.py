@@ -33,7 +33,7 @@ from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.scoring import Scorer, decode
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import make_sampler, num_updates, request_seeds, total_steps
-from hybrid_gkd.ppo.validation import answer_metrics, sample_generations
+from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
 from hybrid_gkd.spans import Clock, working_for
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -50,15 +50,14 @@ from hybrid_gkd.waiting import Timeout
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+
     from hybrid_gkd.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-COMPARED = (
-    "actor/kl_loss", "reward/mean", "val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length",
-    "val/num_prompts",
-)
-"""What the final table compares between the beginning of a run and its end, and an evaluation between models."""
+COMPARED = ("actor/kl_loss", "reward/mean")
+"""What a run keeps of its beginning and its end for the final table, beside the metrics of validations."""
 LATE_SECONDS = 30.0
 """Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
 THROUGHPUT = {"throughput": "perf/tokens_per_second", "teacher's throughput": "teacher/tokens_per_second"}
@@ -111,9 +110,9 @@ class PPOTrainer:
         self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
         """Called with a step and sequences of its rollout as they leave the engine. Both are called from a background
         thread where the engine has a pool of its own."""
-        self.validators: list[Callable[[list[Sequence]], dict[str, float]]] = []
-        """Called with the answers of a validation, the prompts' order; their metrics are reported with it. They may
-        compute with the student: the engine gets its weights back afterwards."""
+        self.validators: list[Callable[[list[Sequence]], dict[str, list[np.ndarray]]]] = []
+        """Called with the answers of a validation; give by name a value for every token of each, [R], whose means are
+        reported. They may compute with the student: the engine gets its weights back afterwards."""
         self._rollouts = RolloutsAhead(
             self._generate, depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
@@ -302,22 +301,25 @@ class PPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         """Answer the validation prompts; what ppo/validation.py and the validators say of the answers."""
-        requests = self._requests(self.val_prompts, 1, 0)
-        sampling = self._sampling(self.config.actor_rollout_ref.rollout.val_kwargs)
-        metrics: dict[str, float] = {}
+        section = self.config.actor_rollout_ref.rollout.val_kwargs
+        requests = self._requests(self.val_prompts, section.n, 0)
+        token_values: dict[str, list[np.ndarray]] = {}
         with self.clock.span("testing"):
-            drawn = itertools.chain.from_iterable(self._drawn(self.val_prompts, requests, sampling))
+            drawn = itertools.chain.from_iterable(self._drawn(self.val_prompts, requests, self._sampling(section)))
             found = sorted(drawn, key=lambda sequence: sequence.index)
             for validator in self.validators:
-                metrics |= validator(found)
+                token_values |= validator(found)
             if self.validators:
                 self._refill_engine()
-        pairs = list(zip(self.val_prompts, found, strict=True))
-        rewards = None if self.scorer is None else self.scorer.scores(pairs)
-        shown = pairs[: self.config.trainer.log_val_generations]
-        as_text = functools.partial(decode, self.tokenizer)
-        self.tracking.log_generations(sample_generations(shown, rewards, as_text), self.step)
-        return metrics | answer_metrics(pairs, rewards)
+        pairs = [(self.val_prompts[sequence.index // section.n], sequence) for sequence in found]
+        answers = Answers(
+            prompts=self.val_prompts, sequences=found, token_values=token_values,
+            texts=[decode(self.tokenizer, sequence) for sequence in found],
+            rewards=None if self.scorer is None else self.scorer.scores(pairs),
+        )  # fmt: skip
+        shown = sample_generations(answers, self.config.trainer.log_val_generations)
+        self.tracking.log_generations(shown, self.step)
+        return validation_metrics(answers)
 
     def _due(self, every: int) -> bool:
         """Whether something that happens each `every` steps happens now: -1 = at the last step, 0 = never."""
@@ -342,7 +344,8 @@ class PPOTrainer:
 
     def _remember(self, metrics: dict[str, float]) -> None:
         """Keep what the final table compares: only what belongs to the first or the newest step is called so."""
-        kept = {name: value for name, value in metrics.items() if name in COMPARED and math.isfinite(value)}
+        names = [name for name in metrics if name in COMPARED or name.startswith("val/")]
+        kept = {name: metrics[name] for name in names if math.isfinite(metrics[name])}
         if self.step <= 1:
             before = {name: value for name, value in kept.items() if name.startswith("val/") == (self.step == 0)}
             self.first_metrics |= before

@@ -1,33 +1,184 @@
-"""What a validation reports of the answers to held-out prompts."""
+"""What a validation reports of the answers to held-out prompts: over all of them, and by data source.
+
+Shapes: P prompts with n answers each, R response tokens of an answer.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections import abc
-from collections.abc import Callable
+import math
+from collections import Counter, abc, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
+from hybrid_gkd.ppo.rewards import final_number
 from hybrid_gkd.types import Generation, Prompt, Sequence
 
-Pairs = list[tuple[Prompt, Sequence]]
-"""Each prompt with the answer to it, in the order of the answers' index."""
+QUARTERS = 4
 
 
-def answer_metrics(pairs: Pairs, rewards: abc.Sequence[float] | None) -> dict[str, float]:
-    """`val/*` of the answers; `val/accuracy` where they have rewards."""
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """The answers of a validation."""
+
+    prompts: list[Prompt]
+    """[P]."""
+    sequences: list[Sequence]
+    """[P * n]; answer j of prompt i is i * n + j."""
+    texts: list[str]
+    """[P * n], the responses as text."""
+    rewards: list[float] | None
+    """[P * n]; None where the data has no right answers."""
+    token_values: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """What validators found at every token of every answer: metric -> [P * n] arrays [R]."""
+
+    @property
+    def n(self) -> int:
+        return len(self.sequences) // len(self.prompts)
+
+
+def source_of(prompt: Prompt) -> str:
+    """The data source that a row names, or else the file that it is from."""
+    return prompt.data_source or prompt.file
+
+
+def validation_metrics(answers: Answers) -> dict[str, float]:
+    """`val/*` of all answers and, where there are several data sources, `val/<data source>/*` of each."""
+    rows_of: defaultdict[str, list[int]] = defaultdict(list)
+    for row, prompt in enumerate(answers.prompts):
+        rows_of[source_of(prompt)].append(row)
+    groups = {"val": list(range(len(answers.prompts)))}
+    if len(rows_of) > 1:
+        groups |= {f"val/{source}": rows for source, rows in rows_of.items()}
+    found = {group: _metrics(answers, rows) for group, rows in groups.items()}
+    return {f"{group}/{name}": value for group, metrics in found.items() for name, value in metrics.items()}
+
+
+def _metrics(answers: Answers, rows: list[int]) -> dict[str, float]:
+    """Of the answers to some of the prompts."""
+    n = answers.n
+    chosen = [row * n + sample for row in rows for sample in range(n)]
+    sequences = [answers.sequences[index] for index in chosen]
     metrics = {
-        "val/response_length": float(np.mean([len(sequence.response_ids) for _, sequence in pairs])),
-        "val/num_prompts": float(len(pairs)),
+        "num_prompts": float(len(rows)),
+        "response_length": float(np.mean([len(sequence.response_ids) for sequence in sequences])),
+        "response_length/clip_ratio": float(np.mean([sequence.finish_reason == "length" for sequence in sequences])),
     }
-    return metrics if rewards is None else metrics | {"val/accuracy": float(np.mean(rewards))}
+    for name, values in answers.token_values.items():
+        metrics |= by_quarter(name, [values[index] for index in chosen])
+    if answers.rewards is not None:
+        rewards = np.array([answers.rewards[index] for index in chosen]).reshape(-1, n)
+        metrics |= reward_metrics(rewards, _finals(answers, chosen) if n > 1 else [])
+    return metrics
 
 
-def sample_generations(
-    pairs: Pairs, rewards: abc.Sequence[float] | None, decode: Callable[[Sequence], str]
-) -> list[Generation]:
-    """The answers as text, for people to read; `rewards` of at least these."""
+def _finals(answers: Answers, chosen: list[int]) -> list[Hashable]:
+    return [final_answer(answers.texts[index], answers.prompts[index // answers.n].answer or "") for index in chosen]
+
+
+def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
+    """The mean over all tokens, and that of the tokens in each quarter of their answer: `name/q1` is the first.
+
+    Token r of R is in quarter floor(4 r / R) + 1, so an answer of less than four tokens is not in all of them.
+    """
+    tokens = np.concatenate(values).astype(np.float64)
+    quarter = np.concatenate([np.arange(len(each)) * QUARTERS // len(each) for each in values])
+    metrics = {name: float(tokens.mean())}
+    for number in range(QUARTERS):
+        if (quarter == number).any():
+            metrics[f"{name}/q{number + 1}"] = float(tokens[quarter == number].mean())
+    return metrics
+
+
+def reward_metrics(rewards: np.ndarray, finals: abc.Sequence[Hashable]) -> dict[str, float]:
+    """Mean, best and majority of the rewards [P, n]; `finals` [P * n], the final answers, are used where n > 1."""
+    n = rewards.shape[1]
+    metrics = {"accuracy": float(rewards.mean())}
+    if n > 1:
+        metrics[f"best@{n}"] = float(rewards.max(1).mean())
+        votes = [finals[start : start + n] for start in range(0, len(finals), n)]
+        metrics[f"maj@{n}"] = float(np.mean([majority(r, v) for r, v in zip(rewards, votes, strict=True)]))
+        for k in pass_sizes(n):
+            metrics[f"pass@{k}"] = pass_at_k(rewards, k)
+    return metrics
+
+
+def pass_sizes(n: int) -> list[int]:
+    """The k of pass@k with n answers: powers of two. pass@1 is the mean."""
+    return [2**power for power in range(1, n.bit_length()) if 2**power <= n]
+
+
+def pass_at_k(rewards: np.ndarray, k: int) -> float:
+    """The expected best of k answers to a prompt, drawn from its n without replacement; mean over prompts, [P, n].
+
+    With the i-th smallest reward r_i it is sum_i r_i C(i - 1, k - 1) / C(n, k). For rewards of 0 and 1, c of them 1,
+    that is 1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (arXiv 2107.03374, equation 1).
+    """
+    n = rewards.shape[1]
+    weights = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
+    return float((np.sort(rewards, axis=1) @ np.array(weights)).mean())
+
+
+def majority(rewards: np.ndarray, finals: abc.Sequence[Hashable]) -> float:
+    """The reward of the final answer that most of a prompt's n answers have (self-consistency, arXiv 2203.11171).
+
+    Of several that are equally frequent, the one that came first. The mean of their rewards, should they differ.
+    """
+    chosen = Counter(finals).most_common(1)[0][0]  # in the order of their first appearance
+    return float(np.mean([reward for reward, final in zip(rewards, finals, strict=True) if final == chosen]))
+
+
+def final_answer(text: str, right_answer: str) -> Hashable:
+    """What a response ends up with: the content of its last `\\boxed{...}`, else what follows its last `####` in that
+    line, else all of it; and if the right answer is a number, the last number there (None without one).
+
+    White space, dollar signs and a full stop at the end do not count.
+    """
+    return final_number(_conclusion(text)) if _is_number(_conclusion(right_answer)) else _conclusion(text)
+
+
+def _conclusion(text: str) -> str:
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        text = boxed
+    elif "####" in text:
+        text = text.rpartition("####")[2].strip().partition("\n")[0]
+    return " ".join(text.replace("$", "").split()).removesuffix(".")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return Decimal(text.replace(",", "")).is_finite()
+    except InvalidOperation:
+        return False
+
+
+def _last_boxed(text: str) -> str | None:
+    """Up to the brace that closes it; None without one."""
+    _, found, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for end, letter in enumerate(rest if found else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[:end]
+    return None
+
+
+def sample_generations(answers: Answers, num_prompts: int) -> list[Generation]:
+    """All answers to so many prompts, as equally many of each data source as there are, for people to read."""
+    taken: Counter[str] = Counter()
+    order = []
+    for row, prompt in enumerate(answers.prompts):
+        taken[source_of(prompt)] += 1
+        order.append((taken[source_of(prompt)], row))
+    rewards: abc.Sequence[float | None] = answers.rewards or [None] * len(answers.sequences)
     return [
-        Generation(prompt=prompt.text, response=decode(sequence), answer=prompt.answer, reward=reward)
-        for (prompt, sequence), reward in zip(pairs, rewards or itertools.repeat(None), strict=False)
+        Generation(
+            prompt=answers.prompts[row].text, response=answers.texts[index], answer=answers.prompts[row].answer,
+            reward=rewards[index], data_source=source_of(answers.prompts[row]), sample=index - row * answers.n,
+        )
+        for row in sorted(row for _, row in sorted(order)[:num_prompts])
+        for index in range(row * answers.n, (row + 1) * answers.n)
     ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -44,6 +44,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Learning": (
         Panel("Held-out accuracy", ("val/accuracy",)),
         Panel("Held-out divergence", ("val/forward_kl", "val/reverse_kl")),
+        Panel("Held-out divergence by quarter of the answers", ("val/forward_kl/", "val/reverse_kl/")),
+        Panel("Several answers to a held-out prompt", tuple(PATTERNS)),
+        Panel("Held-out, by data source", (SOURCES,)),
         Panel("Divergence, what is minimised", ("actor/kl_loss",)),
         Panel("Divergence, both directions", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
         Panel("Loss", ("actor/loss",)),
@@ -89,6 +92,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Length", ("response_length/mean", "response_length/max", "response_length/min")),
         Panel("Share cut", ("response_length/clip_ratio",)),
         Panel("Held-out length", ("val/response_length",)),
+        Panel("Held-out share cut", ("val/response_length/clip_ratio",)),
         Panel("Prompt length", ("prompt_length/",)),
     ),
     "PPO": (
@@ -98,6 +102,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Movement of the policy", ("actor/ppo_kl",)),
     ),
 }  # fmt: skip
+NAMES_OF = {**PATTERNS, SOURCES: r"val/.+/(accuracy|forward_kl|reverse_kl)"}
+"""Entries of METRICS that stand for several names -> regular expression of those in a panel."""
 REST = "Everything else"
 """The last section: a panel for each metric that no other panel shows."""
 
@@ -133,6 +139,10 @@ REPORTED: dict[str, Callable[[RunConfig], bool]] = {
     "timing/wait_prev_gen": lambda run: not run["actor_rollout_ref"]["hybrid_engine"],
     "val/forward_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
     "val/reverse_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
+    **{
+        name: lambda run: bool(run["data"]["val_files"]) and run["actor_rollout_ref"]["rollout"]["val_kwargs"]["n"] > 1
+        for name in PATTERNS
+    },
     "val/": lambda run: bool(run["data"]["val_files"]),
     "memory/": _on_gpu,
     "perf/copy/": _on_gpu,
@@ -196,8 +206,10 @@ def _plots(panels: list[Panel]) -> Iterator[Any]:
 
     for panel in panels:
         units = {METRICS[name][0] for name in panel.metrics} - {""}
+        patterns = [NAMES_OF[name] for name in panel.metrics if name in NAMES_OF]
         yield wr.LinePlot(
-            title=panel.title, x="Step", y=list(panel.metrics), title_y=units.pop() if len(units) == 1 else None,
+            title=panel.title, x="Step", y=[name for name in panel.metrics if name not in NAMES_OF],
+            metric_regex="|".join(patterns) or None, title_y=units.pop() if len(units) == 1 else None,
             plot_type="stacked-area" if panel.stacked else "line",
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.reporting.metrics import data_source_of
 
 
 def final_table(
@@ -49,14 +51,30 @@ def final_table(
 
 
 def comparison(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """A table of models, each a line with its metrics; plain text, without a newline at the end."""
-    names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
-    lines = [["model", *names]]
-    lines += [[model, *(_show(metrics.get(name), ".5g") for name in names)] for model, metrics in rows.items()]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(names) + 1)]
+    """A table of models, each a line with its metrics; plain text, without a newline at the end.
+
+    Where there are several data sources, a line for each follows. Quarters of answers are left out.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for model, metrics in rows.items():
+        for name, value in metrics.items():
+            group, short = data_source_of(name)
+            if re.search(r"/q\d$", short) is None:
+                found.setdefault((model, group), {})[short] = value
+    names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
+    lines = [["model", "data source", *names]]
+    for (model, group), metrics in found.items():
+        lines.append([model, group or "all", *(_show(metrics.get(name), ".5g") for name in names)])
+    if not any(group for _, group in found):
+        lines = [[line[0], *line[2:]] for line in lines]
+    labels = len(lines[0]) - len(names)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
-    )
+        "  ".join([
+            *map(str.ljust, line[:labels], widths), *map(str.rjust, line[labels:], widths[labels:])
+        ]).rstrip()
+        for line in lines
+    )  # fmt: skip
 
 
 def _validated(config: Config, checkpoint: Path | None) -> str:

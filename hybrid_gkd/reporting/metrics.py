@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
@@ -92,21 +93,60 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/epoch": ("epochs", "Pass over the prompt data that the batch begins in"),
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
-    "val/accuracy": ("fraction", "Mean reward on held-out prompts: with built-in rules, the share that is right"),
+    "val/accuracy": (
+        "fraction", "Mean reward of the answers to held-out prompts: with built-in rules, the share that is right. Of "
+        "n answers to each (actor_rollout_ref.rollout.val_kwargs.n) what is also called mean@n, and pass@1"
+    ),
+    "val/best@n": ("fraction", "Reward of the best of a prompt's n answers, mean over prompts"),
+    "val/maj@n": ("fraction", "Reward of the final answer that most of a prompt's n answers have, mean over prompts"),
+    "val/pass@k": (
+        "fraction", "Expected reward of the best of k answers to a prompt, k = 2, 4, ... up to n; estimated from n "
+        "without bias, which for rewards of 0 and 1 is the estimator of arXiv 2107.03374"
+    ),
     "val/forward_kl": (
         "nats/token", "KL(teacher, student) on the teacher's top k and the tail, on the answers to held-out prompts as "
         "the student draws them with actor_rollout_ref.rollout.val_kwargs (greedy by default); with a teacher"
     ),
     "val/reverse_kl": ("nats/token", "KL(student, teacher), of the same answers"),
+    **{
+        f"val/{name}/q{number}": ("nats/token", f"val/{name} in the {which} quarter of each answer's tokens")
+        for name in ("forward_kl", "reverse_kl")
+        for number, which in enumerate(("first", "second", "third", "last"), 1)
+    },
     "val/response_length": ("tokens", "Mean response length on held-out prompts"),
+    "val/response_length/clip_ratio": ("fraction", "Answers to held-out prompts cut at data.max_response_length"),
     "val/num_prompts": ("prompts", "Held-out prompts asked"),
+    "val/<data source>/...": (
+        "", "Each of these for the prompts of one data source, where there are several. It is named by the column "
+        "data.reward_fn_key, or else by the name of the file"
+    ),
 }
+
+PATTERNS = {"val/best@n": r"val/best@\d+", "val/maj@n": r"val/maj@\d+", "val/pass@k": r"val/pass@\d+"}
+"""Entries that stand for several names -> regular expression of these."""
+SOURCES = "val/<data source>/..."
+"""The entry that stands for all metrics of a data source; see `data_source_of`."""
 
 
 def check_names(metrics: Iterable[str]) -> None:
     """Refuse a name that the table does not have: a typing error, or a metric that nobody documented."""
-    unknown = sorted(set(metrics) - METRICS.keys())
+    unknown = sorted(name for name in metrics if _in_table(data_source_of(name)[1]) not in METRICS)
     assert not unknown, f"metrics without an entry in hybrid_gkd/reporting/metrics.py: {', '.join(unknown)}"
+
+
+def data_source_of(name: str) -> tuple[str, str]:
+    """`val/org/math/accuracy` -> ("org/math", "val/accuracy"); of any other name ("", the name itself)."""
+    room, *parts = name.split("/")
+    for start in range(1, len(parts) if room == "val" else 0):
+        short = "/".join([room, *parts[start:]])
+        if _in_table(name) not in METRICS and _in_table(short) in METRICS:
+            return "/".join(parts[:start]), short
+    return "", name
+
+
+def _in_table(name: str) -> str:
+    """`val/best@8` -> `val/best@n`."""
+    return next((entry for entry, pattern in PATTERNS.items() if re.fullmatch(pattern, name)), name)
 
 
 def markdown_table() -> str:

@@ -86,6 +86,24 @@ class Actor(TrainedModel):
         self.reshard()
         return result
 
+    @torch.no_grad()
+    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        """Sequence index -> float32 [R, 2], forward and reverse KL between teacher and student at every response token:
+        nats, on the teacher's top k and the tail, at `distillation.temperature`."""
+        self._seed()
+        result: dict[int, np.ndarray] = {}
+        for micro_batch in micro_batches:
+            batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
+            ids, targets = self._targets(micro_batch, sampled_ids)
+            found = torch.zeros(len(rows), 2, device=self.device)
+            loss_fn, topk = self.objective.keep_divergences(targets, found), self.topk if micro_batch else 0
+            self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=topk)
+            lengths = [len(item.sequence.response_ids) for item in micro_batch]
+            for item, values in zip(micro_batch, found.cpu().split(lengths), strict=True):
+                result[item.sequence.index] = values.numpy()
+        self.reshard()
+        return result
+
     def _names(self) -> list[str]:
         overlap = ["overlap_ratio", "overlap_rows"] if self.topk else []
         return ["actor/loss", "entropy", *self.objective.reported, *overlap]

@@ -101,20 +101,6 @@ class TrainedModel(ShardedModel):
             self.abandon_backward()
             raise
 
-    @torch.no_grad()
-    def evaluate(self, batch: MiniBatch) -> dict[str, float]:
-        """The metrics that `update` would give, without its step: means over `batch.num_tokens`, equal on all ranks.
-
-        Not between `accumulate` and `update`. Raises torch.OutOfMemoryError.
-        """
-        self._seed()
-        sums: dict[str, Tensor] = {}
-        for micro_batch in batch.micro_batches:
-            loss_sum, parts = self._loss(micro_batch)
-            self._add(sums, parts | {self.loss_name: loss_sum})
-        self.reshard()
-        return self._all_reduce(sums, batch.num_tokens)
-
     def _add(self, sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
         for name, value in parts.items():
             sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value

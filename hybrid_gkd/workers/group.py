@@ -192,13 +192,13 @@ class WorkerGroup:
         parts = self.actors.call("compute_logprobs", shares=micro_batches)
         return {index: values for part in parts for index, values in part.items()}
 
-    def evaluate(self, shares: list[MiniBatch]) -> dict[str, float]:
-        """The metrics of an update on a batch, of which each worker has its share, without the update.
+    def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        """Sequence index -> float32 [R, 2], over all workers; see `Actor.compute_divergences`.
 
         With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.
         """
-        metrics: dict[str, float] = self.actors.call("evaluate", shares=shares)[0]
-        return metrics
+        parts = self.actors.call("compute_divergences", shares=micro_batches)
+        return {index: values for part in parts for index, values in part.items()}
 
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into every engine; the slowest worker's seconds by name."""

@@ -65,9 +65,9 @@ class Updater:
         """See `Actor.compute_logprobs`. Raises DeviceMemoryError if a micro-batch does not fit."""
         return self._forward(lambda: self.actor.compute_logprobs(micro_batches))
 
-    def evaluate(self, batch: MiniBatch) -> dict[str, float]:
-        """See `Actor.evaluate`. Raises DeviceMemoryError if a micro-batch does not fit."""
-        return self._forward(lambda: self.actor.evaluate(batch))
+    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        """See `Actor.compute_divergences`. Raises DeviceMemoryError if a micro-batch does not fit."""
+        return self._forward(lambda: self.actor.compute_divergences(micro_batches))
 
     def _forward(self, compute: Callable[[], T]) -> T:
         self.residency.enter("update")

@@ -148,8 +148,8 @@ class Worker(GroupMember):
         return self.updater.compute_logprobs(micro_batches)
 
     @spanned("testing")
-    def evaluate(self, batch: MiniBatch) -> dict[str, float]:
-        return self.updater.evaluate(batch)
+    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        return self.updater.compute_divergences(micro_batches)
 
     @spanned("sync_rollout_weights")
     def publish(self, weight_version: int) -> dict[str, float]:

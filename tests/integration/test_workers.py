@@ -98,11 +98,14 @@ def update_in_parts(group, batch):
 
 
 def train(config, folder, *, max_tokens=128, batches=None, streamed=False):
-    """What `evaluate` says of the first batch, the loss curve, and the final weights of a few steps on given scores."""
+    """The divergences of the first batch, the loss curve, and the final weights of a few steps on given scores."""
     curve = []
     with contextlib.closing(make_group(config, num_updates=NUM_STEPS)) as group:
         batches = batches or [random_batch(step) for step in range(NUM_STEPS)]
-        curve.append(group.evaluate([share for (share,) in shares(batches[0], group.size, max_tokens)]))
+        plan = [share.micro_batches for (share,) in shares(batches[0], group.size, max_tokens)]
+        tokens = np.concatenate(list(group.compute_divergences(plan).values())).astype(float)
+        names = ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")
+        curve.append(dict(zip(names, tokens.mean(0), strict=True)))
         for batch in batches:
             curve += update_in_parts(group, batch) if streamed else group.update(shares(batch, group.size, max_tokens))
         group.save_checkpoint(folder, tokenizer_path=config.actor_rollout_ref.model.path)

@@ -75,13 +75,17 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
     with testing.single_process_group():
         group = LocalGroup(config, respond=respond, num_updates=6)
         make_trainer(config, group, LocalTeacher(score), tracking).fit()
-    sums = np.zeros(2)
+    tokens, quarters = [], []
     for sequence in asked[:5]:
         p, q = distribution(teacher, sequence), distribution(student, sequence)
-        sums += [float((p.exp() * (p - q)).sum()), float((q.exp() * (q - p)).sum())]
+        tokens += np.stack([(p.exp() * (p - q)).sum(1), (q.exp() * (q - p)).sum(1)], 1).tolist()
+        length = len(sequence.response_ids)
+        quarters += [next(k for k in (1, 2, 3, 4) if token / length < k / 4) for token in range(length)]
     rows = [tracking.by_step[step] for step in (0, 3, 6)]
-    expected = sums / sum(len(sequence.response_ids) for sequence in asked[:5])
-    np.testing.assert_allclose([rows[0][name] for name in NAMES], expected, rtol=1e-5)
+    np.testing.assert_allclose([rows[0][name] for name in NAMES], np.mean(tokens, 0), rtol=1e-5)
+    for quarter in (1, 2, 3, 4):
+        expected = np.mean([value for value, at in zip(tokens, quarters, strict=True) if at == quarter], 0)
+        np.testing.assert_allclose([rows[0][f"{name}/q{quarter}"] for name in NAMES], expected, rtol=1e-5)
     for name in NAMES:
         assert rows[0][name] > rows[1][name] > rows[2][name]
     assert all("val/accuracy" not in row for row in rows)
@@ -121,9 +125,9 @@ def test_validation_asks_for_a_batch_at_a_time_counts_nothing_and_gives_the_engi
     make_trainer(config, group, teacher, tracking).fit()
     assert [index for counts, index in teacher.asked if not counts] == [0, 1, 2, 3, 4] * 2
     assert len(teacher.asked) == 2 * 5 + 3 * 2
-    evaluated = [event for event in group.events if event[0] == "evaluate"]
-    assert evaluated == [("evaluate", step, size) for step in (0, 3) for size in (2, 2, 1)]
-    after = [group.events[at + 1] for at, event in enumerate(group.events[:-1]) if event == ("evaluate", 0, 1)]
+    evaluated = [event for event in group.events if event[0] == "divergences"]
+    assert evaluated == [("divergences", step, size) for step in (0, 3) for size in (2, 2, 1)]
+    after = [group.events[at + 1] for at, event in enumerate(group.events[:-1]) if event == ("divergences", 0, 1)]
     assert after == [("publish", 0)]
-    assert group.events[-1] == ("evaluate", 3, 1)  # nothing is generated after the last
-    assert tracking.by_step[3]["val/forward_kl"] == 3 * 0.5  # the parts of the stand-in are added
+    assert group.events[-1] == ("divergences", 3, 1)  # nothing is generated after the last
+    assert tracking.by_step[3]["val/forward_kl"] == 0.5

@@ -75,4 +75,7 @@ def test_the_table_and_the_list():
         ["model", "val/accuracy", "val/num_prompts", "val/forward_kl"], ["a/b", "0.25", "256", "—"],
         ["c", "—", "—", "0.012346"],
     ]
+    sources = {"val/pass@2": 0.5, "val/forward_kl/q1": 1, "val/org/math/pass@2": 0.25, "val/org/math/forward_kl/q1": 2}
+    lines = [line.split() for line in to_text({"a": sources}, as_json=False).splitlines()]
+    assert lines == [["model", "data", "source", "val/pass@2"], ["a", "all", "0.5"], ["a", "org/math", "0.25"]]
     assert json.loads(to_text(rows, as_json=True)) == [{"model": name, **metrics} for name, metrics in rows.items()]

@@ -19,7 +19,10 @@ from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Prompt, TeacherTopK
 
 BATCH, NUM_PROMPTS = 3, 9
-VALIDATED = {"val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length", "val/num_prompts"}
+VALIDATED = {
+    "val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length", "val/response_length/clip_ratio",
+    "val/num_prompts", *(f"val/{name}/q{quarter}" for name in ("forward_kl", "reverse_kl") for quarter in (1, 3)),
+}  # answers have two tokens
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
 POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
@@ -88,13 +91,13 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
         min(step - 1, depth) for step in range(1, steps + 1)
     ]
     # Validation before training; it takes the engine's room for the divergence from the teacher.
-    expected, generated = [("publish", 0), ("generate", 0, 1), ("evaluate", 0, 1), ("publish", 0)], 0
+    expected, generated = [("publish", 0), ("generate", 0, 1), ("divergences", 0, 1), ("publish", 0)], 0
     for step in range(1, steps + 1):
         while generated < min(step + depth, steps):
             expected.append(("generate", step - 1, BATCH))
             generated += 1
         expected += [("update",), ("publish", step)]
-    assert group.events == [*expected, ("generate", steps, 1), ("evaluate", steps, 1)]
+    assert group.events == [*expected, ("generate", steps, 1), ("divergences", steps, 1)]
 
 
 @DEPTHS
@@ -141,7 +144,7 @@ def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(
         expected += [("ask", step)] if step == steps or not depth else []
         expected.append(("update",))
     validation = {("generate", 0, 1), ("generate", steps, 1)}
-    events = [e for e in group.events if e[0] not in ("publish", "evaluate") and e not in validation]
+    events = [e for e in group.events if e[0] not in ("publish", "divergences") and e not in validation]
     assert [event[:1] if event[0] == "generate" else event for event in events] == expected
 
 
@@ -175,12 +178,12 @@ def test_val_only_validates_what_the_run_would_start_from_and_ends(tmp_path):
     """A new run, and a finished one with other settings for its batches, which do not matter here."""
     only = ("trainer.val_only=true", "trainer.val_before_train=false", "data.val_files=unused")
     trainer, group, _ = fit("one_step_off", 3, tmp_path, *only)
-    assert group.events == [("publish", 0), ("generate", 0, 1), ("evaluate", 0, 1)]
+    assert group.events == [("publish", 0), ("generate", 0, 1), ("divergences", 0, 1)]
     assert trainer.last_metrics.keys() == VALIDATED
     fit("sync", 3, tmp_path, "trainer.save_freq=-1")
     other = ("data.train_batch_size=2", "data.seed=5")
     trainer, group, _ = fit("sync", 3, tmp_path, *only, *other, resume_from=tmp_path / "global_step_3")
-    assert group.events == [("publish", 3), ("generate", 3, 1), ("evaluate", 3, 1)]
+    assert group.events == [("publish", 3), ("generate", 3, 1), ("divergences", 3, 1)]
     assert trainer.tracking.by_step[3]["val/forward_kl"] == 0.5
 
 

@@ -31,7 +31,7 @@ from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
 from hybrid_gkd.reporting.trackers import Tracking, load_trackers
 from hybrid_gkd.types import Generation, RunInfo
 
-SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0)
+SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0, data_source="sums", sample=3)
 
 
 def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False, console="auto") -> RunInfo:
@@ -163,6 +163,8 @@ def test_jsonl_rows_are_on_file_after_every_step(tmp_path, monkeypatch):
             "response": "The sum is 42.",
             "answer": "42",
             "reward": 1.0,
+            "data_source": "sums",
+            "sample": 3,
         }
 
 
