@@ -64,7 +64,7 @@ RUN_ELSEWHERE = {
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --json": _DASHBOARD,
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
     "bash run_gkd.sh --config-name gpu_demo": "tests/integration/test_gpu_demo.py::"
-        "test_the_command_line_builds_what_the_recipe_names_and_the_program_distils_it",
+        "test_the_recipe_builds_its_models_and_runs_from_them_become_a_page",
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
         f"{_COMMAND_LINE}::test_a_run_trains_and_says_where_everything_is",

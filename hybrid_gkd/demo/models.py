@@ -46,8 +46,9 @@ class SFTRecipe:
     warmup_steps: int = 50
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     stop_at: float | None = None
-    """Training ends when so many held-out answers are sure: greedy decoding gives these. None: after `max_steps`."""
-    max_tokens: int = 65536
+    """Training ends when this share of held-out answers is sure, token by token. Greedy decoding gives these, and more
+    that end with the right number: a small model was at 0.15 with a third of the numbers right. None: no such end."""
+    max_tokens: int = 32768
     """Of a packed micro-batch."""
     compile: bool = False
     """torch.compile for the decoder blocks, which pays where training takes minutes."""

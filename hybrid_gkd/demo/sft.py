@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,11 +45,12 @@ def alone(device: torch.device) -> Iterator[None]:
     """A process group of this process, which the sharded model needs."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with tempfile.NamedTemporaryFile() as meeting:
+        dist.init_process_group(backend, store=dist.FileStore(meeting.name, 1), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sequence]:

@@ -5,15 +5,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import hybrid_gkd
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo import gpu_demo
 from hybrid_gkd.demo.use import demo_teacher_accuracy, used_demos
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.launch.command_line import load, parse
 
+ROOT = Path(hybrid_gkd.__file__).parents[1]
 TRAINING = replace(gpu_demo.RECIPES["cpu"].teacher.training, max_steps=3, batch_size=4)
 TINY = replace(
     gpu_demo.RECIPES["cpu"], num_train=16, num_val=4,
@@ -32,7 +35,7 @@ def cache(tmp_path_factory):
         yield
 
 
-def test_the_command_line_builds_what_the_recipe_names_and_the_program_distils_it(cache, tmp_path):
+def test_the_recipe_builds_its_models_and_runs_from_them_become_a_page(cache, tmp_path):
     config = load(parse(ON_CPU))
     (root,) = used_demos(config)
     inode = root.stat().st_ino
@@ -44,23 +47,30 @@ def test_the_command_line_builds_what_the_recipe_names_and_the_program_distils_i
     for name in ("teacher", "student"):
         assert manifest[name]["sft_steps"] == 3
         assert manifest[name]["parameters"] < 1_000_000
-    paths = [
-        f"data.train_files={root}/train.jsonl", f"data.val_files={root}/val.jsonl",
-        f"actor_rollout_ref.model.path={root}/student", f"actor_rollout_ref.teacher.model.path={root}/teacher",
-    ]
-    command = [
-        sys.executable, "-m", "hybrid_gkd", *ON_CPU, *paths, "trainer.total_training_steps=2", "trainer.logger=[]",
-        "data.train_batch_size=4", f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.teacher.backend=hf", "trainer.save_freq=0",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "hybrid_gkd" / "gpu_demo" / "metrics.jsonl").read_text().splitlines()
-    rows = {row["step"]: row for row in map(json.loads, lines)}
-    assert sorted(rows) == [0, 1, 2]
-    assert rows[2]["val/num_prompts"] == 4
-    assert 0 <= rows[2]["val/accuracy"] <= 1
-    assert rows[1]["actor/kl_loss"] > 0
+    stored, short = tmp_path / "stored", ("data.train_batch_size=4", "trainer.console=full")
+    engines = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.backend=hf")
+    compare(
+        "run", *short, *engines, "--results", stored, "--models", root, "--device", "cpu", "--steps", "2",
+        "--sft-minutes", "0.01", "--only", "sft_data", "opd", "trl", "--seeds", "0",
+    )  # fmt: skip
+    steps = [line.split(",")[0] for line in (stored / "opd-0.csv").read_text().splitlines() if line[0].isdigit()]
+    assert steps == ["0", "1", "2"]
+    again = compare("run", "--results", stored, "--models", root, "--only", "sft_data", "opd", "trl", "--seeds", "0")
+    assert again.startswith("trl: skipped: needs TRL")
+    assert again.count("\n") == 1  # what is stored is not run again
+    compare("report", "--results", stored, "--docs", tmp_path)
+    rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("| ")]
+    assert [row.split("`")[1] for row in rows[1:]] == ["opd", "sft_data"]
+    assert (tmp_path / "results_methods.svg").exists()
+
+
+def compare(*args):
+    """What benchmarks/results.py prints."""
+    command = [sys.executable, ROOT / "benchmarks" / "results.py", *args]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=540, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_build_that_fails_says_so_and_leaves_nothing(cache, tmp_path, capfd):

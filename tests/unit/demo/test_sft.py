@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_gkd.demo import models
-from hybrid_gkd.demo.gpu_demo import RECIPES, ModelRecipe, held_out_accuracy, make_data, make_tokenizer
+from hybrid_gkd.demo.gpu_demo import RECIPES, ModelRecipe, _batches, held_out_accuracy, make_data, make_tokenizer
 from hybrid_gkd.demo.models import SFTRecipe
 from hybrid_gkd.demo.sft import SFT, alone, encode, train
 from hybrid_gkd.errors import TrainingError
@@ -74,6 +74,16 @@ def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(toke
         with alone(CPU):
             loss = SFT(folder, replace(TRAINING, max_tokens=max_tokens), device=CPU).step(sequences).item()
         assert loss == pytest.approx(total / count, rel=1e-4)
+
+
+def test_batches_are_the_same_whoever_makes_them(tokenizer, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    recipe = replace(RECIPES["cpu"], teacher=replace(SHAPE, training=replace(TRAINING, max_steps=3)))
+    here, beside = (list(_batches(recipe, recipe.teacher, tokenizer, 0, device)) for device in ("cpu", "cuda"))
+    assert [len(batch) for batch in here] == [TRAINING.batch_size] * 3
+    tokens = [[[*s.prompt_ids, *s.response_ids] for batch in each for s in batch] for each in (here, beside)]
+    assert tokens[0] == tokens[1]
+    assert len({tuple(sequence) for sequence in tokens[0]}) > 2 * TRAINING.batch_size  # every step has new texts
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(tokenizer, folder):

@@ -1,0 +1,325 @@
+"""What distillation is worth on the task of gpu_demo: one list of runs, their curves, and docs/results.md from these.
+
+    python benchmarks/results.py run --minutes 25     # the runs that are missing, as many as fit; a GPU, else small
+    python benchmarks/results.py list                 # what is stored, what is missing, what cannot be run and why
+    python benchmarks/results.py report               # docs/results.md and its pictures, from the stored runs alone
+
+`run` makes the models first where they are not there yet. Each finished run is a small CSV in benchmarks/results, with
+the models, the device and the command at its head; a run that does not end within the minutes is stopped, not stored,
+and begins anew the next time. All runs of a folder must have the same models: on a GPU, models that are made again
+are not equal, so a comparison that takes several machines has to take the models along (--models FOLDER).
+
+Every run begins at the same student and trains at a constant rate, so that each point of its curve is a run that ends
+there. Runs of the program take the same number of answers; supervised ones, which generate none, train as many minutes.
+Minutes are those of training steps: generation, scoring, update, publish; not loading, validation and saving. Those of
+training on the teacher's answers begin with the time that the teacher takes to write them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from results_report import COLUMNS, read_all, report
+
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.demo.folders import DemoPaths
+from hybrid_gkd.demo.gpu_demo import build_gpu_demo
+from hybrid_gkd.demo.use import visible_device
+from hybrid_gkd.errors import HybridGKDError
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "benchmarks" / "results"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
+PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=1e-4"
+AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
+WEIGHTED = "algorithm.rollout_is_threshold=2"
+SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
+MOST_ROWS = 60
+"""Of a stored run, validations aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How a student is trained."""
+
+    title: str
+    how: str
+    """"program", "sft" on the answers of the data or of the teacher, or "trl"."""
+    overrides: str = ""
+    """Of config/gpu_demo.yaml; of an "sft" run, whose answers."""
+    seeds: int = 1
+
+
+RUNS = {
+    "sft_data": Run(title="SFT on the data's solutions", how="sft", overrides="data", seeds=3),
+    "sft_teacher": Run(title="SFT on the teacher's answers", how="sft", overrides="teacher", seeds=3),
+    "grpo": Run(title="GRPO", how="program", overrides=PPO, seeds=3),
+    "opd": Run(title="on-policy distillation", how="program", seeds=3),
+    "opd_rewards": Run(
+        title="distillation with rewards", how="program", overrides=f"distillation.use_task_rewards=true {GROUPS}",
+        seeds=3,
+    ),
+    "ppo_gae": Run(
+        title="PPO with GAE", how="program", overrides=f"{PPO} algorithm.adv_estimator=gae critic.optim.lr=1e-4",
+        seeds=3,
+    ),
+    "opd_reverse": Run(title="reverse KL", how="program", overrides="distillation.loss_mode=reverse_kl"),
+    "opd_jsd": Run(title="JSD", how="program", overrides="distillation.loss_mode=jsd"),
+    "opd_k1": Run(title="K = 1", how="program", overrides="distillation.topk=1"),
+    "opd_k8": Run(title="K = 8", how="program", overrides="distillation.topk=8"),
+    "opd_stale1": Run(title="one batch ahead", how="program", overrides=AHEAD),
+    "opd_stale2": Run(title="two batches ahead", how="program", overrides=FURTHER),
+    "opd_stale1_is": Run(title="one ahead, importance weights", how="program", overrides=f"{AHEAD} {WEIGHTED}"),
+    "opd_stale2_is": Run(title="two ahead, importance weights", how="program", overrides=f"{FURTHER} {WEIGHTED}"),
+    "opd_bf16": Run(title="bf16 master weights", how="program", overrides=f"{ACTOR}.fsdp_config.model_dtype=bf16"),
+    "trl": Run(title="TRL, on-policy GKD", how="trl"),
+}  # fmt: skip
+"""`opd` is also the row of forward KL, K = 64, no staleness and fp32 master weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all runs share."""
+
+    paths: DemoPaths
+    device: str
+    steps: int
+    sft_minutes: float
+    results: Path
+    overrides: tuple[str, ...] = ()
+    """Of the recipe, for every run."""
+
+
+def models_key(paths: DemoPaths) -> str:
+    """Of the weights that all runs begin at and learn from."""
+    digest = hashlib.sha256()
+    for folder in (paths.teacher, paths.student):
+        digest.update((folder / "model.safetensors").read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def obstacle(run: Run, settings: Settings) -> str | None:
+    """Why a run cannot be started here, or None."""
+    if run.how == "trl":
+        there = "" if importlib.util.find_spec("trl") is not None else "; the package trl is not installed either"
+        return f"needs TRL, whose trainer this script cannot drive yet{there}"
+    if run.how == "program":
+        try:
+            load_config(program_overrides(run, 0, settings, Path("unused")), config_name="gpu_demo")
+        except HybridGKDError as error:
+            return f"this version does not take its configuration: {error}"
+    return None
+
+
+def program_overrides(run: Run, seed: int, settings: Settings, folder: Path) -> list[str]:
+    """Of config/gpu_demo.yaml, for a run of the program itself."""
+    paths = settings.paths
+    return [
+        f"data.train_files={paths.train}", f"data.val_files={paths.val}", f"trainer.device={settings.device}",
+        f"actor_rollout_ref.model.path={paths.student}", f"actor_rollout_ref.teacher.model.path={paths.teacher}",
+        f"{ACTOR}.optim.lr_scheduler_type=constant", f"trainer.total_training_steps={settings.steps}",
+        f"trainer.test_freq={max(1, settings.steps // 10)}", "trainer.save_freq=0", "trainer.logger=[]",
+        "trainer.experiment_name=run", f"trainer.default_local_dir={folder}", *(f"{key}={seed}" for key in SEEDS),
+        *run.overrides.split(), *settings.overrides,
+    ]  # fmt: skip
+
+
+def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[str]:
+    """What trains one run, in a process of its own, with which the card is free again."""
+    run = RUNS[name]
+    if run.how == "program":
+        overrides = program_overrides(run, seed, settings, folder)
+        return [sys.executable, "-m", "hybrid_gkd", "--config-name", "gpu_demo", *overrides]
+    script = Path(__file__).with_name("results_sft.py")
+    return [
+        sys.executable, str(script), "--models", str(settings.paths.root), "--answers", run.overrides, "--seed",
+        str(seed), "--device", settings.device, "--minutes", str(settings.sft_minutes), "--out", str(folder),
+        *settings.overrides,
+    ]  # fmt: skip
+
+
+def train(name: str, seed: int, settings: Settings, seconds: float) -> bool:
+    """Train and store one run; False if it did not end within `seconds`. Raises CalledProcessError if it failed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        command = run_command(name, seed, settings, folder)
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            stop(process)
+        if code:
+            raise subprocess.CalledProcessError(code, command)
+        (metrics,) = folder.rglob("metrics.jsonl")
+        answers = answers_per_step(name, settings)
+        rows = thinned(curve([json.loads(line) for line in metrics.read_text().splitlines()], answers))
+    head = {
+        "run": name, "seed": seed, "models": models_key(settings.paths), "device": device_name(settings.device),
+        "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "overrides": " ".join([RUNS[name].overrides, *settings.overrides]),
+    }  # fmt: skip
+    store(settings.results / f"{name}-{seed}.csv", head, rows)
+    return True
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that may still run, as its user would: a signal, and a second one that does not wait."""
+    for _ in range(2):
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def answers_per_step(name: str, settings: Settings) -> int:
+    """Answers that a step of the program trains on; 0 for a supervised run, which counts its tokens itself."""
+    if RUNS[name].how != "program":
+        return 0
+    config = load_config(program_overrides(RUNS[name], 0, settings, Path("unused")), config_name="gpu_demo")
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def curve(metrics: list[dict[str, float]], answers: int) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl with minutes of training and answer tokens trained on so far."""
+    rows, minutes, tokens = [], 0.0, 0.0
+    for row in metrics:
+        if answers and row["step"] > 0:
+            minutes += row["timing/step"] / 60
+            tokens += row["response_length/mean"] * answers
+        mine = {"minutes": minutes, "answer_tokens": tokens} if answers else {}
+        rows.append({key: value for key, value in (row | mine).items() if key in COLUMNS})
+    return rows
+
+
+def thinned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """All validations, and every so many of the other rows."""
+    every = max(1, len(rows) // MOST_ROWS)
+    return [row for i, row in enumerate(rows) if "val/accuracy" in row or i % every == 0]
+
+
+def store(file: Path, head: dict[str, Any], rows: list[dict[str, float]]) -> None:
+    """Write a CSV behind lines `# key: value`, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    with open(unfinished, "w", newline="") as out:
+        out.writelines(f"# {key}: {value}\n" for key, value in head.items())
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: f"{value:.6g}" for key, value in row.items()} for row in rows)
+    unfinished.rename(file)
+
+
+def device_name(device: str) -> str:
+    """As the report names it."""
+    if device == "cpu":
+        return "CPU"
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def commit() -> str:
+    """The version of the code, where git knows it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() or "unknown"
+
+
+def wanted(only: list[str], seeds: list[int] | None) -> list[tuple[str, int]]:
+    """Runs in the order in which they are made: all of a seed before the next, so that each part is a comparison."""
+    found = [(name, seed) for name in only for seed in (range(RUNS[name].seeds) if seeds is None else seeds)]
+    return sorted(found, key=lambda item: (item[1], list(RUNS).index(item[0])))
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Train what is missing, as much as the minutes hold."""
+    deadline = time.monotonic() + 60 * args.minutes
+    device = args.device or visible_device()
+    paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
+    steps = args.steps or load_config([f"trainer.device={device}"], config_name="gpu_demo").trainer.total_training_steps
+    settings = Settings(
+        paths=paths, device=device, steps=steps, sft_minutes=args.sft_minutes, results=args.results.absolute(),
+        overrides=tuple(args.overrides),
+    )  # fmt: skip
+    found, models = read_all(settings.results), models_key(paths)
+    if other := sorted({str(each.head["models"]) for each in found} - {models}):
+        raise SystemExit(
+            f"{settings.results} holds runs of other models ({', '.join(other)}, here {models}), which cannot be "
+            "compared: --models takes the folder of theirs, --results another folder for these"
+        )
+    train_missing(args, settings, {(each.name, each.seed) for each in found}, deadline)
+
+
+def train_missing(args: argparse.Namespace, settings: Settings, there: set[tuple[str, int]], deadline: float) -> None:
+    """The loop of `run`: one run after another, until they are all there or the time is over."""
+    longest = 0.0
+    for name, seed in wanted(args.only, args.seeds):
+        if (name, seed) in there:
+            continue
+        if reason := obstacle(RUNS[name], settings):
+            print(f"{name}: skipped: {reason}", flush=True)
+            continue
+        began = time.monotonic()
+        if began + longest > deadline:
+            print(f"{name} {seed}: not begun, the longest run so far took {longest / 60:.1f} minutes", flush=True)
+            return
+        print(f"{name} {seed}: {(deadline - began) / 60:.1f} minutes are left", flush=True)
+        if not train(name, seed, settings, max(0.0, deadline - began)):
+            print(f"{name} {seed}: stopped, the minutes are over; it begins anew the next time", flush=True)
+            return
+        longest = max(longest, time.monotonic() - began)
+
+
+def list_all(args: argparse.Namespace) -> None:
+    """Print the state of every run."""
+    there = {(each.name, each.seed) for each in read_all(args.results)}
+    for name, run in RUNS.items():
+        stored = [seed for seed in range(run.seeds) if (name, seed) in there]
+        note = "; not run by this script" if run.how == "trl" else ""
+        print(f"{name:16} {len(stored)} of {run.seeds} stored; {run.title}{note}")
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "list", "report"))
+    parser.add_argument("overrides", nargs="*", help="run: configuration keys for every run, dotted.key=value")
+    parser.add_argument("--results", type=Path, default=STORED, help="folder of the stored runs (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="run: then end, also what is under way")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="run: these")
+    parser.add_argument("--seeds", nargs="+", type=int, help="run: these (default: as many as the list has)")
+    parser.add_argument("--models", type=Path, help="run: a folder that python -m hybrid_gkd.demo gpu_demo has made")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")
+    parser.add_argument("--steps", type=int, help="run: of the program (default: the recipe's)")
+    parser.add_argument("--sft-minutes", type=float, default=4.0, help="run: training time of supervised runs")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="report: where it is written (%(default)s)")
+    args = parser.parse_intermixed_args()
+    if args.what == "report":
+        titles = {name: run.title for name, run in RUNS.items()}
+        report(read_all(args.results), titles, args.docs, args.results / "conclusions.md")
+    else:
+        {"run": run_all, "list": list_all}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""docs/results.md and its pictures from the runs that benchmarks/results.py has stored; trains nothing.
+
+What the page says of the curves in words is conclusions.md beside the runs, by whoever has looked at them.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "step", "minutes", "answer_tokens", "val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length",
+    "actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "reward/mean", "response_length/mean",
+    "training/staleness",
+)  # fmt: skip
+METHODS = ("opd", "opd_rewards", "sft_teacher", "sft_data", "grpo", "ppo_gae", "trl")
+"""Compared with each other; every other run is a variant of `opd`."""
+METHOD = """\
+Word problems with worked solutions (`config/gpu_demo.yaml`): accuracy on held-out prompts, half of which have templates
+that no training text has. Every run begins at the same student, trains at a constant rate and is validated greedily; a
+point of a curve is a run that ends there. Minutes are those of training steps, without loading, validation and saving.
+Learning rates are the recipe's, a tenth of it for PPO and GRPO; none was searched for."""
+Row = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored run."""
+
+    head: dict[str, str]
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        return self.head["run"]
+
+    @property
+    def seed(self) -> int:
+        return int(self.head["seed"])
+
+    def accuracies(self, axis: str) -> list[tuple[float, float]]:
+        """(minutes or answer tokens, accuracy in %) at every validation."""
+        return [(row[axis], 100 * row["val/accuracy"]) for row in self.rows if "val/accuracy" in row]
+
+    def end(self, axis: str) -> float:
+        """Where the curve ends."""
+        return self.accuracies(axis)[-1][0]
+
+
+def read_all(folder: Path) -> list[Stored]:
+    """All runs of a folder. Raises SystemExit for a file that is none."""
+    return [read(file) for file in sorted(folder.glob("*.csv"))]
+
+
+def read(file: Path) -> Stored:
+    """One run. Raises SystemExit for a file that is none."""
+    lines = file.read_text().splitlines()
+    head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    table = csv.DictReader([line for line in lines if not line.startswith("# ")])
+    rows = [{key: float(value) for key, value in row.items() if value} for row in table]
+    if not {"run", "seed", "models", "device"} <= head.keys() or not any("val/accuracy" in row for row in rows):
+        raise SystemExit(f"{file} is no stored run: it needs `# run`, `# seed`, `# models`, `# device` and validations")
+    return Stored(head, rows)
+
+
+def accuracy_at(points: list[tuple[float, float]], where: float) -> float:
+    """On the line through (x, accuracy) points; beyond the last one, the last."""
+    (x, y), *rest = points
+    for next_x, next_y in rest:
+        if next_x >= where:
+            return y + (next_y - y) * (where - x) / (next_x - x) if next_x > x else next_y
+        x, y = next_x, next_y
+    return y
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    """Mean, and lowest to highest where there are several values."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
+    """Markdown: accuracy where the shortest of these runs ends, by tokens and by minutes, and at each one's own end."""
+    every = [run for each in runs.values() for run in each]
+    tokens, minutes = (min(run.end(axis) for run in every) for axis in ("answer_tokens", "minutes"))
+    lines = [
+        f"| run | seeds | after {tokens / 1e6:.3g} M answer tokens | after {minutes:.2g} minutes | at its end | "
+        "its minutes | its answer tokens, M |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in runs.items():
+        cells = [
+            spread([accuracy_at(run.accuracies("answer_tokens"), tokens) for run in each]),
+            spread([accuracy_at(run.accuracies("minutes"), minutes) for run in each]),
+            spread([run.accuracies("minutes")[-1][1] for run in each]),
+            spread([run.end("minutes") for run in each], 2),
+            spread([run.end("answer_tokens") / 1e6 for run in each], 3),
+        ]
+        lines.append(f"| {titles[name]} (`{name}`) | {len(each)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def chart(runs: dict[str, list[Stored]], titles: dict[str, str]) -> dict[str, Any]:
+    """A Vega-Lite specification: accuracy by minutes and by answer tokens, a thin line for every seed."""
+    names = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
+    panels = []
+    for axis, (label, unit) in names.items():
+        values = [
+            {"x": x * unit, "accuracy": y, "run": titles[name], "seed": run.seed}
+            for name, each in runs.items() for run in each for x, y in run.accuracies(axis)
+        ]  # fmt: skip
+        color = {"field": "run", "type": "nominal", "title": None, "sort": [titles[name] for name in runs]}
+        panels.append({
+            "data": {"values": values}, "width": 360, "height": 280,
+            "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.4},
+            "encoding": {
+                "x": {"field": "x", "type": "quantitative", "title": label},
+                "y": {"field": "accuracy", "type": "quantitative", "title": "accuracy on held-out problems, %"},
+                "color": color, "detail": {"field": "seed", "type": "nominal"},
+            },
+        })  # fmt: skip
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "background": "white", "hconcat": panels,
+        "config": {"range": {"category": {"scheme": "tableau10"}}},
+    }  # fmt: skip
+
+
+def draw(specification: dict[str, Any], file: Path) -> None:
+    """Write an SVG. Raises SystemExit without the package that draws."""
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise SystemExit("the pictures need vl-convert-python: bash run_gkd.sh --install-only dev") from error
+    file.write_text(vl_convert.vegalite_to_svg(specification))
+
+
+def facts(runs: list[Stored]) -> str:
+    """What the runs have in common, and the dates. Raises SystemExit for runs of several models or devices."""
+    for key in ("models", "device"):
+        if len(found := sorted({run.head[key] for run in runs})) > 1:
+            raise SystemExit(f"runs with several {key} cannot be compared: {', '.join(found)}")
+    dates, codes = (sorted({run.head[key] for run in runs}) for key in ("date", "code"))
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{when}, {runs[0].head['device']}; models {runs[0].head['models']}; code {', '.join(codes)}."
+
+
+def page(runs: dict[str, list[Stored]], titles: dict[str, str], conclusions: str) -> str:
+    """The text of docs/results.md."""
+    parts = ["# Results", METHOD, facts([run for each in runs.values() for run in each])]
+    parts += [conclusions.strip()] if conclusions.strip() else []
+    headings = {"methods": "Methods", "variants": "Variants of on-policy distillation"}
+    for kind, found in groups(runs).items():
+        parts += [f"## {headings[kind]}", f"![Accuracy by minutes and by tokens](results_{kind}.svg)"]
+        parts += ["Accuracy in %: mean, lowest and highest seed.", table(found, titles)]
+    parts.append("This page is generated: `python benchmarks/results.py report`, from `benchmarks/results/`.")
+    return "\n\n".join(parts) + "\n"
+
+
+def groups(runs: dict[str, list[Stored]]) -> dict[str, dict[str, list[Stored]]]:
+    """What is compared: the methods, and what differs from `opd` in one thing with `opd` of the same seeds."""
+    methods = {name: runs[name] for name in METHODS if name in runs}
+    variants = {name: each for name, each in runs.items() if name not in METHODS}
+    seeds = {run.seed for each in variants.values() for run in each}
+    if base := [run for run in runs.get("opd", []) if run.seed in seeds]:
+        variants = {"opd": base} | variants
+    return {kind: some for kind, some in (("methods", methods), ("variants", variants)) if some}
+
+
+def report(found: list[Stored], titles: dict[str, str], docs: Path, conclusions: Path) -> None:
+    """Write the page and its pictures. Raises SystemExit where there is nothing to show or nothing to compare."""
+    if not found:
+        raise SystemExit("no runs are stored: python benchmarks/results.py run")
+    if unknown := sorted({run.name for run in found} - titles.keys()):
+        raise SystemExit(f"stored runs that the list does not have: {', '.join(unknown)}")
+    runs = {name: each for name in titles if (each := [run for run in found if run.name == name])}
+    text = page(runs, titles, conclusions.read_text() if conclusions.exists() else "")
+    for kind, some in groups(runs).items():
+        draw(chart(some, titles), docs / f"results_{kind}.svg")
+    (docs / "results.md").write_text(text)
+    print(docs / "results.md")
