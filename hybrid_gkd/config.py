@@ -15,9 +15,12 @@ from omegaconf import MISSING
 from hybrid_gkd import config_metadata as rules
 from hybrid_gkd.config_learning import (
     ADV_ESTIMATORS,
+    CUSTOM,
+    REWARD_FUNCTIONS,
     AlgorithmConfig,
     CustomRewardFunction,
     DistillationConfig,
+    OverlongBufferConfig,
     RewardConfig,
     rejection_bounds,
 )
@@ -40,6 +43,8 @@ from hybrid_gkd.config_models import (
 __all__ = [
     "ADV_ESTIMATORS",
     "BATCHES_AHEAD",
+    "CUSTOM",
+    "REWARD_FUNCTIONS",
     "TEACHER_PORT",
     "ActorConfig",
     "ActorRolloutRefConfig",
@@ -53,6 +58,7 @@ __all__ = [
     "FSDPConfig",
     "ModelConfig",
     "OptimConfig",
+    "OverlongBufferConfig",
     "PolicyLossConfig",
     "RayInitConfig",
     "RewardConfig",
@@ -213,6 +219,11 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+    @property
+    def trains_on_rewards(self) -> bool:
+        """Whether the actor learns from rewards, alone or beside a teacher."""
+        return self.distillation.use_task_rewards or not self.distillation.enabled
 
     @property
     def world_size(self) -> int:

@@ -125,24 +125,75 @@ class AlgorithmConfig:
         return self.rollout_is_threshold is not None or self.rollout_rs is not None
 
 
+REWARD_FUNCTIONS = {
+    "exact_match": True, "gsm8k": True, "math": True, "by_data_source": True, "format": False, "length": False,
+}  # fmt: skip
+"""The built-in rewards, and whether they need the right answer."""
+CUSTOM = "custom"
+"""What reward.functions calls a function of the user's own."""
+
+
 @dataclass
 class CustomRewardFunction:
-    """A reward function of your own."""
+    """A reward function of your own, see docs/rewards.md for what it is given."""
 
     path: str | None = None
-    """Python file with a function `f(response: str, answer: str) -> float`."""
+    """Python file with the function."""
     name: str = "compute_score"
     """Name of the function."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments that the function is called with, by name."""
+
+
+@dataclass
+class OverlongBufferConfig:
+    """Penalty on responses near max_response_length, eq. 13 of arXiv 2503.14476 (DAPO). Training only."""
+
+    enable: bool = False
+    """Add it to the reward: 0 up to `len` tokens before data.max_response_length, from there down to -penalty_factor,
+    in proportion."""
+    len: int = field(default=512, metadata=rules.POSITIVE)
+    """Tokens."""
+    penalty_factor: float = field(default=1.0, metadata=rules.POSITIVE)
+    """The largest penalty, of a response of data.max_response_length tokens."""
 
 
 @dataclass
 class RewardConfig:
-    """Rule reward, for PPO and for validation."""
+    """Reward of a response, for PPO and for validation; see docs/rewards.md."""
 
-    name: Literal["exact_match", "gsm8k"] = "exact_match"
-    """exact_match compares the stripped response; gsm8k compares the last number."""
+    name: str = field(default="exact_match", metadata=rules.names(*REWARD_FUNCTIONS))
+    """exact_match compares the stripped response, gsm8k the last number, math the last expression (with math-verify);
+    format looks for `reward.format`; length is minus the used share of max_response_length; by_data_source is gsm8k or
+    math, whichever the row's data set needs."""
+    functions: dict[str, float] = field(default_factory=dict)
+    """Several with weights in the place of name: {gsm8k: 1.0, format: 0.2}; your own is called custom."""
     answer_key: str | None = None
     """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
+    format: str | None = None
+    """Regular expression that format looks for in the stripped response; a dot matches line ends too."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     timeout: float = field(default=60.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
-    """Seconds that a function of your own may take for one response before the run ends with an error; .inf: any."""
+    """Seconds that a function may take for one response, or a batch function for all; .inf: any. Its process is then
+    killed and replaced."""
+    score_on_error: float | None = None
+    """Reward of a response on which your function raises, does not return in time, or returns no number; null: the run
+    ends with an error that names the row."""
+    num_workers: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Processes for functions that can hang (your own, math, format), beside the run's; null: one a CPU, 8 at most."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The functions whose weighted sum is the reward."""
+        return self.functions or {CUSTOM if self.custom_reward_function.path else self.name: 1.0}
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a built-in function has to know the right answer."""
+        return any(REWARD_FUNCTIONS.get(name, False) for name in self.weights)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a reward: the default one needs the column with the answers."""
+        return self.answer_key is not None or not self.needs_answer

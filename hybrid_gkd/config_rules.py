@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_gkd.config import ADV_ESTIMATORS, Config, rejection_bounds
+from hybrid_gkd.config import ADV_ESTIMATORS, CUSTOM, REWARD_FUNCTIONS, Config, rejection_bounds
 from hybrid_gkd.losses.table import DIVERGENCES
 
 Rules = Iterator[tuple[str, object, str]]
@@ -77,11 +77,12 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _policy_loss(config)
     yield from _lora(config)
     yield from _importance_weights(config)
+    yield from _reward(config)
     if config.distillation.enabled:
         yield from _teacher(config)
         yield from _loss(config)
-    if (config.distillation.use_task_rewards or not config.distillation.enabled) and not val_only:
-        yield "reward.answer_key", config.reward.answer_key, (
+    if config.trains_on_rewards and not val_only:
+        yield "reward.answer_key", config.reward.is_given, (
             "task rewards need the column with the right answers; distillation.enabled=true with "
             "distillation.use_task_rewards=false trains without"
         )
@@ -166,6 +167,42 @@ def _importance_weights(config: Config) -> Rules:
         key, not section.compares_logprobs or (rollout.top_p == 1 and rollout.top_k == -1),
         "needs responses of the student's own distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
     )
+
+
+def _reward(config: Config) -> Rules:
+    section, buffer, custom = config.reward, config.reward.overlong_buffer, config.reward.custom_reward_function
+    names = (*REWARD_FUNCTIONS, CUSTOM)
+    for name, weight in section.functions.items():
+        yield (
+            "reward.functions", name in names and weight != 0 and math.isfinite(weight),
+            f"must give {', '.join(names[:-1])} or {CUSTOM} (your own) finite weights other than 0, "
+            f"not {name}: {weight}",
+        )
+    if section.functions:
+        yield "reward.name", section.name == "exact_match", "must be left out with reward.functions"
+        yield (
+            "reward.functions", (CUSTOM in section.functions) == (custom.path is not None),
+            f"must have {CUSTOM} where reward.custom_reward_function.path is given, and only then",
+        )
+    yield (
+        "reward.format", ("format" in section.weights) == (section.format is not None),
+        "goes together with reward.name=format, or format in reward.functions",
+    )
+    yield "reward.format", section.format is None or _is_pattern(section.format), "must be a regular expression"
+    yield (
+        "reward.overlong_buffer.len", not buffer.enable or buffer.len <= config.data.max_response_length,
+        f"must be at most data.max_response_length ({config.data.max_response_length})",
+    )
+    if section.functions and not config.trains_on_rewards:
+        yield "reward.answer_key", section.is_given, "reward.functions need the column with the right answers"
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _teacher(config: Config) -> Rules:

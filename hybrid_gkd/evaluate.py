@@ -2,7 +2,7 @@
 
 import sys
 
-from hybrid_gkd.launch.evaluate import main
+if __name__ == "__main__":  # processes that this one starts import it too
+    from hybrid_gkd.launch.evaluate import main
 
-if __name__ == "__main__":
     sys.exit(main())

@@ -145,8 +145,8 @@ def commands() -> dict[str, list[str]]:
 
 
 def example(name: str) -> str:
-    """The block of docs/extending.md that begins with `# <name>`."""
-    (text,) = (block for block in blocks(ROOT / "docs" / "extending.md", "python") if block.startswith(f"# {name}\n"))
+    """The block of the pages that begins with `# <name>`."""
+    (text,) = (block for page in PAGES for block in blocks(page, "python") if block.startswith(f"# {name}\n"))
     return text
 
 

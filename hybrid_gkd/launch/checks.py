@@ -11,7 +11,7 @@ from hybrid_gkd.data.prompts import Chat, Rows
 from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
-from hybrid_gkd.ppo.rewards import Reward
+from hybrid_gkd.ppo.reward_functions import RewardFunction
 from hybrid_gkd.types import Prompt
 from hybrid_gkd.waiting import waiting
 
@@ -33,7 +33,8 @@ class Facts:
     stop_token_ids: list[int] = field(default_factory=list)
     spec: ModelSpec | None = None
     """Of the student."""
-    reward: Reward | None = None
+    reward: dict[str, RewardFunction] | None = None
+    """By name; None: there is no reward."""
     train_rows: list[Rows] = field(default_factory=list)
     val_rows: list[Rows] = field(default_factory=list)
     train_prompts: list[Prompt] = field(default_factory=list)

@@ -12,12 +12,13 @@ from hybrid_gkd.checkpoint import MANIFEST, find_damage
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
-from hybrid_gkd.errors import ConfigError, ModelError, call_all
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
+from hybrid_gkd.ppo.rewards import DATA_SOURCES, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
@@ -123,11 +124,26 @@ def data(facts: Facts) -> str:
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
+    check_data_sources(facts)
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
     return (
         f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts of {min(lengths)} to "
         f"{max(lengths)} tokens, {facts.steps} steps{left_over(facts.config, len(facts.train_prompts), facts.steps)}"
     )
+
+
+def check_data_sources(facts: Facts) -> None:
+    """Raises DataError: the reward by_data_source has no function for a row."""
+    if "by_data_source" not in (facts.reward or {}):
+        return
+    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
+        for prompt in prompts:
+            if function_of_source(prompt.data_source) is None:
+                raise DataError(
+                    f"{key}: row {prompt.index} of the data has {prompt.data_source!r} in the column "
+                    f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
+                    f"knows no function; it knows {', '.join(DATA_SOURCES)}, and names that begin with aime"
+                )
 
 
 def left_over(config: Config, num_prompts: int, steps: int) -> str:

@@ -31,7 +31,7 @@ from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import contents_of, learning_settings
-from hybrid_gkd.ppo.rewards import load_reward
+from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.waiting import waiting
@@ -113,14 +113,15 @@ def loss(facts: Facts) -> str:
 
 
 def reward(facts: Facts) -> str:
-    """The reward function loads."""
+    """The reward functions load."""
     section = facts.config.reward
-    if section.answer_key is None:
+    if not section.is_given:
         return "none, since reward.answer_key names no column"
-    custom = section.custom_reward_function
-    function = custom.name if custom.path else None
-    facts.reward = load_reward(section.name, custom.path, function, section.timeout)
-    return f"{custom.path}:{custom.name}" if custom.path else section.name
+    facts.reward = load_functions(section)
+    return " + ".join(
+        f.label if section.weights[name] == 1 else f"{section.weights[name]:g} {f.label}"
+        for name, f in facts.reward.items()
+    )
 
 
 def trackers(facts: Facts) -> str:

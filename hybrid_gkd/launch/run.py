@@ -27,6 +27,7 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
+from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
@@ -164,9 +165,12 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if local is not None:
         local.wait_ready()
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys))
+    scorer = None if facts.reward is None else Scorer(facts.reward, facts.tokenizer, config)
+    if scorer is not None:
+        stack.enter_context(contextlib.closing(scorer))
     arguments: dict[str, Any] = {
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,
-        "val_prompts": facts.val_prompts, "reward": facts.reward,
+        "val_prompts": facts.val_prompts, "reward": scorer,
         "tracking": stack.enter_context(start_tracking(facts)),
         "store": store,
         "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,

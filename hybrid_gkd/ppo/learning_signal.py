@@ -14,8 +14,7 @@ from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainSequence
 
 def needs_greedy_answers(config: Config) -> bool:
     """Whether advantages are relative to the greedy answer to each prompt."""
-    on_rewards = config.distillation.use_task_rewards or not config.distillation.enabled
-    return on_rewards and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy answer"
+    return config.trains_on_rewards and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy answer"
 
 
 def answers_to_score(rollout: Rollout) -> list[tuple[Prompt, Sequence]]:

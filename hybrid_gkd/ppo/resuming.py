@@ -37,7 +37,10 @@ LEARNING = (
     "distillation", "algorithm", "trainer.scheduler",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""
-REWARD = ("reward.name", "reward.answer_key", "reward.custom_reward_function")
+REWARD = (
+    "reward.name", "reward.functions", "reward.answer_key", "reward.format", "reward.overlong_buffer",
+    "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key",
+)  # fmt: skip
 """The same where a reward is trained on; without, it is only reported."""
 TEACHER_PATH = f"{ARR}.teacher.model.path"
 
@@ -54,7 +57,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     not its address but the model that it serves, which is not known here: `TEACHER_PATH` is missing.
     """
     loss = config.distillation
-    rewards = REWARD if loss.use_task_rewards or not loss.enabled else ()
+    rewards = REWARD if config.trains_on_rewards else ()
     found: dict[str, Any] = {}
     for key in (*LEARNING, *rewards):
         value = operator.attrgetter(key)(config)

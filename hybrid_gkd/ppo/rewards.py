@@ -1,30 +1,44 @@
-"""Rule rewards: functions (response, answer) -> float on plain text, and how a user brings their own.
+"""The built-in rewards: functions of a response and the right answer, and their table.
 
-A reward of one's own is a function in a Python file:
-
-    reward.custom_reward_function.path=/home/me/my_reward.py reward.custom_reward_function.name=score
-
-    def score(response: str, answer: str) -> float: ...
+One more is a function and a row in `BUILTIN_REWARDS`, with its name in `REWARD_FUNCTIONS` of config_learning.py. A
+user's own is loaded by reward_functions.py. Imported by the processes that compute rewards: no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
-import numbers
+import importlib.util
 import re
-import signal
-import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
+from typing import TYPE_CHECKING, Any
 
-from hybrid_gkd.errors import ConfigError, DataError, TrainingError
-from hybrid_gkd.imports import load_object
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.errors import ConfigError, DataError
 
-Reward = Callable[[str, str], float]
+if TYPE_CHECKING:
+    from hybrid_gkd.config import OverlongBufferConfig, RewardConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a reward function is asked about."""
+
+    text: str
+    """Without special tokens."""
+    answer: str | None = None
+    """The right one; None where `reward.answer_key` names no column."""
+    data_source: str | None = None
+    extra_info: dict[str, Any] | None = None
+    share_of_limit: float = 0.0
+    """Its tokens divided by `data.max_response_length`."""
+
+    @property
+    def right_answer(self) -> str:
+        """For a function that cannot do without. Raises DataError."""
+        if self.answer is None:
+            raise DataError("there is no answer to compute a reward from")
+        return self.answer
+
 
 # 1,234.50 | 18 | .5, with a sign unless it is the minus of a difference such as 7-4.
 _NUMBER = re.compile(
@@ -62,83 +76,98 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(found[0 if marker else -1].replace(",", "").replace("$", ""))
 
 
-BUILTIN_REWARDS: dict[str, Reward] = {"exact_match": exact_match, "gsm8k": gsm8k}
+def math(response: str, answer: str) -> float:
+    """1.0 if the response's last mathematical expression equals the answer, else 0.0; with the library math-verify.
 
+    LaTeX (in \\boxed{} or dollar signs) and plain numbers and expressions are read, and compared as expressions: 1/2 is
+    0.5 and \\frac{1}{2}. An expression that takes the library more than 5 s is wrong.
 
-def load_reward(name: str, path: str | None, function: str | None, timeout: float = math.inf) -> Reward:
-    """The reward of the section `reward`: a built-in name, or a function of a Python file, which is executed.
-
-    Raises ConfigError: an unknown name, a file that is missing or fails to import, a function that the file lacks. A
-    user's function that raises, takes longer than `timeout` seconds, or returns something else than a finite number,
-    raises TrainingError when it is called.
+    Raises:
+        DataError: the answer holds no expression.
     """
-    if path is None:
-        if function is not None:
-            raise ConfigError("reward.custom_reward_function.path", f"is needed to find {function!r}", path)
-        if name not in BUILTIN_REWARDS:
-            raise ConfigError("reward.name", f"must be one of {', '.join(BUILTIN_REWARDS)}", name)
-        return BUILTIN_REWARDS[name]
-    import_path = f"{path}:{function}"
-    return _checked(load_object("reward.custom_reward_function.path", import_path), import_path, timeout)
+    import math_verify  # optional, and takes a second
+
+    truth = math_verify.parse(f"\\boxed{{{answer}}}") if "\\boxed" not in answer else math_verify.parse(answer)
+    if not truth:
+        raise DataError(f"the math reward needs an expression in every answer; got {answer!r}")
+    return float(math_verify.verify(truth, math_verify.parse(response)))
 
 
-class _TimeIsUp(BaseException):
-    """No Exception, which the function that it interrupts may catch."""
+DATA_SOURCES: dict[str, str] = {
+    "openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math", "math_dapo": "math", "numina_aops_forum": "math",
+    "numina_synthetic_math": "math", "numina_amc_aime": "math", "numina_synthetic_amc": "math",
+    "numina_cn_k12": "math", "numina_olympiads": "math",
+}  # fmt: skip
+"""Function of the rows of a data set, for by_data_source; those whose names begin with aime are math."""
 
 
-@contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise _TimeIsUp in the block after so many seconds, and then every second, should the block catch it.
-
-    By SIGALRM, which ends a sleep, a wait for a socket or process, and a loop in Python. C code that never returns to
-    Python is not interrupted; a block that uses SIGALRM itself has to keep a timeout of its own. Raises TrainingError
-    in another thread than the main one, where Python handles no signals.
-    """
-    if seconds == math.inf:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        raise TrainingError("reward.timeout is kept in the main thread only; set it to .inf to train in another thread")
-
-    def expire(*_: object) -> None:
-        raise _TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, expire)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-    finally:  # also where the alarm interrupts the line above
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+def function_of_source(data_source: str | None) -> str | None:
+    """Name of the reward for the rows of a data set; None where none is known."""
+    return "math" if (data_source or "").startswith("aime") else DATA_SOURCES.get(data_source or "")
 
 
-def _checked(function: Callable[[str, str], object], label: str, timeout: float) -> Reward:
-    @functools.wraps(function)
-    def reward(response: str, answer: str) -> float:
-        try:
-            with _limited(timeout):
-                value = function(response, answer)
-        except _TimeIsUp as error:
-            at, limit = traceback.extract_tb(error.__traceback__)[-2], Timeout(timeout, "reward.timeout")
-            raise TrainingError(
-                f"the reward {label} did not return within {limit} for the answer {answer[:80]!r} and a response that "
-                f"starts with {response[:80]!r}; it was at {at.filename}:{at.lineno}"
-            ) from error
-        except TrainingError:
-            raise
-        except Exception as error:
-            raise TrainingError(
-                f"the reward {label} raised {type(error).__name__}: {error} for a response that starts with "
-                f"{response[:80]!r}"
-            ) from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TrainingError(
-                f"the reward {label} must return a finite number; it returned {value!r} for a response "
-                f"that starts with {response[:80]!r}"
-            )
-        return float(value)
+def _by_data_source(response: Response) -> float:
+    name = function_of_source(response.data_source)
+    if name is None:
+        raise DataError(
+            f"the reward by_data_source knows no function for the data source {response.data_source!r}; it knows "
+            f"{', '.join(DATA_SOURCES)}, and aime..."
+        )
+    return {"gsm8k": gsm8k, "math": math}[name](response.text, response.right_answer)
 
-    return reward
+
+Compute = Callable[[Response], float]
+
+
+def _compares(function: Callable[[str, str], float]) -> Callable[[RewardConfig], Compute]:
+    return lambda section: lambda response: function(response.text, response.right_answer)
+
+
+def _needs_math_verify(section: RewardConfig) -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "reward.name", "math needs the package math-verify: pip install 'math-verify[antlr4_13_2]', or "
+            "hybrid_gkd with its extra math", show_value=False,
+        )  # fmt: skip
+
+
+def _math(section: RewardConfig) -> Compute:
+    _needs_math_verify(section)
+    return lambda response: math(response.text, response.right_answer)
+
+
+def _sources(section: RewardConfig) -> Compute:
+    _needs_math_verify(section)
+    return _by_data_source
+
+
+def _format(section: RewardConfig) -> Compute:
+    pattern = re.compile(section.format or "", re.DOTALL)
+    return lambda response: float(pattern.search(response.text.strip()) is not None)
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A row of the table."""
+
+    make: Callable[[RewardConfig], Compute]
+    """Raises ConfigError: what it needs is missing."""
+    can_hang: bool = False
+    """On some responses: it is computed in a process of its own, and a response that takes too long gets 0."""
+
+
+BUILTIN_REWARDS: dict[str, Builtin] = {
+    "exact_match": Builtin(_compares(exact_match)),
+    "gsm8k": Builtin(_compares(gsm8k)),
+    "math": Builtin(_math, can_hang=True),
+    "by_data_source": Builtin(_sources, can_hang=True),
+    "format": Builtin(_format, can_hang=True),
+    "length": Builtin(lambda section: lambda response: -response.share_of_limit),
+}
+
+
+def overlong_penalty(num_tokens: int, max_response_length: int, buffer: OverlongBufferConfig) -> float:
+    """At most 0: eq. 13 of arXiv 2503.14476 (DAPO) times `penalty_factor`, of a response of so many tokens."""
+    beyond = num_tokens - (max_response_length - buffer.len)
+    return -buffer.penalty_factor * max(beyond / buffer.len, 0.0)

@@ -28,9 +28,8 @@ from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
-from hybrid_gkd.ppo.rewards import Reward
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.scoring import Scorer, decode
+from hybrid_gkd.ppo.scoring import Reward, Scorer, decode
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import make_sampler, num_updates, request_seeds, total_steps
 from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
@@ -74,7 +73,8 @@ class PPOTrainer:
         group: the workers; the caller closes them.
         tokenizer: decodes responses for rewards and samples.
         train_prompts, val_prompts: tokenized; no validation where the latter are empty.
-        reward: score of a response given the answer; None where the data has no answers.
+        reward: what scores responses, which the caller closes, or a plain function of a response and the right answer;
+            None where there is no reward.
         tracking, store, clock: take metrics, checkpoints, spans.
         resume_from: a checkpoint folder to continue from, or None.
         settings: those of `learning_settings`, which checkpoints keep.
@@ -85,13 +85,13 @@ class PPOTrainer:
 
     def __init__(
         self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Prompt],
-        val_prompts: list[Prompt], reward: Reward | None, tracking: TrainerLog, store: CheckpointStore,
+        val_prompts: list[Prompt], reward: Scorer | Reward | None, tracking: TrainerLog, store: CheckpointStore,
         resume_from: Path | None = None, settings: dict[str, Any] | None = None, clock: Clock | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
         self.train_prompts, self.val_prompts = train_prompts, val_prompts
-        self.scorer = None if reward is None else Scorer(reward, tokenizer, config.reward)
+        self.scorer = reward if reward is None or isinstance(reward, Scorer) else Scorer.of(reward, tokenizer, config)
         self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.clock, self.stop_requested = clock or Clock(), stop_requested
         self.total_steps = total_steps(config, len(train_prompts))
@@ -186,7 +186,9 @@ class PPOTrainer:
     def _with_advantages(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
         """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
         assert self.scorer is not None
-        return with_advantages(self.config, rollout, self.scorer.scores(answers_to_score(rollout)))
+        pairs = answers_to_score(rollout)
+        sequences, metrics = with_advantages(self.config, rollout, self.scorer.rewards(pairs))
+        return sequences, metrics | self.scorer.metrics(pairs[: len(rollout.sequences)])
 
     def _with_logprobs(
         self, sequences: list[TrainSequence], *, policy_loss: bool = True
@@ -214,7 +216,8 @@ class PPOTrainer:
             begins()
         with working_for(step), self.clock.span("gen"):
             greedy = self._greedy_answers(prompts, step) if needs_greedy_answers(self.config) else ()
-            for finished in self._drawn(prompts, requests, sampling):
+            scorer = self.scorer if self.config.trains_on_rewards else None
+            for finished in self._drawn(prompts, requests, sampling, scorer):
                 self._rollouts.progress()
                 sequences |= {sequence.index: sequence for sequence in finished}
                 for listener in self.on_finished if finished else ():
@@ -232,12 +235,19 @@ class PPOTrainer:
         return tuple(sorted(found, key=lambda sequence: sequence.index))
 
     def _drawn(
-        self, prompts: abc.Sequence[Prompt], requests: list[GenerationRequest], sampling: SamplingParams
-    ) -> Iterator[list[Sequence]]:
-        """Responses as they are finished, with what the teacher sees before them; as many to each prompt."""
+        self, prompts: abc.Sequence[Prompt], requests: list[GenerationRequest], sampling: SamplingParams,
+        scorer: Scorer | None,
+    ) -> Iterator[list[Sequence]]:  # fmt: skip
+        """Responses as they are finished, with what the teacher sees before them; as many to each prompt.
+
+        `scorer`: begins to compute their rewards meanwhile.
+        """
         n = len(requests) // len(prompts)
         for finished in self.group.generate(requests, sampling):
-            yield [dataclasses.replace(s, teacher_prompt_ids=prompts[s.index // n].teacher_ids) for s in finished]
+            pairs = [(prompts[sequence.index // n], sequence) for sequence in finished]
+            if scorer is not None:
+                scorer.begin(pairs)
+            yield [dataclasses.replace(sequence, teacher_prompt_ids=prompt.teacher_ids) for prompt, sequence in pairs]
 
     def _requests(self, prompts: Iterable[Prompt], n: int, step: int) -> list[GenerationRequest]:
         """`n` requests for each prompt, with the seeds of a step; 0 is validation."""
@@ -305,8 +315,8 @@ class PPOTrainer:
         requests = self._requests(self.val_prompts, section.n, 0)
         token_values: dict[str, list[np.ndarray]] = {}
         with self.clock.span("testing"):
-            drawn = itertools.chain.from_iterable(self._drawn(self.val_prompts, requests, self._sampling(section)))
-            found = sorted(drawn, key=lambda sequence: sequence.index)
+            drawn = self._drawn(self.val_prompts, requests, self._sampling(section), self.scorer)
+            found = sorted(itertools.chain.from_iterable(drawn), key=lambda sequence: sequence.index)
             for validator in self.validators:
                 token_values |= validator(found)
             if self.validators:

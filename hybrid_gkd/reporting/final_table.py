@@ -91,14 +91,14 @@ def _results(
         return f"{_show(first.get(name), '.4f')} -> {_show(last.get(name), '.4f')}"
 
     rows = []
-    if validates and config.reward.answer_key is not None:
+    if validates and config.reward.is_given:
         known = {"teacher": teacher_accuracy} if distils else {}
         known |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
         rows += [(f"held-out accuracy: {who}", _show(accuracy, ".1%")) for who, accuracy in known.items()]
     if validates and distils:
         rows += [(f"{name}, before and after", change(name)) for name in ("val/forward_kl", "val/reverse_kl")]
     trained = ["actor/kl_loss"] if distils else []
-    trained += ["reward/mean"] if config.distillation.use_task_rewards or not distils else []
+    trained += ["reward/mean"] if config.trains_on_rewards else []
     return rows + [(f"{name}, first and last step", change(name)) for name in trained]
 
 

@@ -89,6 +89,14 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
     "reward/greedy": ("", "Mean reward of the greedy answers (algorithm.adv_estimator=remax)"),
     "reward/std": ("", "Standard deviation of the same"),
+    "reward/<name>/mean": (
+        "", "Mean of one of several functions (reward.functions), without its weight; of a further number that a "
+        "function of your own returns; of the penalty on long responses (overlong)"
+    ),
+    "reward/failures": (
+        "fraction", "Responses on which a function raised or did not return in time, and another score counts; where "
+        "functions are computed in processes"
+    ),
     "training/global_step": ("steps", "Training steps done"),
     "training/epoch": ("epochs", "Pass over the prompt data that the batch begins in"),
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
@@ -122,7 +130,10 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
 }
 
-PATTERNS = {"val/best@n": r"val/best@\d+", "val/maj@n": r"val/maj@\d+", "val/pass@k": r"val/pass@\d+"}
+PATTERNS = {
+    "val/best@n": r"val/best@\d+", "val/maj@n": r"val/maj@\d+", "val/pass@k": r"val/pass@\d+",
+    "reward/<name>/mean": "reward/.+/mean",
+}  # fmt: skip
 """Entries that stand for several names -> regular expression of these."""
 SOURCES = "val/<data source>/..."
 """The entry that stands for all metrics of a data source; see `data_source_of`."""

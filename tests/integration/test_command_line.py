@@ -478,13 +478,18 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
 
 
 def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
-    """A reward that the random student can reach: short answers are no better, long ones are."""
+    """A reward that the random student can reach, computed in processes; one row's is a failure."""
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(response, answer):\n    return len(response) % 7 / 7\n")
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    long = len(solution_str)\n"
+        "    return {'score': long % 7 / 7 if long else None, 'characters': long}\n"
+    )
     code, _, errors, seen = run_watched(
         arguments(
             world, tmp_path, "distillation.enabled=false", "actor_rollout_ref.teacher.model.path=null",
             "actor_rollout_ref.rollout.n=4", f"reward.custom_reward_function.path={reward}",
+            "reward.functions={custom: 1.0, length: 0.1}", "reward.score_on_error=0", "reward.num_workers=2",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
             "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", *HF,
         )
@@ -494,6 +499,10 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
     rows = rows_of(tmp_path)
     assert sorted(rows) == [0, 1, 2]
     assert rows[1]["reward/std"] > 0
+    assert -1 <= rows[1]["reward/length/mean"] < 0 < rows[1]["reward/characters/mean"]
+    parts = rows[1]["reward/custom/mean"] + 0.1 * rows[1]["reward/length/mean"]
+    assert rows[1]["reward/mean"] == pytest.approx(parts, abs=1e-6)
+    assert 0 <= rows[1]["reward/failures"] < 1
     assert rows[1]["actor/ppo_kl"] != 0  # four optimizer steps on one rollout
     assert "actor/kl_loss" not in rows[1]
 

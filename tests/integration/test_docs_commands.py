@@ -17,10 +17,12 @@ import torch
 from documented import ROOT
 
 from hybrid_gkd.__main__ import main
+from hybrid_gkd.config import CustomRewardFunction, RewardConfig
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.losses.divergence import check_loss_fn, forward_kl
 from hybrid_gkd.models.tokenizer import load_tokenizer
-from hybrid_gkd.ppo.rewards import load_reward
+from hybrid_gkd.ppo.reward_functions import Score, load_functions
+from hybrid_gkd.ppo.rewards import Response
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, SamplingParams
 
@@ -37,7 +39,7 @@ def folder(tmp_path_factory):
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
     for name in ("train", "val"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("my_loss.py", "my_reward.py", "my_engine.py", "my_tracker.py", "test_my_loss.py"):
+    for name in ("my_loss.py", "my_reward.py", "judge.py", "my_engine.py", "my_tracker.py", "test_my_loss.py"):
         (folder / name).write_text(documented.example(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -180,9 +182,17 @@ def test_the_example_of_a_loss_is_what_it_says():
     torch.testing.assert_close(found, forward_kl(teacher[:, :4], student[:, :4], tail="bucket"))
 
 
-def test_the_example_of_a_reward():
-    score = load_reward("exact_match", "my_reward.py", "score")
-    assert score("It is four apples", "four pears") == 0.5
+def test_the_examples_of_rewards():
+    functions = load_functions(reward_config("my_reward.py", "score"))
+    asked = Response(text="It is four apples", answer="four pears")
+    assert functions["custom"].compute([asked]) == [Score(0.5)]
+    functions = load_functions(reward_config("judge.py", "compute_score"))
+    asked = Response(text="It is 4", answer="4")
+    assert functions["custom"].compute([asked]) == [Score(0.5, {"right": 1.0, "boxed": 0.0})]
+
+
+def reward_config(path, name):
+    return RewardConfig(answer_key="answer", custom_reward_function=CustomRewardFunction(path=path, name=name))
 
 
 def test_the_example_of_an_engine_draws_with_the_published_weights(folder):

@@ -97,6 +97,13 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("distillation.loss_mode=k1", ["distillation.use_policy_gradient", "k1", "False"]),
         ("distillation.use_policy_gradient=true", ["distillation.use_policy_gradient", "forward_kl", "True"]),
         ("distillation.use_task_rewards=true", ["reward.answer_key"]),
+        ("reward.name=gsm", ["reward.name", "exact_match, gsm8k, math", "'gsm'"]),
+        ("reward.name=format", ["reward.format", "goes together with reward.name=format", "None"]),
+        ("reward.format='(a'", ["reward.format", "must be a regular expression", "'(a'"]),
+        ("reward.functions={gsm: 1}", ["reward.functions", "by_data_source, format, length or custom", "gsm: 1.0"]),
+        ("reward.functions={length: 0}", ["reward.functions", "finite weights other than 0", "length: 0.0"]),
+        ("reward.functions={custom: 1}", ["reward.functions", "reward.custom_reward_function.path"]),
+        ("reward.functions={gsm8k: 1}", ["reward.answer_key", "need the column", "None"]),
         ("actor_rollout_ref.hybrid_engine=false", ["rollout.n_gpus_per_node", "hybrid_engine=false", "None"]),
         ("rollout.n_gpus_per_node=2", ["rollout.n_gpus_per_node", "hybrid_engine=false", "2"]),
         ("rollout.nnodes=0", ["rollout.nnodes", "above 0", "0"]),
@@ -107,6 +114,27 @@ def test_bad_values_are_refused_by_name(override, parts):
         load_config([*OWN, override])
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["functions={length: 1}", "name=gsm8k"], ["reward.name", "left out with reward.functions", "gsm8k"]),
+        (["functions={length: 1}", "custom_reward_function.path=my.py"], ["reward.functions", "must have custom"]),
+        (["overlong_buffer={enable: true, len: 2048}"], ["reward.overlong_buffer.len", "at most", "1024", "2048"]),
+    ],
+)
+def test_rewards_that_do_not_go_together_are_refused(overrides, parts):
+    with pytest.raises(HybridGKDError) as caught:
+        load_config([*OWN, *(f"reward.{override}" for override in overrides)])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("reward", ["functions={length: 1}", "custom_reward_function.path=my.py"])
+def test_a_reward_that_needs_no_answers_does_without_their_column(reward):
+    config = load_config([*OWN, "distillation.enabled=false", "actor_rollout_ref.rollout.n=2", f"reward.{reward}"])
+    assert config.reward.is_given
 
 
 def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():

@@ -246,17 +246,34 @@ def test_a_wait_for_scores_says_how_many_are_missing_and_until_when(said):
 def test_a_reward_that_takes_long_is_said_with_its_row_and_what_it_raises_names_the_row(said):
     def reward(response, answer):
         wait_for_a_line(said)
-        raise TrainingError("the reward failed")
+        raise ValueError("it failed")
 
-    overrides = "reward.answer_key=a", "reward.custom_reward_function.path=/mine.py"
-    trainer, group, rollout = make(PPOTrainer, *overrides, reward=reward)
-    with pytest.raises(TrainingError, match=r"^row 0 of the data: the reward failed$"):
+    trainer, group, rollout = make(PPOTrainer, reward=reward)
+    with pytest.raises(TrainingError, match=r"^row 0 of the data: the reward reward raised ValueError: it failed "):
         trainer._update_actor(rollout)
     assert group.updates == []
     assert re.fullmatch(
-        r"waiting for the reward function /mine\.py:compute_score: 0 of 6 responses are scored, now one to row 0 of "
-        r"the data; since \S+, for 0 s now, until \S+ \(reward\.timeout=60\)", said.messages[0],
+        r"waiting for the reward function reward: 0 of 6 responses are scored, now one to row 0 of the data; "
+        r"since \S+, for 0 s now", said.messages[0],
     )
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides", "ahead"),
+    [(PPOTrainer, ["distillation.enabled=false", REWARDS[1]], 6), (GKDTrainer, [], 0), (GKDTrainer, REWARDS, 6)],
+)
+def test_rewards_are_begun_as_responses_are_finished(cls, overrides, ahead):
+    """Where they are trained on."""
+    teacher = {"teacher": LocalTeacher(scores)} if cls is GKDTrainer else {}
+    trainer, _, _ = make(cls, *overrides, **teacher)
+    drawn, begun = [], []
+    trainer.on_finished.append(lambda step, sequences: drawn.extend(s.index for s in sequences))
+    trainer.scorer.begin = lambda pairs: begun.append(([s.index for _, s in pairs], list(drawn)))
+    trainer._generate(1)
+    assert sum(len(indices) for indices, _ in begun) == ahead
+    for indices, before in begun:
+        assert not set(indices) & set(before)
+    assert all(len(before) < 6 for _, before in begun)
 
 
 def test_ppo_gives_each_sequence_its_group_relative_advantage():

@@ -8,6 +8,7 @@ import socket
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -15,17 +16,21 @@ from omegaconf import OmegaConf
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.config_loading import load_config, to_yaml
-from hybrid_gkd.errors import ConfigError, ModelError, SeveralErrors, WorkerError
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import fit, preflight, run
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.inputs import check_data_sources
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.teacher import teacher_environment
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
+from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.types import Prompt
 from hybrid_gkd.workers.group import ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
@@ -145,6 +150,21 @@ def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
 def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
     with pytest.raises(ModelError, match=r"actor_rollout_ref\.model\.tokenizer_path: /nowhere"):
         check_all(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
+
+
+def test_a_row_of_a_data_set_without_a_known_reward_is_named():
+    facts = Facts(load_config(["data.train_files=x", "actor_rollout_ref.model.path=x", "distillation.enabled=false",
+                               "actor_rollout_ref.rollout.n=2", "reward.name=by_data_source", "reward.answer_key=a"]))
+    facts.reward = load_functions(facts.config.reward)
+    prompts = [
+        Prompt(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source)
+        for row, source in enumerate(["openai/gsm8k", "aime2024", None])
+    ]
+    facts.train_prompts = prompts[:2]
+    check_data_sources(facts)
+    facts.val_prompts = prompts
+    with pytest.raises(DataError, match=r"^data\.val_files: row 2 of the data has None in the column 'data_source'"):
+        check_data_sources(facts)
 
 
 def test_all_failures_are_said_at_once_and_what_follows_from_one_is_not(tmp_path):

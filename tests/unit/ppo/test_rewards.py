@@ -1,14 +1,24 @@
-"""Rule rewards on real notation, and loading a user's own from a file."""
+"""The built-in rewards on real notation."""
 
-import signal
+import dataclasses
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybrid_gkd.errors import ConfigError, DataError, TrainingError
-from hybrid_gkd.ppo.rewards import exact_match, gsm8k, load_reward
+from hybrid_gkd.config import OverlongBufferConfig, RewardConfig
+from hybrid_gkd.config_learning import REWARD_FUNCTIONS
+from hybrid_gkd.errors import ConfigError, DataError
+from hybrid_gkd.ppo.reward_functions import load_functions
+from hybrid_gkd.ppo.rewards import (
+    BUILTIN_REWARDS,
+    DATA_SOURCES,
+    Response,
+    exact_match,
+    gsm8k,
+    math,
+    overlong_penalty,
+)
 
 
 def test_exact_match():
@@ -50,128 +60,73 @@ def test_gsm8k_needs_a_number_in_the_answer():
         gsm8k("#### 72", "yes")
 
 
-def test_builtin_rewards():
-    assert load_reward("gsm8k", None, None) is gsm8k
-    with pytest.raises(ConfigError, match=r"^reward.name: must be one of exact_match, gsm8k; got 'gsm8'$"):
-        load_reward("gsm8", None, None)
-    with pytest.raises(ConfigError, match=r"^reward.custom_reward_function.path: .* 'score'"):
-        load_reward("gsm8k", None, "score")
+def test_every_builtin_reward_is_known_to_the_configuration():
+    assert set(BUILTIN_REWARDS) == set(REWARD_FUNCTIONS)
+    assert set(DATA_SOURCES.values()) <= set(BUILTIN_REWARDS)
+    for name, needs_answer in REWARD_FUNCTIONS.items():
+        compute = BUILTIN_REWARDS[name].make(RewardConfig(name=name, format="x"))
+        without = Response(text="42", data_source="openai/gsm8k", share_of_limit=0.5)
+        if needs_answer:
+            with pytest.raises(DataError, match="no answer"):
+                compute(without)
+        else:
+            assert compute(without) in (0.0, -0.5)
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(text, name="my_reward.py"):
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
-def test_own_reward(write):
-    path = write(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass Rule:\n    weight: float = 0.5\n"
-        "def score(response: str, answer: str):\n    return Rule().weight * (response == answer)\n"
-    )
-    reward = load_reward("ignored", path, "score")
-    assert reward("a", "a") == 0.5
-    assert reward("a", "b") == 0.0
-    assert isinstance(reward("a", "a"), float)
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
+        ("the answer is 0.5", r"\frac{1}{2}", 1.0),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0.0),
+        (r"hence $x = 3$", "3", 1.0),
+        (r"\boxed{2\sqrt{2}}", r"The answer is \boxed{\sqrt{8}}", 1.0),
+        ("I do not know", "72", 0.0),
+    ],
+)
+def test_math(response, answer, reward):
+    assert math(response, answer) == reward
 
 
-def test_a_file_named_like_a_module_does_not_replace_it(write):
-    load_reward("", write("def score(response, answer): return 1", "json.py"), "score")
-    assert "dumps" in vars(sys.modules["json"])
+def test_math_needs_an_expression_in_the_answer():
+    with pytest.raises(DataError, match="needs an expression in every answer; got ''"):
+        math("72", "")
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"function\.path: must be an existing Python file; got '.*/no\.py'$"):
-        load_reward("", str(tmp_path / "no.py"), "score")
+def test_math_without_its_library_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^reward\.name: math needs the package math-verify: pip install "):
+        BUILTIN_REWARDS["math"].make(RewardConfig(name="math"))
 
 
-def test_file_that_is_not_python(write):
-    with pytest.raises(ConfigError, match="existing Python file"):
-        load_reward("", write("x", "reward.txt"), "score")
+def test_processes_without_their_library_say_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^reward: format is computed in processes .*: pip install pebble$"):
+        load_functions(RewardConfig(name="format", format="x"))
 
 
-def test_file_that_does_not_import(write):
-    with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero") as caught:
-        load_reward("", write("1 / 0"), "score")
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+def test_a_row_is_judged_as_its_data_set_needs():
+    judge = BUILTIN_REWARDS["by_data_source"].make(RewardConfig())
+    of_math = Response(text="0.5", answer=r"\frac{1}{2}", data_source="aime2024")
+    assert judge(of_math) == 1.0
+    assert judge(dataclasses.replace(of_math, data_source="openai/gsm8k")) == 0.0  # its last number is 2
+    with pytest.raises(DataError, match="knows no function for the data source 'mine'; it knows openai/gsm8k, "):
+        judge(dataclasses.replace(of_math, data_source="mine"))
 
 
-@pytest.mark.parametrize("function", ["score", "LIMIT", None, ""])
-def test_missing_function(write, function):
-    with pytest.raises(ConfigError, match=r"^reward.*path: must name a function or class of .*; got "):
-        load_reward("", write("LIMIT = 3"), function)
+def test_format_looks_for_a_pattern_in_the_stripped_response():
+    judge = BUILTIN_REWARDS["format"].make(RewardConfig(format="^<think>.*</think>.+$"))
+    assert judge(Response(text=" <think>a\nb</think>42\n")) == 1.0
+    assert judge(Response(text="a <think>a</think>42")) == 0.0
 
 
-@pytest.mark.parametrize("value", ["None", "'1'", "float('nan')", "float('inf')", "1j", "[1.0]"])
-def test_unusable_value(write, value):
-    reward = load_reward("", write(f"def score(response, answer): return {value}"), "score")
-    with pytest.raises(TrainingError, match=r"my_reward\.py:score must return a finite number"):
-        reward("the response", "the answer")
-
-
-def test_a_function_that_raises_is_named(write):
-    reward = load_reward("", write("def score(response, answer): return int(response)"), "score")
-    with pytest.raises(TrainingError, match=r"my_reward\.py:score raised ValueError: .* that starts with 'the resp"):
-        reward("the response", "the answer")
-
-
-ENDLESS = {
-    "sleeps": "    time.sleep(1000)",
-    "spins": "    while True: pass",
-    "catches every Exception": "    try:\n        time.sleep(1000)\n    except Exception:\n        return 1.0",
-    "waits for a process": "    subprocess.run(['sleep', '1000'])",
-    "searches without end": "    re.match('(a+)+b', 'a' * 100)",
-}
-
-
-@pytest.mark.parametrize("body", ENDLESS.values(), ids=list(ENDLESS))
-def test_a_function_that_does_not_end_is_named_with_the_answer_and_the_key(write, body):
-    head = "import re, subprocess, time\ndef score(response, answer):\n"
-    reward = load_reward("", write(head + body), "score", timeout=0.05)
-    handler = signal.getsignal(signal.SIGALRM)
-    limit = r"0\.05 s \(reward\.timeout\)"
-    with pytest.raises(
-        TrainingError,
-        match=rf"my_reward\.py:score did not return within {limit} for the answer 'the answer' and a response that "
-        r"starts with 'the response'; it was at .*\.py:\d+$",
-    ):
-        reward("the response", "the answer")
-    assert signal.getsignal(signal.SIGALRM) == handler
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-@pytest.mark.slow
-def test_a_function_that_catches_everything_is_interrupted_again(write):
-    body = "import time\ndef score(response, answer):\n    try: time.sleep(1000)\n    except: time.sleep(1000)"
-    with pytest.raises(TrainingError, match=r"reward\.timeout"):
-        load_reward("", write(body), "score", timeout=0.01)("", "")
-
-
-def test_a_function_that_ends_in_time_is_not_interrupted_later(write):
-    reward = load_reward("", write("def score(response, answer): return 1"), "score", timeout=0.05)
-    assert reward("", "") == 1.0
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_a_timeout_needs_the_main_thread(write):
-    path = write("def score(response, answer): return 1")
-    with ThreadPoolExecutor() as pool:
-        with pytest.raises(TrainingError, match=r"reward\.timeout is kept in the main thread only; set it to \.inf"):
-            pool.submit(load_reward("", path, "score", timeout=1.0), "", "").result()
-        assert pool.submit(load_reward("", path, "score"), "", "").result() == 1.0
-
-
-@pytest.mark.parametrize("value", ["True", "1", "np.float32(1)", "np.int64(1)"])
-def test_numbers_of_any_kind(write, value):
-    reward = load_reward("", write(f"import numpy as np\ndef score(response, answer): return {value}"), "score")
-    assert reward("", "") == 1.0
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(1, 0.0), (12, 0.0), (14, -0.25), (16, -0.5), (20, -1.0)])
+def test_overlong_penalty_is_that_of_dapo(num_tokens, penalty):
+    """0 up to 12 = 20 - 8 tokens, then (12 - tokens) / 8, arXiv 2503.14476, equation 13."""
+    assert overlong_penalty(num_tokens, 20, OverlongBufferConfig(len=8)) == penalty
+    assert overlong_penalty(num_tokens, 20, OverlongBufferConfig(len=8, penalty_factor=0.5)) == penalty / 2
 
 
 def test_needs_no_torch():
-    code = "import sys, hybrid_gkd.ppo.rewards, hybrid_gkd.ppo.advantages; assert 'torch' not in sys.modules"
+    code = "import sys, hybrid_gkd.ppo.reward_pool, hybrid_gkd.ppo.advantages; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
