@@ -113,9 +113,12 @@ def for_model(config: Config, model: str) -> Config:
     """
     config, path = copy.deepcopy(config), exported(model)
     config.actor_rollout_ref.model.path = path
-    adapter = Path(model).expanduser()
-    if (adapter / ADAPTER_CONFIG).is_file():
-        config.actor_rollout_ref.model.lora_adapter_path = str(adapter)
+    adapter, section = Path(model).expanduser(), config.actor_rollout_ref.model
+    is_adapter = (adapter / ADAPTER_CONFIG).is_file()
+    if is_adapter:
+        section.lora_adapter_path = str(adapter)
+    if is_adapter or section.lora_adapter_path is None:  # new adapters would change nothing
+        section.lora_rank, section.lora_alpha, section.target_modules, section.exclude_modules = 0, None, None, None
     if (Path(path) / STATE).is_file():
         began = load_config(config_name="config", config_path=Path(path).parent)
         config.actor_rollout_ref.model = began.actor_rollout_ref.model

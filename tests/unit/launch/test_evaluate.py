@@ -68,6 +68,28 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
     ]
 
 
+def test_an_adapter_is_loaded_over_its_base_and_a_merged_model_is_preferred(tmp_path):
+    adapter = tmp_path / "run" / "global_step_2" / "huggingface"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (adapter.parent / "trainer_state.json").write_text("{}")
+    lora = "actor_rollout_ref.model.lora_rank=4"
+    config = base(str(adapter), lora)
+    model = for_model(config, str(adapter)).actor_rollout_ref.model
+    assert (model.path, model.lora_adapter_path, model.lora_rank) == ("org/base", str(adapter), 0)
+    began = load_config(["data.train_files=x", "actor_rollout_ref.model.path=org/base", TEACHER, lora])
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(began))
+    shards = for_model(config, str(adapter.parent))
+    assert shards.trainer.resume_from_path == str(adapter.parent)
+    assert (shards.actor_rollout_ref.model.path, shards.actor_rollout_ref.model.lora_rank) == ("org/base", 4)
+    (adapter.parent / "huggingface_merged").mkdir()
+    merged = for_model(config, str(adapter.parent)).actor_rollout_ref.model
+    assert (merged.path, merged.has_lora) == (str(adapter.parent / "huggingface_merged"), False)
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="names no base model"):
+        base(str(adapter))
+
+
 def test_the_table_and_the_list():
     rows = {"a/b": {"val/accuracy": 0.25, "val/num_prompts": 256.0}, "c": {"val/forward_kl": 0.0123456}}
     lines = [line.split() for line in to_text(rows, as_json=False).splitlines()]

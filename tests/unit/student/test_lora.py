@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hybrid_gkd.config import ModelConfig
@@ -24,7 +25,7 @@ from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
-RANK, ALPHA, STEPS, K = 4, 8, 4, 8
+RANK, ALPHA, STEPS, K = 3, 6, 4, 8
 
 
 def make_config(model, *overrides):
@@ -95,7 +96,9 @@ def plain_losses(model, adapter, config):
 def check_training(rank, ranks, folder):
     """Train as rank `rank` of `ranks`; write the adapter before and after, a checkpoint, and the losses."""
     base = dict(AutoModelForCausalLM.from_pretrained(folder / "model").state_dict())
-    actor = make_actor(folder / "model", *LORA)
+    actor = make_actor(folder / "model", *LORA, f"trainer.n_gpus_per_node={ranks}")
+    placements = {p.placements for p in actor.hf_model.parameters()}
+    assert placements == {(Shard(0),)}
     out = folder / f"{ranks} ranks"
     options = {"tokenizer_path": str(folder / "model"), "trust_remote_code": False}
     export_huggingface(actor, out / "before", **options)
@@ -196,7 +199,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_continues_on_another_number_o
         merged = dict(actor.full_tensors(torch.float32))
         for name, weight in AutoModelForCausalLM.from_pretrained(two / "merged").state_dict().items():
             torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
-        with pytest.raises(CheckpointError, match=r"cannot be loaded: .*lora_A.*is \(4, 64\) instead of \(2, 64\)"):
+        with pytest.raises(CheckpointError, match=r"cannot be loaded: .*lora_A.*is \(3, 64\) instead of \(2, 64\)"):
             load_model(make_actor(trained / "model", f"{MODEL}.lora_rank=2"), two / "actor")
         with pytest.raises(CheckpointError, match=r"it has no weights/model\.embed_tokens\.weight"):
             load_model(make_actor(trained / "model"), two / "actor")
