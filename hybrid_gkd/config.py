@@ -6,9 +6,10 @@ config_loading.py reads YAML and overrides into these and checks rules between f
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from omegaconf import MISSING
 
@@ -29,6 +30,8 @@ from hybrid_gkd.config_models import (
     ActorConfig,
     ActorRolloutRefConfig,
     CheckpointConfig,
+    CriticConfig,
+    CriticModelConfig,
     EngineKwargs,
     FSDPConfig,
     ModelConfig,
@@ -51,6 +54,8 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
+    "CriticConfig",
+    "CriticModelConfig",
     "CustomRewardFunction",
     "DataConfig",
     "DistillationConfig",
@@ -156,6 +161,8 @@ class TrainerConfig:
     """Steps between checkpoints; -1 saves only at the end, 0 never."""
     test_freq: int = field(default=-1, metadata=rules.FREQUENCY)
     """Steps between validations; -1 validates only before and after training."""
+    critic_warmup: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """Steps at the beginning in which the critic alone is updated."""
     val_before_train: bool = True
     """Validate the untrained student first."""
     val_only: bool = False
@@ -213,6 +220,7 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -247,6 +255,32 @@ class Config:
         return self.world_size if size == -1 else size
 
     @property
+    def uses_critic(self) -> bool:
+        """Whether advantages need a critic's values."""
+        needed = ADV_ESTIMATORS.get(self.algorithm.adv_estimator) == "critic"
+        return self.trains_on_rewards and needed and not self.trainer.val_only
+
+    @property
+    def critic_shard_size(self) -> int:
+        """Workers that share one copy of the critic's weights."""
+        size = self.critic.fsdp_config.fsdp_size
+        return self.world_size if size == -1 else size
+
+    @property
+    def resolved_critic(self) -> CriticConfig:
+        """The section critic, with what holds for student and actor in the place of null."""
+        own, student, actor = self.critic, self.actor_rollout_ref.model, self.actor_rollout_ref.actor
+        model = _filled(own.model, student, without=() if own.model.path is None else ("override_config",))
+        return dataclasses.replace(_filled(own, actor), model=model)
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The folder that the critic starts from, and how it is loaded."""
+        own = self.resolved_critic.model
+        found = {name: value for name, value in vars(own).items() if value is not None}
+        return ModelConfig(**found)
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest possible prompt with its longest response."""
         return self.data.max_prompt_length + self.data.max_response_length
@@ -266,3 +300,12 @@ class Config:
     def run_dir(self) -> Path:
         """Folder of what this run writes; with `trainer.val_only` a folder inside, as no training run is touched."""
         return self.experiment_dir / "validation" if self.trainer.val_only else self.experiment_dir
+
+
+Section = TypeVar("Section", CriticConfig, CriticModelConfig)
+
+
+def _filled(section: Section, other: Any, without: tuple[str, ...] = ()) -> Section:
+    """A section with the values of another one in the place of null, where that has fields of the same names."""
+    names = [name for name, value in vars(section).items() if value is None and name not in without]
+    return dataclasses.replace(section, **{name: getattr(other, name) for name in names})

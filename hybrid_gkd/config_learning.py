@@ -94,9 +94,9 @@ class AlgorithmConfig:
     """Advantages of PPO, and importance weights."""
 
     adv_estimator: str = field(default="grpo", metadata=rules.names(*ADV_ESTIMATORS, or_own=True))
-    """From rewards to advantages, see docs/losses.md: grpo, rloo, opo, reinforce_plus_plus_baseline (relative to the
-    other responses to the prompt), reinforce_plus_plus (to the batch), remax (to the greedy answer), or module:name or
-    file.py:name of a function like grpo of hybrid_gkd/ppo/advantages.py."""
+    """From rewards to advantages, see docs/losses.md: gae (relative to the values of a critic), grpo, rloo, opo,
+    reinforce_plus_plus_baseline (to the other responses to the prompt), reinforce_plus_plus (to the batch), remax (to
+    the greedy answer), or module:name or file.py:name of a function like grpo of hybrid_gkd/ppo/advantages.py."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo divides by the group's standard deviation; false as in Dr. GRPO."""
     gamma: float = field(default=1.0, metadata=rules.SHARE)

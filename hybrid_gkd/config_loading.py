@@ -212,7 +212,7 @@ def _normalise(config: Config) -> list[ConfigError]:
     problems = []
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
     paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
-    for section, name in (*paths, (teacher, "keys")):
+    for section, name in (*paths, (teacher, "keys"), (config.critic.model, "path")):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))

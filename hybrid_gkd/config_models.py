@@ -12,6 +12,7 @@ from hybrid_gkd.losses.table import POLICY_LOSSES
 
 TEACHER_PORT = 15555
 """Of a teacher service, unless another one is given."""
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass
@@ -73,7 +74,8 @@ class FSDPConfig:
     """How the student is sharded and where it waits while it is not its turn (FSDP2)."""
 
     param_offload: bool = False
-    """Keep parameters on the host in the rollout phase (no effect on the CPU, nor in a pool without the engine)."""
+    """Keep parameters on the host when it is not the model's turn (no effect on the CPU, nor where it has a GPU for
+    itself: in a pool without the rollout engine and a second model)."""
     optimizer_offload: bool = False
     """Keep optimizer state on the host outside of the optimizer step (no effect on the CPU)."""
     reshard_after_forward: bool = True
@@ -135,9 +137,7 @@ class ActorConfig:
     """Dual clip of policy_loss.loss_mode=vanilla: the ratio counts as this at most where the advantage is negative
     (verl: 3); null: no such bound."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg_mode: str = field(default="token-mean", metadata=rules.names(*LOSS_AGG_MODES))
     """From the losses of tokens to that of a mini-batch: the mean over all tokens; or the mean over responses of their
     sum, of their mean, or of their sum divided by loss_scale_factor (Dr. GRPO)."""
     loss_scale_factor: int | None = field(default=None, metadata=rules.POSITIVE)
@@ -147,6 +147,46 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass
+class CriticModelConfig:
+    """The model that the critic starts from; a linear map to one value takes the place of its head."""
+
+    path: str | None = None
+    """Hugging Face folder or hub id of a causal language model; null takes the student's."""
+    trust_remote_code: bool | None = None
+    """Run model code that comes with the folder; null as for the student."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass; null as for the student."""
+    override_config: dict[str, Any] | None = None
+    """Fields of the model's config.json to replace; null takes the student's, if the path is the student's."""
+
+
+@dataclass
+class CriticConfig:
+    """The critic, which says what reward is to be expected; there is one if algorithm.adv_estimator=gae."""
+
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    ppo_mini_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Prompts per optimizer step; null as for the actor."""
+    ppo_epochs: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Passes over each rollout; null as for the actor."""
+    use_dynamic_bsz: bool | None = None
+    """Micro-batches by token count; false: by number of sequences; null as for the actor."""
+    ppo_max_token_len_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Tokens (prompt and response) in one packed micro-batch; null as for the actor."""
+    ppo_micro_batch_size_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Sequences in one micro-batch when use_dynamic_bsz is false; null as for the actor."""
+    grad_clip: float = field(default=1.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
+    """Largest global gradient norm; larger gradients are scaled down to it, with .inf none."""
+    cliprange_value: float = field(default=0.5, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
+    """How far a value may move from what it was before the rollout's first mini-batch until its error has no gradient
+    any more, in units of the reward; .inf leaves that out."""
+    loss_agg_mode: str | None = field(default=None, metadata=rules.names(*LOSS_AGG_MODES))
+    """From the losses of tokens to that of a mini-batch; null as for the actor."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
 
 @dataclass

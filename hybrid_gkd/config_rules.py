@@ -87,6 +87,7 @@ def rules_between_fields(config: Config) -> Rules:
             "distillation.use_task_rewards=false trains without"
         )
         yield from _advantages(config)
+    yield from _critic(config)
 
 
 def _advantages(config: Config) -> Rules:
@@ -95,13 +96,40 @@ def _advantages(config: Config) -> Rules:
     need = ADV_ESTIMATORS.get(name, "")
     alone = n == 1 and need == "group"
     yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 responses per prompt to compare"
-    yield f"{key}.adv_estimator", need != "critic", "needs a critic, which this version has not"
     plain = section.norm_adv_by_std_in_grpo or name == "grpo" or own
     yield f"{key}.norm_adv_by_std_in_grpo", plain, f"has no effect with {key}.adv_estimator={name}; leave it at true"
     discounts = section.gamma == 1 or name in ("gae", "reinforce_plus_plus") or own
     yield f"{key}.gamma", discounts, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
     decays = section.lam == 1 or name == "gae" or own
     yield f"{key}.lam", decays, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
+
+
+def _critic(config: Config) -> Rules:
+    warmup, key = config.trainer.critic_warmup, "trainer.critic_warmup"
+    yield key, not warmup or config.uses_critic or config.trainer.val_only, "needs algorithm.adv_estimator=gae"
+    if not config.uses_critic:
+        return
+    yield key, not warmup or not config.distillation.enabled, "must be 0 with distillation.enabled=true"
+    section, longest = config.resolved_critic, config.max_sequence_length
+    size, data = section.fsdp_config.fsdp_size, config.data
+    yield (
+        "critic.ppo_max_token_len_per_gpu",
+        not section.use_dynamic_bsz or (section.ppo_max_token_len_per_gpu or 0) >= longest,
+        f"must be at least {LENGTHS} ({longest})",
+    )
+    yield (
+        "critic.ppo_micro_batch_size_per_gpu",
+        section.use_dynamic_bsz or section.ppo_micro_batch_size_per_gpu is not None,
+        "must be given when critic.use_dynamic_bsz is false",
+    )
+    yield (
+        "critic.ppo_mini_batch_size", (section.ppo_mini_batch_size or 0) <= data.train_batch_size,
+        f"must be at most data.train_batch_size ({data.train_batch_size})",
+    )
+    yield (
+        "critic.fsdp_config.fsdp_size", size == -1 or (size > 0 and config.world_size % size == 0),
+        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
+    )
 
 
 def _pools(config: Config) -> Rules:

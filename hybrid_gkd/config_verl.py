@@ -119,7 +119,7 @@ LOSS_MODE = Read(
 CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), _saved, "Whether hf_model is one of them")
 TEACHER = f"{ARR}.teacher"
 
-TRAINED = {f"{ARR}.actor": f"{ARR}.model"}
+TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
 """Section of a model that is trained -> section of the folder that it starts from."""
 
 TRAINED_VALUES: dict[str, dict[Any, Any]] = {
@@ -150,6 +150,8 @@ VALUES: dict[str, Read] = {
 """Keys of both with values that are spelled otherwise."""
 
 SECTIONS: dict[str, str] = {
+    "critic.model.fsdp_config.": "critic.fsdp_config.",
+    "critic.fsdp.": "critic.fsdp_config.",
     "custom_reward_function.": "reward.custom_reward_function.",
     "distillation.distillation_loss.": "distillation.",
     "ray_kwargs.ray_init.": "ray_init.",
@@ -250,6 +252,10 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "a worker holds whole sequences; results are the same without sequence parallelism": (
         f"{ARR}.*.ulysses_sequence_parallel_size", "critic.*ulysses_sequence_parallel_size",
     ),
+    "the critic's values are computed in micro-batches as those of its update, of prompts that are tokens already": (
+        "critic.forward_*", "critic.model.tokenizer_path", "critic.rollout_n",
+    ),
+    "a critic is saved with the student": ("critic.checkpoint.contents", "critic.checkpoint.save_contents"),
     "the reference policy is sharded and computed as the student is, and waits on the host between its passes": (
         f"{ARR}.ref.fsdp_config.*", f"{ARR}.ref.param_offload", f"{ARR}.ref.strategy", f"{ARR}.ref.use_torch_compile",
     ),
@@ -358,6 +364,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
     f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are to the student that drew the answers, as it is computed here"),
     f"{CORRECTION}.loss_type": (("ppo_clip",), "is for the bypass mode"),
+    "critic.enable": ((None,), "there is a critic where algorithm.adv_estimator needs one"),
+    "critic.model.lora_rank": (NOTHING, "all weights of the critic are trained"),
     "algorithm.use_pf_ppo": (NOTHING, "samples are not weighted anew"),
     "data.image_key": (NOTHING, LANGUAGE_ONLY),
     "data.video_key": (NOTHING, LANGUAGE_ONLY),

@@ -106,13 +106,14 @@ class RecordingGroup:
             response tells which step it was drawn for.
 
     Attributes:
-        events: ("publish", version), ("generate", version, number of requests), ("update",) and
-            ("divergences", version, number of sequences), in order.
+        events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
+            number of sequences), and with a critic ("values",) and ("update_critic",), in order.
         trained: of every update, the sequences that were accumulated for it, by index.
-        accumulated, updates: the arguments of `accumulate` and `update`.
+        accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
         num_forwards: how often old log-probabilities were computed.
 
+    The critic expects a return of 1/4 everywhere.
     Tokens have the probability 1/4 where they are drawn and 1/2 where the student computes it: a ratio of 2 each.
     """
 
@@ -124,6 +125,7 @@ class RecordingGroup:
         self.trained: list[list[TrainSequence]] = []
         self.accumulated: list[list[MiniBatch]] = []
         self.updates: list[list[list[MiniBatch]]] = []
+        self.critic_updates: list[list[list[MiniBatch]]] = []
         self.saved: list[int] = []
         self.num_forwards = 0
         self._respond = respond or (lambda request, version: np.array([request.seed, request.index], np.int32))
@@ -183,6 +185,16 @@ class RecordingGroup:
         token = np.array([[0.5, 0.25]], np.float32)
         return {item.sequence.index: token.repeat(len(item.sequence.response_ids), 0) for item in items}
 
+    def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        self.events.append(("values",))
+        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
+        return {i.sequence.index: np.full(len(i.sequence.response_ids), 0.25, np.float32) for i in items}
+
+    def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+        self.critic_updates.append(batches)
+        self.events.append(("update_critic",))
+        return [{"critic/vf_loss": 1.0, "critic/lr": 0.1 * number} for number in range(len(batches[0]))]
+
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
         self.saved.append(len(self.updates))
         return {}
@@ -192,7 +204,10 @@ class RecordingGroup:
 
 
 class LocalGroup(RecordingGroup):
-    """A `RecordingGroup` of one worker with a real student, which is trained for `num_updates` steps and not saved."""
+    """A `RecordingGroup` of one worker with a real student and, where the configuration needs one, a real critic.
+
+    Each is trained for `num_updates` optimizer steps and not saved.
+    """
 
     size = 1
 
@@ -204,6 +219,10 @@ class LocalGroup(RecordingGroup):
         super().__init__(respond)
         self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
         self.attention_cost = attention_cost(self.actor.hidden_size)
+        if config.uses_critic:
+            from hybrid_gkd.student.critic import Critic
+
+            self.critic = Critic(config, device=torch.device("cpu"), num_updates=num_updates)
 
     def _logprobs(self, sequence: Sequence) -> np.ndarray:
         return self.actor.compute_logprobs(((TrainSequence(sequence=sequence),),))[sequence.index]
@@ -222,6 +241,13 @@ class LocalGroup(RecordingGroup):
     def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         super().compute_divergences(micro_batches)
         return self.actor.compute_divergences(micro_batches[0])
+
+    def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        return self.critic.compute_values(micro_batches[0])
+
+    def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+        super().update_critic(batches)
+        return [self.critic.update(batch) for batch in batches[0]]
 
 
 class LocalTeacher:

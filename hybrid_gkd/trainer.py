@@ -112,7 +112,7 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("update_actor"):
                 if not left:
                     return self._train(part, num_tokens=num_tokens if in_parts else None)
-                self.group.accumulate(self._parts(part, num_tokens))
+                self.group.accumulate(self.batches.parts(part, num_tokens))
 
     def _policy_signal(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
         """Advantages, old log-probabilities and importance weights, as configured; while the teacher scores."""
@@ -184,7 +184,7 @@ class GKDTrainer(PPOTrainer):
             with self.teacher.uncounted():
                 scoring = dict(zip((s.index for s in part), self.teacher.submit(part), strict=True))
                 scores = self._take_scores(scoring, len(part))
-            plan = self._plan([TrainSequence(sequence=s, teacher=scores[s.index]) for s in part])
+            plan = self.batches.plan([TrainSequence(sequence=s, teacher=scores[s.index]) for s in part])
             found |= self.group.compute_divergences([tuple(share) for share in plan])
         return {
             name: [found[sequence.index][:, column] for sequence in sequences]

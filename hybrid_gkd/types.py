@@ -108,6 +108,10 @@ class TrainSequence:
     """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""
     loss_weights: np.ndarray | None = None
     """Factors of the tokens' losses: importance weights and `loss_agg_mode`; None is 1, and 0 is not trained on."""
+    values: np.ndarray | None = None
+    """Of the critic before this rollout's first mini-batch: what it expects before each token. None without one."""
+    returns: np.ndarray | None = None
+    """What the critic is to learn in the place of `values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
-from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
+from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.ppo.rewards import DATA_SOURCES, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
@@ -48,6 +48,25 @@ def student(facts: Facts) -> str:
         f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
         f"vocabulary, of which {facts.stop_token_ids} end an answer"
     )
+
+
+def critic(facts: Facts) -> str:
+    """The critic's folder has what it needs, the student's tokenizer included; all positions fit."""
+    config, model, key = facts.config, facts.config.critic_model, "critic.model.path"
+    if not config.uses_critic:
+        return "none is needed"
+    if model.path == config.actor_rollout_ref.model.path:
+        return f"starts from the student's {model.path}"
+    check_model_folder(key, model.path)
+    check_export(key, model.path)
+    check_length("critic", model.path, config, config.max_sequence_length, model.override_config)
+    try:
+        own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
+        raise ModelError(f"{key}: critic and student must have the same vocabulary; {model.path} has another one")
+    return f"starts from {model.path}"
 
 
 def teacher(facts: Facts) -> str:

@@ -12,7 +12,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
-from hybrid_gkd.models.spec import ModelSpec
+from hybrid_gkd.models.spec import ModelSpec, critic_spec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.workers.placement import Placement
@@ -54,9 +54,11 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
         "worker",
         "memory of each worker by phase, GiB (activations: at least):",
     ]
+    if config.uses_critic:
+        lines.insert(1, f"critic: {critic_spec(config, spec).parameters / 1e6:.1f} M parameters")
     for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
-        lines.append(f"  {phase:15s} {sum(owners.values()) / GIB:8.3f} = {parts}")
+        lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {parts}")
     if total is not None:
         shares = [f"rollout engine {budget.engine_share(config, spec, total):g}"]
         if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None:
@@ -112,7 +114,8 @@ def _pace(config: Config) -> list[Any]:
     trainer = config.trainer
     other = [trainer.nnodes, trainer.n_gpus_per_node, trainer.scheduler, trainer.device, config.rollout]
     other += [trainer.test_freq, trainer.save_freq]
-    return [config.data, config.actor_rollout_ref, config.distillation, *other]
+    other.append(trainer.critic_warmup)
+    return [config.data, config.actor_rollout_ref, config.critic, config.algorithm, config.distillation, *other]
 
 
 def check_free_memory(
@@ -142,12 +145,14 @@ def check_free_memory(
 
 
 def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
-    """Bytes of one checkpoint on the disk: weights or adapters, both moments, and the Hugging Face folders."""
-    actor = config.actor_rollout_ref.actor
-    master = {"fp32": 4, "bf16": 2}[actor.fsdp_config.model_dtype]
-    number = (3 + bool(spec.adapter_parameters and actor.checkpoint.save_hf_model)) * master * spec.trained_parameters
-    whole = actor.checkpoint.save_merged or (actor.checkpoint.save_hf_model and not spec.adapter_parameters)
-    return number + (spec.stored_itemsize * spec.parameters if whole else 0)
+    """Bytes of one checkpoint: of each model weights or adapters and both moments, and the Hugging Face folders."""
+    section = config.actor_rollout_ref.actor.checkpoint
+    trained = [3 * model.itemsize * model.spec.trained_parameters for model in budget.trained_models(config, spec)]
+    exported = spec.stored_itemsize * spec.parameters
+    if spec.adapter_parameters:
+        adapters = section.save_hf_model * trained[0] // 3
+        return sum(trained) + adapters + section.save_merged * exported
+    return sum(trained) + (section.save_hf_model or section.save_merged) * exported
 
 
 def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:

@@ -28,7 +28,7 @@ from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teac
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.scoring import Scorer
-from hybrid_gkd.ppo.steps import num_updates
+from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
@@ -197,7 +197,9 @@ def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: 
     config = facts.config
     assert facts.steps is not None
     group = WorkerGroup(
-        config, device=facts.device, num_updates=num_updates(config, facts.steps), stop_token_ids=facts.stop_token_ids,
+        config, device=facts.device, stop_token_ids=facts.stop_token_ids,
+        num_updates=num_updates(config, max(0, facts.steps - config.trainer.critic_warmup)),
+        num_critic_updates=num_critic_updates(config, facts.steps),
         on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),
     )
     stack.enter_context(contextlib.closing(group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -138,6 +139,20 @@ def student_spec(config: Config) -> ModelSpec:
     return model_spec(
         model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
         checkpointing=model.enable_gradient_checkpointing, lora=model,
+    )
+
+
+def critic_spec(config: Config, student: ModelSpec) -> ModelSpec:
+    """The spec of the configured critic: a causal LM without its head, where that is not tied to its embedding."""
+    model, found = config.critic_model, student
+    if model != dataclasses.replace(config.actor_rollout_ref.model, tokenizer_path=None):
+        found = model_spec(
+            model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
+            checkpointing=model.enable_gradient_checkpointing,
+        )
+    head = found.embedding_parameters - found.head_parameters
+    return dataclasses.replace(
+        found, parameters=found.parameters - head, embedding_parameters=found.embedding_parameters - head
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import ActorConfig, Config, CriticConfig, FSDPConfig
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.models.spec import ModelSpec, model_spec
-from hybrid_gkd.offload.residency import RESIDENCY
+from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec
+from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS, RESIDENCY
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 2 * GIB
@@ -25,23 +26,82 @@ TEACHER_WORKSPACE_BYTES = 6 * GIB
 LARGEST_SHARE = 0.92
 """vLLM's own default for a card of its own."""
 ENGINE_OWNERS = ("engine_weights", "kv_cache")
+UPDATES = {"actor": ("update", "optimizer_step"), "critic": ("critic_update", "critic_optimizer_step")}
+"""Model -> its phases with gradients, the one with activations first."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a model that is trained holds on each device."""
+
+    name: str
+    """Of `MODEL_OWNERS`."""
+    spec: ModelSpec
+    section: ActorConfig | CriticConfig
+    shard_size: int
+    device: str
+
+    @property
+    def fsdp(self) -> FSDPConfig:
+        return self.section.fsdp_config
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a master weight."""
+        return {"fp32": 4, "bf16": 2}[self.fsdp.model_dtype]
+
+    @property
+    def master(self) -> float:
+        """Bytes of the weights that are trained; gradients take as much, the optimizer state twice that."""
+        return self.itemsize * self.spec.trained_parameters / self.shard_size
+
+    @property
+    def frozen(self) -> dict[str, float]:
+        """Memory owner -> bytes of the weights below LoRA adapters, in the type of the computation."""
+        itemsize = 2 if self.device == "cuda" else 4
+        return {FROZEN: itemsize * self.spec.parameters / self.shard_size} if self.spec.adapter_parameters else {}
+
+    @property
+    def owners(self) -> dict[str, float]:
+        """Memory owner -> bytes."""
+        params, state = MODEL_OWNERS[self.name]
+        return {params: self.master, state: 2 * self.master, **self.frozen}
+
+    @property
+    def moves(self) -> dict[str, bool]:
+        """Memory owner -> whether it may leave a device that it shares."""
+        params, state = MODEL_OWNERS[self.name]
+        offload = self.fsdp.param_offload
+        return {params: offload, state: self.fsdp.optimizer_offload, **dict.fromkeys(self.frozen, offload)}
+
+    @property
+    def staying(self) -> float:
+        """Bytes of the owners that never leave."""
+        return sum(size for name, size in self.owners.items() if not self.moves[name])
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of gathered parameters during the update, in bf16: FSDP2 makes a copy on a single GPU too.
+
+        With `reshard_after_forward` that is the root group alone, and a block or two which are not counted.
+        """
+        reshards = self.fsdp.reshard_after_forward
+        return 2 * (self.spec.embedding_parameters if reshards else self.spec.parameters)
+
+
+def trained_models(config: Config, spec: ModelSpec, device: str = "cuda") -> list[TrainedModel]:
+    """The student, whose spec is given, and the critic where there is one."""
+    models = [TrainedModel("actor", spec, config.actor_rollout_ref.actor, config.shard_size, device)]
+    if config.uses_critic:
+        critic, section = critic_spec(config, spec), config.resolved_critic
+        models.append(TrainedModel("critic", critic, section, config.critic_shard_size, device))
+    return models
 
 
 def engine_dtype(config: Config, device: str) -> str:
     """Type of the rollout engine's weights and KV cache on "cuda" or "cpu"; left open, that of the actor's compute."""
     automatic, dtype = "bfloat16" if device == "cuda" else "float32", config.actor_rollout_ref.rollout.dtype
     return automatic if dtype == "auto" else dtype
-
-
-def _master_bytes(config: Config, spec: ModelSpec) -> float:
-    """Of the weights that are trained on each device; gradients take as much, the optimizer state twice that."""
-    itemsize = {"fp32": 4, "bf16": 2}[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
-    return itemsize * spec.trained_parameters / config.shard_size
-
-
-def _frozen_bytes(config: Config, spec: ModelSpec, device: str = "cuda") -> float:
-    """Of the weights below LoRA adapters on each device, in the type of the computation."""
-    return (2 if device == "cuda" else 4) * spec.parameters / config.shard_size if spec.adapter_parameters else 0.0
 
 
 def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, float]:
@@ -51,22 +111,13 @@ def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, f
     return itemsize * spec.parameters / ranks, itemsize / 2 * spec.kv_bytes_per_token / ranks
 
 
-def _gathered_bytes(config: Config, spec: ModelSpec) -> int:
-    """Gathered parameters on each GPU during the update, in bf16: FSDP2 makes a copy on a single GPU too.
-
-    With `reshard_after_forward` that is the root group alone, and a block or two which are not counted.
-    """
-    reshards = config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward
-    return 2 * (spec.embedding_parameters if reshards else spec.parameters)
-
-
-def _largest_micro_batch(config: Config) -> int:
+def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig) -> int:
     """Tokens of the largest micro-batch that there can be on a GPU, if no sequence alone is larger."""
-    actor, longest = config.actor_rollout_ref.actor, config.max_sequence_length
-    whole = longest * math.ceil(config.mini_batch_size * config.actor_rollout_ref.rollout.n / config.world_size)
-    if actor.use_dynamic_bsz:
-        return min(whole, actor.ppo_max_token_len_per_gpu)
-    return min(whole, longest * (actor.ppo_micro_batch_size_per_gpu or 1))
+    longest, prompts = config.max_sequence_length, section.ppo_mini_batch_size or config.data.train_batch_size
+    whole = longest * math.ceil(prompts * config.actor_rollout_ref.rollout.n / config.world_size)
+    if section.use_dynamic_bsz:
+        return min(whole, section.ppo_max_token_len_per_gpu or whole)
+    return min(whole, longest * (section.ppo_micro_batch_size_per_gpu or 1))
 
 
 def phase_bytes(
@@ -77,29 +128,30 @@ def phase_bytes(
     Activations are those of the largest possible micro-batch, at least: a model may keep more. Without `total_bytes`,
     the memory of one GPU, the KV cache and the teacher, which are shares of it, are left out.
     """
-    arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
-    hybrid, master = arr.hybrid_engine, _master_bytes(config, spec)
-    engine_weights, _ = engine_bytes(config, spec, device)
-    owners = {"actor_params": master, "optimizer_state": 2 * master, "engine_weights": engine_weights}
-    if spec.adapter_parameters:
-        owners["frozen_params"] = _frozen_bytes(config, spec, device)
+    arr, models = config.actor_rollout_ref, trained_models(config, spec, device)
+    hybrid, engine_weights = arr.hybrid_engine, engine_bytes(config, spec, device)[0]
+    owners, moves = {"engine_weights": engine_weights}, dict.fromkeys(ENGINE_OWNERS, arr.rollout.free_cache_engine)
+    for model in models:
+        owners |= model.owners
+        moves |= model.moves
+    if not hybrid and len(models) == 1:  # alone it makes room for nobody
+        moves |= dict.fromkeys(("actor_params", FROZEN), False)
     if total_bytes is not None:
         owners["kv_cache"] = max(0.0, engine_share(config, spec, total_bytes) * total_bytes - engine_weights)
-    moves = {
-        "actor_params": fsdp.param_offload and hybrid, "frozen_params": fsdp.param_offload and hybrid,
-        "optimizer_state": fsdp.optimizer_offload,
-        "engine_weights": arr.rollout.free_cache_engine, "kv_cache": arr.rollout.free_cache_engine,
-    }
     phases: dict[str, dict[str, float]] = {}
     for phase, wanted in RESIDENCY.items():
+        if not owners.keys() >= wanted - {"kv_cache", FROZEN}:
+            continue
         present = {t: b for t, b in owners.items() if t in wanted or device == "cpu" or not moves[t]}
         if not hybrid:  # each phase has its own GPUs
             present = {t: b for t, b in present.items() if (t in ENGINE_OWNERS) == (phase == "rollout")}
-        if phase in ("update", "optimizer_step"):
-            present["gradients"] = master
-        if phase == "update" and device == "cuda":
-            present["gathered_params"] = _gathered_bytes(config, spec)
-            present["activations"] = _largest_micro_batch(config) * spec.activation_bytes_per_token
+        for model in models:
+            if phase in UPDATES[model.name]:
+                present["gradients"] = model.master
+            if phase == UPDATES[model.name][0] and device == "cuda":
+                tokens = _largest_micro_batch(config, model.section)
+                present["gathered_params"] = model.gathered
+                present["activations"] = tokens * model.spec.activation_bytes_per_token
         if hybrid and device == "cuda" and "engine_weights" not in present:
             present["sleeping engine"] = SLEEPING_ENGINE_BYTES
         if total_bytes is not None and teacher_shares_gpu(config):
@@ -111,19 +163,19 @@ def phase_bytes(
 def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_bytes: int) -> float:
     """`rollout.gpu_memory_utilization` where it is left open. Raises ConfigError if that is too little.
 
-    The free memory of the card, less the actor's in the rollout phase (0 in a pool of its own). An engine that never
+    The free memory of the card, less the models' in the rollout phase (0 in a pool of its own). An engine that never
     sleeps (`free_cache_engine=false`) takes half of what the update's tensors leave: the rest is for activations. No
     more than `max_num_seqs` full sequences can use: vLLM maps its KV cache anew in every step, 3 ms per GiB.
     """
-    arr, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
-    master, frozen = _master_bytes(config, spec), _frozen_bytes(config, spec)
+    arr, models = config.actor_rollout_ref, trained_models(config, spec)
+    staying = sum(model.staying for model in models)
     room: float = free_bytes - BESIDE_ENGINE_BYTES
     if arr.hybrid_engine and arr.rollout.free_cache_engine:
-        room -= (0 if fsdp.param_offload else master + frozen) + (0 if fsdp.optimizer_offload else 2 * master)
+        room -= staying
     elif arr.hybrid_engine:
-        # Parameters, gradients, both moments, gathered copies.
-        parts = 4 * master + frozen + _gathered_bytes(config, spec)
-        room = (room - parts) / 2
+        # Of the model that is updated parameters, gradients, both moments, gathered copies; what stays of the others.
+        parts = [4 * each.master + sum(each.frozen.values()) + each.gathered - each.staying for each in models]
+        room = (room - staying - max(parts)) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
     weights, token = engine_bytes(config, spec, "cuda")
     useful = math.ceil(100 * (weights + tokens * token + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
@@ -186,8 +238,9 @@ def check_memory(config: Config, spec: ModelSpec, *, total_bytes: int, role: str
                 "actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, .reshard_after_forward, "
                 "actor_rollout_ref.rollout.free_cache_engine, .gpu_memory_utilization",
                 f"in the phase {phase} a GPU would have to hold {needed / GIB:.1f} GiB ({parts}), "
-                f"and it has {total_bytes / GIB:.1f}; switch on an offload or reshard_after_forward, lower "
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu, checkpoint activations or take more GPUs",
+                f"and it has {total_bytes / GIB:.1f}; switch on an offload or reshard_after_forward (of a critic in "
+                "critic.fsdp_config), lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, checkpoint activations "
+                "or take more GPUs",
                 show_value=False,
             )
 

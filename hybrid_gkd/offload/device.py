@@ -1,4 +1,4 @@
-"""The device of one worker: how much of its memory is in use, and the shares of its engine and its actor."""
+"""The device of one worker: how much of its memory is in use, and the shares of its engine and its models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_gkd.config import FSDPConfig
 from hybrid_gkd.offload.pinned import FrozenTensors, OffloadedTensors
-from hybrid_gkd.offload.residency import MARGIN_BYTES, MemoryOwner, Residency
+from hybrid_gkd.offload.residency import FROZEN, MARGIN_BYTES, MODEL_OWNERS, MemoryOwner, Residency
 
 if TYPE_CHECKING:
     from hybrid_gkd.rollout.engine import RolloutEngine
@@ -92,15 +91,18 @@ def free_device_bytes() -> int:
 
 
 class SharedDevice:
-    """The memory of a worker's engine and actor on "cuda" or "cpu".
+    """The memory of a worker's engine and models on "cuda" or "cpu".
 
-    `build_engine` comes first, since an engine measures how much memory is free, then the actor, then `manage`.
+    `build_engine` comes first, since an engine measures how much memory is free, then every model with `add_model`, the
+    actor as the last, then `manage`.
     """
 
     def __init__(self, device_type: str):
         self.on_gpu = device_type == "cuda"
         self.meter = MemoryMeter(device_type)
         self.offloaded: dict[str, OffloadedTensors] = {}
+        self._models: list[str] = []
+        self._movable, self._away = set[str](), set[str]()
         self._generated = self._hybrid = self._engine_sleeps = False
         self._engine_bytes = 0
         """Of the engine as it was built; asleep, if it can sleep."""
@@ -122,28 +124,33 @@ class SharedDevice:
         self._engine_bytes = self.meter.used() - used_before
         return engine
 
-    def manage(
-        self, actor: ShardedModel | None, engine: RolloutEngine | None, fsdp: FSDPConfig, sleep: Callable[[], None]
-    ) -> Residency:
-        """The residency of this worker's memory owners; it has an actor, an engine, or both.
+    def add_model(self, name: str, model: ShardedModel) -> None:
+        """Make memory owners of a model of `MODEL_OWNERS`, movable as its `fsdp` says; all but the actor leave now."""
+        params, state = MODEL_OWNERS[name]
+        self._models.append(name)
+        self.offloaded |= {
+            params: OffloadedTensors(model.parameters), state: OffloadedTensors(model.optimizer_tensors)
+        }
+        if model.frozen_parameters():
+            self.offloaded[FROZEN] = FrozenTensors(model.frozen_parameters)
+        frozen = {FROZEN} & self.offloaded.keys()
+        self._movable |= {params} | frozen if self.on_gpu and model.fsdp.param_offload else set()
+        self._movable |= {state} if self.on_gpu and model.fsdp.optimizer_offload else set()
+        if name != "actor" and params in self._movable:  # so that the next model has room
+            self.offloaded[params].release()
+            self._away.add(params)
 
-        The actor may be offloaded as `fsdp` says, its parameters only if they make room for an engine. The engine is
-        asleep, if it can sleep; `sleep` puts it back to sleep.
+    def manage(self, engine: RolloutEngine | None, sleep: Callable[[], None]) -> Residency:
+        """The residency of this worker's memory owners: of the models that were added, an engine, or both.
+
+        The actor's parameters stay where they make room for nobody. The engine is asleep, if it can sleep; `sleep` puts
+        it back to sleep.
         """
-        owners: dict[str, MemoryOwner] = {}
-        movable, asleep = set[str](), set[str]()
-        self._hybrid = actor is not None and engine is not None
-        if actor is not None:
-            self.offloaded = {
-                "actor_params": OffloadedTensors(actor.parameters),
-                "optimizer_state": OffloadedTensors(actor.optimizer_tensors),
-            }
-            if actor.frozen_parameters():
-                self.offloaded["frozen_params"] = FrozenTensors(actor.frozen_parameters)
-            owners |= self.offloaded
-            params = self.offloaded.keys() - {"optimizer_state"}
-            movable |= params if self.on_gpu and fsdp.param_offload and self._hybrid else set()
-            movable |= {"optimizer_state"} if self.on_gpu and fsdp.optimizer_offload else set()
+        owners: dict[str, MemoryOwner] = dict(self.offloaded)
+        movable, asleep = set(self._movable), set(self._away)
+        self._hybrid = bool(self._models) and engine is not None
+        if self._models == ["actor"] and not self._hybrid:
+            movable -= {"actor_params", FROZEN}
         if self.on_gpu and self._hybrid and engine is not None:
             weights = rest = 0  # measured when they wake
             if not engine.can_sleep:
@@ -151,7 +158,7 @@ class SharedDevice:
             # An engine that never sleeps may lack these methods.
             owners["engine_weights"] = EngineOwner(lambda: engine.wake_weights(), num_bytes=weights)
             owners["kv_cache"] = EngineOwner(lambda: engine.wake_kv_cache(), sleep, rest)
-            asleep = {"kv_cache", "engine_weights"} if engine.can_sleep else set()
+            asleep |= {"kv_cache", "engine_weights"} if engine.can_sleep else set()
         return Residency(
             owners, movable=movable | asleep, resident=set(owners) - asleep,
             free_bytes=free_device_bytes if self.on_gpu else None,

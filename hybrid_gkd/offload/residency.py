@@ -1,8 +1,8 @@
-"""The residency table of the hybrid engine, and the object that enforces it.
+"""The residency table, and the object that enforces it.
 
-Actor and rollout engine share each GPU and take turns. `Residency.enter` moves from one phase to the next, releasing
-before it acquires unless the device is known to have room for both; `Residency.prepare` starts the copies of a later
-phase behind the work of this one, where there is room. Nothing here knows about torch, FSDP or vLLM.
+Actor, critic and rollout engine share each GPU and take turns. `Residency.enter` moves from one phase to the next,
+releasing before it acquires unless the device is known to have room for both; `Residency.prepare` starts the copies of
+a later phase behind the work of this one, where there is room. Nothing here knows about torch, FSDP or vLLM.
 """
 
 from __future__ import annotations
@@ -18,11 +18,23 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
     "update": frozenset({"actor_params", "frozen_params"}),
     "optimizer_step": frozenset({"actor_params", "frozen_params", "optimizer_state"}),
     "publish": frozenset({"actor_params", "frozen_params", "engine_weights"}),
+    "critic_update": frozenset({"critic_params"}),
+    "critic_optimizer_step": frozenset({"critic_params", "critic_optimizer_state"}),
 }
-"""Phase -> owners on the device. With LoRA the adapters are `actor_params`, the weights below them `frozen_params`."""
-CHANGING_PHASE = "optimizer_step"
-"""The only phase in which the content of a memory owner changes: a copy made before it is stale after it."""
-MEMORY_OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "frozen_params", "actor_params")
+"""Phase -> owners on the device. A run has the phases whose owners it has. With LoRA the adapters are `actor_params`,
+the weights below them `frozen_params`."""
+CHANGING_PHASES = ("optimizer_step", "critic_optimizer_step")
+"""The only phases in which the content of a memory owner changes: a copy made before it is stale after it."""
+MODEL_OWNERS: Mapping[str, tuple[str, str]] = {
+    "actor": ("actor_params", "optimizer_state"), "critic": ("critic_params", "critic_optimizer_state"),
+}
+"""Model of a worker -> the owners of its parameters and of its optimizer state."""
+FROZEN = "frozen_params"
+"""Of the actor, with LoRA."""
+MEMORY_OWNERS = (
+    "kv_cache", "engine_weights", "critic_optimizer_state", "critic_params", "optimizer_state", "frozen_params",
+    "actor_params",
+)  # fmt: skip
 """In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
 MARGIN_BYTES = 4 * 2**30
 """Kept free when a memory owner comes before others have left: buckets of weights, activations in flight."""
@@ -97,7 +109,7 @@ class Residency:
             self._resident.add(name)
         if finish:
             self._release(leaving)
-        if phase == CHANGING_PHASE:
+        if phase in CHANGING_PHASES:
             for name in wanted & set(owners):
                 owners[name].changed()
         self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
@@ -108,7 +120,7 @@ class Residency:
 
         Owners of `phase` are brought in where they fit beside all present ones and `reserve` bytes for the allocations
         of the present phase; the others are copied out, and must not change any more until `phase` is entered (or
-        `CHANGING_PHASE` is).
+        one of `CHANGING_PHASES` is).
         """
         wanted, arriving = RESIDENCY[phase], 0
         for name in [n for n in reversed(self._owners) if n in wanted - self._resident - self._arriving]:
@@ -152,9 +164,9 @@ class Residency:
             raise DeviceMemoryError(
                 f"phase {phase}: {name} needs {needed / 2**30:.2f} GiB on the device, {free / 2**30:.2f} GiB are free; "
                 f"there already: {others or 'no other owner'}; the last checkpoint is intact. "
-                "Switch on an offload (actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload), lower "
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or give vLLM or a teacher on this GPU a smaller "
-                "gpu_memory_utilization"
+                "Switch on an offload (actor_rollout_ref.actor.fsdp_config.param_offload, .optimizer_offload, those of "
+                "critic.fsdp_config), lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or give vLLM or a "
+                "teacher on this GPU a smaller gpu_memory_utilization"
             )
 
     def take_seconds(self) -> dict[str, float]:

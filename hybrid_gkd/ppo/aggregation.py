@@ -17,8 +17,12 @@ from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.types import TrainSequence
 
 
-def with_loss_weights(config: Config, sequences: list[TrainSequence]) -> list[TrainSequence]:
-    """The sequences of ONE whole mini-batch with the factors of `actor.loss_agg_mode` in their `loss_weights`.
+def with_loss_weights(
+    config: Config, sequences: list[TrainSequence], mode: str | None = None
+) -> list[TrainSequence]:
+    """The sequences of ONE whole mini-batch with the factors of a mode in their `loss_weights`.
+
+    `mode` is `actor.loss_agg_mode` unless another one is given.
 
     Tokens whose weight is 0 are not trained on: they count neither in lengths nor in means, nor do sequences without
     any other. Lengths are kept tokens:
@@ -31,13 +35,14 @@ def with_loss_weights(config: Config, sequences: list[TrainSequence]) -> list[Tr
     Raises TrainingError: no token is left.
     """
     actor = config.actor_rollout_ref.actor
+    mode = mode or actor.loss_agg_mode
     lengths = [len(item.sequence.response_ids) for item in sequences]
     kept = [
         length if item.loss_weights is None else int(np.count_nonzero(item.loss_weights))
         for item, length in zip(sequences, lengths, strict=True)
     ]
     num_tokens, num_kept, num_sequences = sum(lengths), sum(kept), sum(number > 0 for number in kept)
-    if actor.loss_agg_mode == "token-mean" and num_kept == num_tokens:
+    if mode == "token-mean" and num_kept == num_tokens:
         return sequences
     if not num_kept:
         raise TrainingError(f"none of the {num_tokens} response tokens of a mini-batch has a weight above 0")
@@ -47,7 +52,7 @@ def with_loss_weights(config: Config, sequences: list[TrainSequence]) -> list[Tr
         "seq-mean-token-sum": [num_sequences] * len(kept),
         "seq-mean-token-mean": [num_sequences * max(number, 1) for number in kept],
         "seq-mean-token-sum-norm": [num_sequences * constant] * len(kept),
-    }[actor.loss_agg_mode]
+    }[mode]
     found = []
     for item, length, denominator in zip(sequences, lengths, denominators, strict=True):
         weights = np.ones(length, np.float32) if item.loss_weights is None else item.loss_weights

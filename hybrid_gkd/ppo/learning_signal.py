@@ -5,10 +5,12 @@ Shapes: B prompts, n responses each, R_i tokens of response i.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from hybrid_gkd.config import ADV_ESTIMATORS, Config
-from hybrid_gkd.ppo.advantages import load_estimator, token_rewards
+from hybrid_gkd.ppo.advantages import Arrays, load_estimator, token_rewards
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainSequence
 
 
@@ -25,18 +27,27 @@ def answers_to_score(rollout: Rollout) -> list[tuple[Prompt, Sequence]]:
 
 
 def with_advantages(
-    config: Config, rollout: Rollout, scores: list[float]
+    config: Config, rollout: Rollout, scores: list[float], values: Arrays | None = None
 ) -> tuple[list[TrainSequence], dict[str, float]]:
-    """The sequences of a rollout with their advantages, and metrics; `scores` are those of `answers_to_score`."""
+    """The sequences of a rollout with their advantages, and metrics.
+
+    `scores` are those of `answers_to_score`. `values`, a critic's of each response, go into the sequences, with what it
+    is to learn in their place.
+    """
     section, n = config.algorithm, config.actor_rollout_ref.rollout.n
     lengths = [len(sequence.response_ids) for sequence in rollout.sequences]
     drawn, greedy = np.split(np.array(scores, np.float32), [len(lengths)])
-    values = None
+    baseline = values
     if len(greedy):
-        values = [np.full(length, greedy[number // n]) for number, length in enumerate(lengths)]
-    advantages, _ = load_estimator(section.adv_estimator)(token_rewards(drawn, lengths), n, values, section)
+        baseline = [np.full(length, greedy[number // n]) for number, length in enumerate(lengths)]
+    estimator = load_estimator(section.adv_estimator)
+    advantages, returns = estimator(token_rewards(drawn, lengths), n, baseline, section)
     pairs = zip(rollout.sequences, advantages, strict=True)
     sequences = [TrainSequence(sequence=s, advantages=np.asarray(each, np.float32)) for s, each in pairs]
+    if values is not None:
+        assert returns is not None
+        targets = zip(sequences, values, returns, strict=True)
+        sequences = [dataclasses.replace(item, values=value, returns=each) for item, value, each in targets]
     metrics = {"reward/mean": float(drawn.mean()), "reward/std": float(drawn.std())}
     if len(greedy):
         metrics["reward/greedy"] = float(greedy.mean())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.checkpoint import TrainerState, load_state
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, OptimConfig
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.types import Prompt
 
@@ -37,6 +37,11 @@ LEARNING = (
     "distillation", "algorithm", "trainer.scheduler",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""
+CRITIC = (
+    "critic.model", "critic.optim", "critic.ppo_mini_batch_size", "critic.ppo_epochs", "critic.grad_clip",
+    "critic.cliprange_value", "critic.loss_agg_mode", "critic.fsdp_config.model_dtype", "trainer.critic_warmup",
+)
+"""The same where there is a critic; with the values that hold in the place of null."""
 REWARD = (
     "reward.name", "reward.functions", "reward.answer_key", "reward.format", "reward.overlong_buffer",
     "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key",
@@ -58,17 +63,23 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     """
     loss = config.distillation
     rewards = REWARD if config.trains_on_rewards else ()
-    found: dict[str, Any] = {}
-    for key in (*LEARNING, *rewards):
+    critic = CRITIC if config.uses_critic else ()
+    config, found = dataclasses.replace(config, critic=config.resolved_critic), dict[str, Any]()
+    for key in (*LEARNING, *rewards, *critic):
         value = operator.attrgetter(key)(config)
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
-    optim = config.actor_rollout_ref.actor.optim
-    if optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps_ratio and not optim.lr_warmup_steps):
+    optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
+    if any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
     if loss.enabled and config.actor_rollout_ref.teacher.server_ip is None:
         found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path
     settings: dict[str, Any] = json.loads(json.dumps(found))
     return settings
+
+
+def shares_warmup(optim: OptimConfig) -> bool:
+    """Whether the warm-up is a share of the run's optimizer steps."""
+    return bool(optim.lr_warmup_steps_ratio and not optim.lr_warmup_steps)
 
 
 def _flat(section: Any, prefix: str) -> dict[str, Any]:
@@ -98,6 +109,11 @@ def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerSt
     state = load_state(folder)
     if config.trainer.val_only:
         return state
+    if config.uses_critic and not (folder / "critic").is_dir():
+        raise CheckpointError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, and {folder} has none; start "
+            "from its huggingface folder (actor_rollout_ref.model.path) under another trainer.experiment_name"
+        )
     for key, now in data_state(config, num_prompts).items():
         if state.data.get(key) != now:
             raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import ActorConfig, Config, CriticConfig
 from hybrid_gkd.data.sampler import PromptSampler
 
 
@@ -23,9 +23,18 @@ def total_steps(config: Config, num_prompts: int) -> int:
 
 
 def num_updates(config: Config, steps: int) -> int:
-    """Optimizer steps in `steps` training steps."""
-    per_epoch = -(-config.data.train_batch_size // config.mini_batch_size)
-    return steps * per_epoch * config.actor_rollout_ref.actor.ppo_epochs
+    """Optimizer steps of the actor in `steps` training steps."""
+    return steps * _updates_per_step(config, config.actor_rollout_ref.actor)
+
+
+def num_critic_updates(config: Config, steps: int) -> int:
+    """Optimizer steps of the critic in `steps` training steps; 0 without one."""
+    return steps * _updates_per_step(config, config.resolved_critic) if config.uses_critic else 0
+
+
+def _updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:
+    prompts = config.data.train_batch_size
+    return -(-prompts // (section.ppo_mini_batch_size or prompts)) * (section.ppo_epochs or 1)
 
 
 def request_seeds(seed: int, step: int, count: int) -> list[int]:

@@ -1,13 +1,14 @@
 """The loop: generate, update, publish, validate, report, save.
 
-`PPOTrainer` is a complete trainer on a rule reward with group-relative advantages. Subclasses replace
+`PPOTrainer` is a complete trainer on a reward, with a critic where the advantages need one. Subclasses replace
 `_update_actor`, which owns the whole learning signal.
 
-Left out: a critic, and a reference model (no KL penalty to the starting point).
+Left out: a reference model (no KL penalty to the starting point).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.checkpoint import CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
-from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.ppo.aggregation import with_loss_weights
+from hybrid_gkd.ppo.batches import Batches
+from hybrid_gkd.ppo.critic import CriticTurn
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
@@ -36,7 +37,6 @@ from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_me
 from hybrid_gkd.spans import Clock, working_for
 from hybrid_gkd.types import (
     GenerationRequest,
-    MiniBatch,
     Prompt,
     Rollout,
     SamplingParams,
@@ -61,8 +61,6 @@ LATE_SECONDS = 30.0
 """Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
 THROUGHPUT = {"throughput": "perf/tokens_per_second", "teacher's throughput": "teacher/tokens_per_second"}
 """Curves in the trace, and the metrics that they show."""
-Plan = list[list[tuple[TrainSequence, ...]]]
-"""For each worker its micro-batches."""
 
 
 class PPOTrainer:
@@ -120,6 +118,8 @@ class PPOTrainer:
                 config.actor_rollout_ref.nccl_timeout + LATE_SECONDS, "actor_rollout_ref.nccl_timeout, a grace period"
             ),
         )
+        self.batches = Batches(config, config.actor_rollout_ref.actor, group)
+        self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
@@ -177,8 +177,10 @@ class PPOTrainer:
         logger.warning("the run ends after step %d of %d, as requested", self.step, self.total_steps)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
-        """Rewards, advantages, old log-probabilities, PPO's clipped objective. Returns the metrics of the update."""
+        """Rewards, values, advantages, the critic's update, old log-probabilities, PPO's objective. All metrics."""
         sequences, metrics = self._with_advantages(rollout)
+        if rollout.step <= self.config.trainer.critic_warmup:
+            return metrics
         with self.clock.span("update_actor"):
             sequences, weights = self._with_logprobs(sequences)
             return self._train(sequences) | metrics | weights
@@ -187,8 +189,13 @@ class PPOTrainer:
         """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
         assert self.scorer is not None
         pairs = answers_to_score(rollout)
-        sequences, metrics = with_advantages(self.config, rollout, self.scorer.rewards(pairs))
-        return sequences, metrics | self.scorer.metrics(pairs[: len(rollout.sequences)])
+        scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.sequences)])
+        if self.critic is None:
+            sequences, found = with_advantages(self.config, rollout, scores)
+            return sequences, metrics | found
+        sequences, found = with_advantages(self.config, rollout, scores, self.critic.values(rollout))
+        with self._changing_weights(steps=self.critic.steps):
+            return sequences, metrics | found | self.critic.update(sequences)
 
     def _with_logprobs(
         self, sequences: list[TrainSequence], *, policy_loss: bool = True
@@ -198,7 +205,7 @@ class PPOTrainer:
         policy_loss = policy_loss and num_updates(self.config, 1) > 1
         if not (section.compares_logprobs or policy_loss):
             return sequences, {}
-        found = self.group.compute_logprobs([tuple(share) for share in self._plan(sequences)])
+        found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(sequences)])
         logprobs = [found[item.sequence.index] for item in sequences]
         if policy_loss:
             sequences = [dataclasses.replace(s, old_logprobs=x) for s, x in zip(sequences, logprobs, strict=True)]
@@ -268,40 +275,21 @@ class PPOTrainer:
         `num_tokens`: response tokens of the only mini-batch, where `sequences` is its last part, whose `loss_weights`
         are those of the whole.
         """
-        size = self.config.mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        mini_batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        if num_tokens is None:
-            mini_batches = [with_loss_weights(self.config, mini_batch) for mini_batch in mini_batches]
-        shares: list[list[MiniBatch]] = [[] for _ in range(self.group.size)]
-        for mini_batch in mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs:
-            for share, part in zip(shares, self._parts(mini_batch, num_tokens), strict=True):
-                share.append(part)
-        self._weights_are_whole = False
-        try:
+        shares = self.batches.epochs(sequences, num_tokens)
+        with self._changing_weights(steps=len(shares[0])):
             updates = self.group.update(shares)
-        except TrainingError:  # the step was refused on all ranks: the weights are those before it
-            self._weights_are_whole = len(shares[0]) == 1
-            raise
         metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         return metrics | {"actor/lr": updates[-1]["actor/lr"]}
 
-    def _parts(self, sequences: list[TrainSequence], num_tokens: int | None = None) -> list[MiniBatch]:
-        """For each worker its share of a mini-batch, or of a part of one that has `num_tokens` response tokens."""
-        num_tokens = num_tokens or sum(len(item.sequence.response_ids) for item in sequences)
-        return [MiniBatch(micro_batches=tuple(share), num_tokens=num_tokens) for share in self._plan(sequences)]
-
-    def _plan(self, sequences: list[TrainSequence]) -> Plan:
-        """Cut sequences into micro-batches, the same number for each worker."""
-        actor = self.config.actor_rollout_ref.actor
-        plan = plan_micro_batches(
-            [item.sequence.num_tokens for item in sequences],
-            self.group.size,
-            actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-            None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-            self.config.trainer.balance_batch,
-            attention_cost=self.group.attention_cost,
-        )
-        return [[tuple(sequences[i] for i in micro_batch) for micro_batch in share] for share in plan]
+    @contextlib.contextmanager
+    def _changing_weights(self, *, steps: int) -> Iterator[None]:
+        """Around optimizer steps: the weights are those between two training steps again if the only one is refused."""
+        were_whole, self._weights_are_whole = self._weights_are_whole, False
+        try:
+            yield
+        except TrainingError:  # the step was refused on all ranks: the weights are those before it
+            self._weights_are_whole = were_whole and steps == 1
+            raise
 
     def _publish_weights(self) -> None:
         self._rollouts.finish()

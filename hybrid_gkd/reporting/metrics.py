@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
+from hybrid_gkd.offload.residency import FROZEN, MEMORY_OWNERS, MODEL_OWNERS, RESIDENCY
 
 METRICS: dict[str, tuple[str, str]] = {
     # The learning signal.
@@ -29,13 +29,25 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/distillation/overlap_ratio": ("fraction", "Part of the teacher's top k in the student's, sampled"),
     "actor/distillation/student_mass": ("fraction", "The student's probability of the teacher's top k"),
     "actor/distillation/teacher_mass": ("fraction", "The teacher's probability of its top k"),
+    # The critic (algorithm.adv_estimator=gae).
+    "critic/vf_loss": ("", "Half the squared error of the values, clipped (critic.cliprange_value): what is minimised"),
+    "critic/vf_clipfrac": ("fraction", "Response tokens where the clipped value has the larger error"),
+    "critic/vf_explained_var": (
+        "fraction", "1 - Var(return - value) / Var(return), before the update; absent where all returns are equal"
+    ),
+    "critic/values/mean": ("", "Value of a response token before the update: the return that is expected there"),
+    "critic/returns/mean": ("", "Return of a response token, which the critic learns"),
+    "critic/grad_norm": ("", "Norm of the critic's gradient before clipping, mean over its optimizer steps"),
+    "critic/lr": ("", "Learning rate of the critic's last optimizer step"),
     # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
     # They may overlap, so they need not add up to timing/step.
-    "timing/step": ("seconds", "Generation (separate pools: waiting for it), teacher wait, update and publish"),
+    "timing/step": ("seconds", "Generation (separate pools: waiting for it), teacher wait, updates and publish"),
     "timing/gen": ("seconds", "Drawing responses: of this batch or, ahead of the update, of a later one"),
     "timing/wait_prev_gen": ("seconds", "Waiting for responses with nothing else to do (separate pools)"),
     "timing/wait_prev_teacher": ("seconds", "Waiting for the teacher with nothing else to do"),
     "timing/get_teacher_knowledge": ("seconds", "Time with at least one request at the teacher"),
+    "timing/values": ("seconds", "The critic's values of the responses"),
+    "timing/update_critic": ("seconds", "Forward, backward and optimizer steps of the critic"),
     "timing/update_actor": ("seconds", "Forward, backward and optimizer steps"),
     "timing/sync_rollout_weights": ("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
@@ -65,7 +77,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/max_host_memory_gb": ("GiB", "Largest host memory of a worker process so far"),
     **{
         f"perf/copy/{owner}_{direction}": ("GB/s", f"Speed of the last copy of {owner} {where} the GPU")
-        for owner in ("actor_params", "frozen_params", "optimizer_state")
+        for owner in (*(owner for owners in MODEL_OWNERS.values() for owner in owners), FROZEN)
         for direction, where in (("in", "to"), ("out", "from"))
     },
     "memory/update/sleeping_engine_gb": ("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.losses.objective import Objective, Targets
-from hybrid_gkd.student.logprob_model import LogprobModel, concat, pack_responses
+from hybrid_gkd.student.logprob_model import LogprobModel, concat, pack_responses, sampled_logprobs
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import TrainSequence
 
@@ -72,19 +72,13 @@ class Actor(TrainedModel):
             columns.append(sampled_ids[:, None])
         return torch.cat(columns, 1), Targets(**values)
 
-    @torch.no_grad()
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
         self._seed()
-        result: dict[int, np.ndarray] = {}
-        for micro_batch in micro_batches:
-            batch, rows, ids = pack_responses(micro_batch, self.device)
-            logprobs, _ = self.model(batch, rows, ids[:, None], temperature=self.sampling_temperature)
-            lengths = [len(item.sequence.response_ids) for item in micro_batch]
-            for item, values in zip(micro_batch, logprobs[:, 0].cpu().split(lengths), strict=True):
-                result[item.sequence.index] = values.numpy()
+        temperature = self.sampling_temperature
+        found = sampled_logprobs(self.model, micro_batches, temperature=temperature, device=self.device)
         self.reshard()
-        return result
+        return found
 
     @torch.no_grad()
     def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -39,10 +40,13 @@ Weight = tuple[tuple[str, ...], Tensor]
 """A parameter or persistent buffer after all of its names (more than one where weights are tied)."""
 
 
-def build_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
+def build_model(
+    path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any], key: str = PATH_KEY
+) -> Any:
     """The causal LM that `path` describes, with packed attention; parameters on the meta device, buffers real.
 
-    Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps.
+    Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps. `key` is that of the
+    path, for messages.
 
     Raises ModelError if there is no such model or its weights are quantised, ConfigError as `read_config`.
     """
@@ -52,14 +56,14 @@ def build_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool, overr
     try:
         hf_config = read_config(path, trust_remote_code, override_config)
         if getattr(hf_config, "quantization_config", None) is not None:
-            raise ModelError(f"{PATH_KEY}: {path!r} holds quantised weights, which cannot be trained")
+            raise ModelError(f"{key}: {path!r} holds quantised weights, which cannot be trained")
         stored = getattr(hf_config, "dtype", None) or torch.float32  # text where another library read config.json
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError) as error:
-        raise ModelError(f"{PATH_KEY}: cannot load {path!r}: {error}") from error
+        raise ModelError(f"{key}: cannot load {path!r}: {error}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     fuse_norms(model)
@@ -126,28 +130,34 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         setattr(module, name, moved[id(buffer)])
 
 
-def load_shards(model: Any, path: str) -> None:
+def load_shards(model: Any, path: str, *, key: str = PATH_KEY, new: Container[str] = ()) -> None:
     """Fill the parameters and persistent buffers of a materialised model, each rank its own rows. Collective.
 
-    Adapters are not among them.
-    The model is one of `build_model` and must not be the root FSDP module itself; `path` is the same as there. Raises
-    ModelError if a file cannot be read, or a weight is missing, unexpected or of another shape.
+    The model is one of `build_model` and must not be the root FSDP module itself; `path` and `key` are the same as
+    there. Adapters are left as they are. Weights whose names are in `new` are not those of the folder, whatever it has
+    under them: they become zeros. Raises ModelError if a file cannot be read, or a weight is missing, unexpected or of
+    another shape.
     """
-    weights = unique_tensors(base_weights(model.state_dict(keep_vars=True).items()))
+    weights = []
+    for names, tensor in unique_tensors(base_weights(model.state_dict(keep_vars=True).items())):
+        if names[0] in new:
+            local_rows(tensor)[0].zero_()
+        else:
+            weights.append((names, tensor))
     try:
-        checkpoint = _open_checkpoint(path)
+        checkpoint = {name: each for name, each in _open_checkpoint(path).items() if name not in new}
         reason = _mismatch(model, weights, checkpoint)
         if reason is None:
             for names, tensor in weights:
-                _fill(names, tensor, [checkpoint[name] for name in names if name in checkpoint])
+                _fill(names, tensor, [checkpoint[name] for name in names if name in checkpoint], key)
             return
     except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"{PATH_KEY}: cannot read the weights of {path!r}: {error}") from error
-    _load_through_host(model, weights, path, reason)
+        raise ModelError(f"{key}: cannot read the weights of {path!r}: {error}") from error
+    _load_through_host(model, weights, path, reason, key)
 
 
 @torch.no_grad()
-def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any]) -> None:
+def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any], key: str) -> None:
     """Copy this rank's rows from the first of `sources` (sliced like a tensor); the others must be equal."""
     local, rows = local_rows(tensor)
     if not local.numel():
@@ -155,8 +165,8 @@ def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any]) -> None:
     first, *others = (source[rows] for source in sources)
     if not all(torch.equal(first, other) for other in others):
         raise ModelError(
-            f"{PATH_KEY}: the configuration ties {' and '.join(names)}, but their weights differ; "
-            "actor_rollout_ref.model.override_config.tie_word_embeddings=false would keep both"
+            f"{key}: the configuration ties {' and '.join(names)}, but their weights differ; "
+            f"{key.rpartition('.')[0]}.override_config.tie_word_embeddings=false would keep both"
         )
     local.copy_(first)
 
@@ -215,7 +225,7 @@ def _mismatch(model: Any, weights: list[Weight], checkpoint: dict[str, Any]) -> 
     return f"the model has no {min(unused)}" if unused else None
 
 
-def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str) -> None:
+def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str, key: str) -> None:
     """Let transformers load, rename and convert the whole model on rank 0's host; broadcast each tensor."""
     state: dict[str, Tensor] = {}
     device = local_rows(weights[0][1])[0].device
@@ -231,14 +241,14 @@ def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str
             outcome[0] = str(error)
     dist.broadcast_object_list(outcome, src=0, device=device)
     if outcome[0] is not None:
-        raise ModelError(f"{PATH_KEY}: cannot load the weights of {path!r}: {outcome[0]}")
+        raise ModelError(f"{key}: cannot load the weights of {path!r}: {outcome[0]}")
     for names, tensor in weights:
         if dist.get_rank() == 0:
             whole = state.pop(names[0]).to(device, tensor.dtype).contiguous()
         else:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(whole, src=0)
-        _fill(names, tensor, [whole])
+        _fill(names, tensor, [whole], key)
 
 
 def _load_whole(model: Any, path: str, weights: list[Weight]) -> dict[str, Tensor]:

@@ -30,7 +30,8 @@ class LogprobModel(nn.Module):
     def __init__(self, model: Any):
         super().__init__()
         self.model: Any = model
-        _refuse_unsupported(model)
+        refuse_unsupported(model)
+        _refuse_head(model)
 
     def forward(
         self, batch: PackedBatch, rows: Tensor, ids: Tensor, loss_fn: LossFunction | None = None, *,
@@ -42,8 +43,7 @@ class LogprobModel(nn.Module):
         With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's. `prepare` makes the loss
         function from the log-probabilities [R] of the last ids, for one that depends on those of other rows.
         """
-        decoder = getattr(self.model, self.model.base_model_prefix)
-        hidden = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
+        hidden = hidden_states(self.model, batch, rows)
         weight = self.model.get_output_embeddings().weight
         if prepare is not None:
             loss_fn = prepare(logprobs_of_ids(hidden, weight, ids[:, -1:], temperature=temperature)[:, 0])
@@ -55,8 +55,9 @@ class LogprobModel(nn.Module):
         )
 
 
-def _refuse_unsupported(model: Any) -> None:
-    config, head = model.config, model.get_output_embeddings()
+def refuse_unsupported(model: Any) -> None:
+    """Raises ModelError if the architecture mixes packed sequences or has dropout."""
+    config = model.config
     kind = config.model_type
     # A layer that mixes tokens outside the attention function is never told where a sequence ends.
     if not model._supports_attention_backend or model._is_stateful:
@@ -64,12 +65,6 @@ def _refuse_unsupported(model: Any) -> None:
             f"{kind}: packed sequences would leak into each other; the architecture must mix tokens in transformers' "
             "attention interface only (_supports_attention_backend, not _is_stateful)"
         )
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-        raise ModelError(f"{kind}: the output embedding must be a linear layer without bias")
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    for name in (*caps, "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ModelError(f"{kind}: config.{name} changes the logits, which is not supported")
     # With dropout the student is not the policy that sampled, and a step depends on the cut into micro-batches.
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch's function
@@ -81,6 +76,17 @@ def _refuse_unsupported(model: Any) -> None:
                 f"{kind}: {type(module).__name__} has dropout, which is not supported; fields to set to 0.0 through "
                 f"actor_rollout_ref.model.override_config: {', '.join(fields) or 'none known'}"
             )
+
+
+def _refuse_head(model: Any) -> None:
+    """Raises ModelError if the logits are not the product of the last hidden state and a matrix."""
+    config, head = model.config, model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    for name in (*caps, "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
 
 
 def pack_responses(micro_batch: tuple[TrainSequence, ...], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:
@@ -97,6 +103,33 @@ def pack_responses(micro_batch: tuple[TrainSequence, ...], device: torch.device)
     rows = [np.arange(end - len(s.response_ids), end) - 1 for s, end in zip(sequences, ends, strict=True)]
     tokens = [s.response_ids for s in sequences]
     return batch, concat(rows, device, torch.int64), concat(tokens, device, torch.int64)
+
+
+def hidden_states(model: Any, batch: PackedBatch, rows: Tensor) -> Tensor:
+    """Of the last layer of a causal LM, [R, D]."""
+    decoder = getattr(model, model.base_model_prefix)
+    states: Tensor = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
+    return states
+
+
+def by_sequence(micro_batch: tuple[TrainSequence, ...], values: Tensor) -> dict[int, np.ndarray]:
+    """Values [R] of the response tokens of a micro-batch -> sequence index -> those of each sequence, on the host."""
+    lengths = [len(item.sequence.response_ids) for item in micro_batch]
+    parts = zip(micro_batch, values.cpu().split(lengths), strict=True)
+    return {item.sequence.index: part.numpy() for item, part in parts}
+
+
+@torch.no_grad()
+def sampled_logprobs(
+    model: Any, micro_batches: tuple[tuple[TrainSequence, ...], ...], *, temperature: float, device: torch.device
+) -> dict[int, np.ndarray]:
+    """Sequence index -> float32 [R], a sharded `LogprobModel`'s log-probabilities of the response tokens."""
+    result: dict[int, np.ndarray] = {}
+    for micro_batch in micro_batches:
+        batch, rows, ids = pack_responses(micro_batch, device)
+        logprobs, _ = model(batch, rows, ids[:, None], temperature=temperature)
+        result |= by_sequence(micro_batch, logprobs[:, 0])
+    return result
 
 
 def concat(arrays: list[Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -21,7 +21,7 @@ from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
 from hybrid_gkd.rollout.weights import gather_in_buckets, itself
-from hybrid_gkd.student.loading import build_model, load_shards, materialize
+from hybrid_gkd.student.loading import PATH_KEY, build_model, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,12 +38,18 @@ class ShardedModel:
         seed: of the first values of LoRA adapters.
         optim: None for a frozen model, which has no optimizer.
         num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
+        new_head: `wrap` puts a head of its own in the place of the output embedding. It begins with zeros, whatever the
+            folder has, and computes in float32.
+        path_key: the key that named the folder, for messages.
     """
+
+    section = "actor_rollout_ref.actor"
+    """Of the configuration, for messages."""
 
     def __init__(
         self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
         device: torch.device, bucket_bytes: int, compile: bool = False, seed: int = 0, optim: OptimConfig | None,
-        num_updates: int = 0,
+        num_updates: int = 0, new_head: bool = False, path_key: str = PATH_KEY,
     ):  # fmt: skip
         self.device = device
         if device.type == "cuda":
@@ -56,7 +62,7 @@ class ShardedModel:
         # Frozen weights are used in the compute type alone, so they are kept in it.
         self.hf_model = build_model(
             model.path, dtype=dtype if lora is None else compute or torch.float32,
-            trust_remote_code=model.trust_remote_code, override_config=model.override_config,
+            trust_remote_code=model.trust_remote_code, override_config=model.override_config, key=path_key,
         )
         if lora is not None:
             add_adapters(self.hf_model, lora, dtype)
@@ -66,7 +72,8 @@ class ShardedModel:
         if compile:
             compile_blocks(self.hf_model)
         self.model: Any = wrap(self.hf_model)
-        self.hidden_size = self.hf_model.get_output_embeddings().in_features
+        head = self.hf_model.get_output_embeddings()
+        self.hidden_size = head.in_features
         if shard_size == self.world_size:
             mesh = init_device_mesh(device.type, (shard_size,))
         else:
@@ -77,10 +84,14 @@ class ShardedModel:
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         for block in decoder_blocks(self.hf_model):
             fully_shard(block, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
+        if new_head:
+            fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32), reshard_after_forward=False)
         # The head's weight is needed again at once, in the backward pass: do not free it in between.
         fully_shard(self.model, reshard_after_forward=False, **options)
         materialize(self.model, device)
-        load_shards(self.hf_model, model.path)
+        own = set(map(id, head.parameters())) if new_head else set()
+        new = {name for name, parameter in self.named_parameters() if id(parameter) in own}
+        load_shards(self.hf_model, model.path, key=path_key, new=new)
         self.adapters = None if lora is None else Adapters(self.hf_model, lora)
         if lora is not None:
             initialize_adapters(self.hf_model, seed=seed, folder=model.lora_adapter_path)
@@ -134,7 +145,7 @@ class ShardedModel:
         except torch.OutOfMemoryError as error:  # some parameters may have changed: never to be tried again
             raise DeviceMemoryError(
                 "phase optimizer_step: out of device memory within the step, continue from the last checkpoint; switch "
-                "on actor_rollout_ref.actor.fsdp_config.optimizer_offload or take more GPUs. "
+                f"on {self.section}.fsdp_config.optimizer_offload or take more GPUs. "
                 f"{str(error).splitlines()[0]}"
             ) from error
         self.optimizer.zero_grad()

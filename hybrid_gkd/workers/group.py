@@ -59,9 +59,9 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, config: Config, *, device: str, num_updates: int = 0, stop_token_ids: list[int] | None = None,
-        load: bool = True, on_placed: Callable[[list[Placement]], None] = lambda placements: None,
-        log_folder: Path | None = None,
+        self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
+        stop_token_ids: list[int] | None = None, load: bool = True,
+        on_placed: Callable[[list[Placement]], None] = lambda placements: None, log_folder: Path | None = None,
     ):  # fmt: skip
         self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
         roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
@@ -82,7 +82,7 @@ class WorkerGroup:
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
             if load:
-                self._initialize(num_updates, stop_token_ids or [])
+                self._initialize({"actor": num_updates, "critic": num_critic_updates}, stop_token_ids or [])
         except BaseException:
             self.close()
             raise
@@ -98,7 +98,7 @@ class WorkerGroup:
                 f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
             )
 
-    def _initialize(self, num_updates: int, stop_token_ids: list[int]) -> None:
+    def _initialize(self, num_updates: dict[str, int], stop_token_ids: list[int]) -> None:
         """Load all pools at the same time, and build the group through which weights travel from pool to pool."""
         calls: Calls = {}
         for pool in self.pools:
@@ -191,6 +191,16 @@ class WorkerGroup:
         """Sequence index -> float32 [R], over all workers."""
         parts = self.actors.call("compute_logprobs", shares=micro_batches)
         return {index: values for part in parts for index, values in part.items()}
+
+    def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        """Sequence index -> float32 [R], what the critic expects before each response token, over all workers."""
+        parts = self.actors.call("compute_values", shares=micro_batches)
+        return {index: values for part in parts for index, values in part.items()}
+
+    def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+        """One optimizer step of the critic per mini-batch, of which each worker has its share; the metrics of each."""
+        metrics: list[dict[str, float]] = self.actors.call("update_critic", shares=batches)[0]
+        return metrics
 
     def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R, 2], over all workers; see `Actor.compute_divergences`.

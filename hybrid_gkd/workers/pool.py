@@ -32,7 +32,8 @@ LONG_NAMES = {
     "initialize": "loading student and rollout engine", "publish": "the weight sync",
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
     "memory_metrics": "memory metrics",
-    "compute_logprobs": "log-probabilities", "write_profiles": "writing torch's profile of the step",
+    "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
+    "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",
     "generate": "the generation",
 }
 """Methods of a worker, where their name alone would not say what is waited for."""

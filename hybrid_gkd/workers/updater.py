@@ -1,4 +1,4 @@
-"""Updates of the actor on a device that it shares: room for them, and a second attempt where memory runs out."""
+"""Updates of a model on a device that it shares: room for them, and a second attempt where memory runs out."""
 
 from __future__ import annotations
 
@@ -7,29 +7,47 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from hybrid_gkd.errors import DeviceMemoryError
 from hybrid_gkd.offload.device import MemoryMeter
 from hybrid_gkd.offload.residency import Residency
-from hybrid_gkd.student.actor import Actor
+from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import MiniBatch, TrainSequence
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """Of the residency, while a model is trained."""
+
+    update: str
+    """Of forward and backward passes."""
+    step: str
+    """Of the optimizer step."""
+    afterwards: str
+    """The one that follows an update, for which copies begin behind its end."""
+
+
+ACTOR_PHASES = Phases("update", "optimizer_step", "rollout")
+CRITIC_PHASES = Phases("critic_update", "critic_optimizer_step", "update")
+
+
 class Updater:
-    """Runs an actor's forward and backward passes and optimizer steps.
+    """Runs a model's forward and backward passes and optimizer steps.
 
     A worker that is `alone` in its pool and runs out of device memory tries once more, with micro-batches of half the
     size. One of several cannot: the others are in collectives that it has left. `worker` is for messages.
     """
 
-    def __init__(self, actor: Actor, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool):
-        self.actor, self.residency, self.meter = actor, residency, meter
-        self.worker, self.alone = worker, alone
+    def __init__(
+        self, model: TrainedModel, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool,
+        phases: Phases = ACTOR_PHASES,
+    ):  # fmt: skip
+        self.model, self.residency, self.meter = model, residency, meter
+        self.worker, self.alone, self.phases = worker, alone, phases
         self._peak_activation_bytes = 0
         """Of all mini-batches so far: the peak beyond parameters and optimizer state, gradients included."""
         self._largest_micro_batch = 0
@@ -39,7 +57,7 @@ class Updater:
 
     def accumulate(self, part: MiniBatch) -> None:
         """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
-        self._attempt(self.actor.accumulate, part, again=self.alone)
+        self._attempt(self.model.accumulate, part, again=self.alone)
 
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
@@ -58,19 +76,12 @@ class Updater:
             self._accumulated = ()
         if self.residency.takes_turns:
             self.meter.trim()  # now, while no copy is in flight that it would wait for
-        self.residency.prepare("rollout")
+        self.residency.prepare(self.phases.afterwards)
         return metrics
 
-    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """See `Actor.compute_logprobs`. Raises DeviceMemoryError if a micro-batch does not fit."""
-        return self._forward(lambda: self.actor.compute_logprobs(micro_batches))
-
-    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """See `Actor.compute_divergences`. Raises DeviceMemoryError if a micro-batch does not fit."""
-        return self._forward(lambda: self.actor.compute_divergences(micro_batches))
-
-    def _forward(self, compute: Callable[[], T]) -> T:
-        self.residency.enter("update")
+    def forward(self, compute: Callable[[], T]) -> T:
+        """`compute` something with forward passes alone. Raises DeviceMemoryError if a micro-batch does not fit."""
+        self.residency.enter(self.phases.update)
         try:
             return compute()
         except torch.OutOfMemoryError as error:
@@ -80,7 +91,7 @@ class Updater:
         """`compute` a part; if memory runs out, and `again`, all there is of the mini-batch in halves."""
         whole = dataclasses.replace(part, micro_batches=(*self._accumulated, *part.micro_batches))
         try:
-            self.residency.enter("update")
+            self.residency.enter(self.phases.update)
             if not self._accumulated:
                 self.meter.start()
             result = compute(part)
@@ -93,7 +104,7 @@ class Updater:
             raise self._out_of_memory(reason)
         logger.warning("once more with micro-batches of half the size: %s", reason)
         self._accumulated = ()
-        self.residency.enter("update")
+        self.residency.enter(self.phases.update)
         self.meter.trim()
         return self._attempt(compute, halves, again=False)
 
@@ -107,21 +118,22 @@ class Updater:
             self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken())
             if self._largest_micro_batch:  # one that is larger than any before may need more by the same factor
                 reserve = round(self._peak_activation_bytes * max(1.0, tokens / self._largest_micro_batch))
-                arriving = self.residency.prepare("optimizer_step", reserve=reserve)
+                arriving = self.residency.prepare(self.phases.step, reserve=reserve)
 
         def before_step() -> None:
             self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken() - arriving)
             self._largest_micro_batch = max(self._largest_micro_batch, tokens)
-            self.residency.enter("optimizer_step")
+            self.residency.enter(self.phases.step)
 
-        return self.actor.update(batch, before_last=before_last, before_step=before_step)
+        return self.model.update(batch, before_last=before_last, before_step=before_step)
 
     def _out_of_memory(self, reason: str) -> DeviceMemoryError:
-        owners = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == "update"}
+        here, section = self.phases.update, self.model.section
+        owners = {t: b for (phase, t), b in self.residency.bytes_by_phase().items() if phase == here}
         sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(owners.items()))
         return DeviceMemoryError(
-            f"phase update: {self.worker} ran out of device memory beside {sizes}; the last checkpoint is "
-            "intact. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, switch on "
+            f"phase {here}: {self.worker} ran out of device memory beside {sizes}; the last checkpoint is "
+            f"intact. Lower {section}.ppo_max_token_len_per_gpu, switch on "
             "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or give vLLM or a teacher on this "
             f"GPU a smaller gpu_memory_utilization. {reason}"
         )

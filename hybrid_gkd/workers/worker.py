@@ -13,10 +13,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hybrid_gkd.rollout.weights import Layout
+    from hybrid_gkd.student.trained_model import TrainedModel
+
+STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
+"""Model -> the phase in which all of it is on the device."""
 
 
 class Worker(GroupMember):
@@ -65,8 +69,12 @@ class Worker(GroupMember):
         return self.profiler.take_outcomes()
 
     @spanned("initialize")
-    def initialize(self, address: tuple[str, int], *, num_updates: int, stop_token_ids: list[int]) -> dict[str, str]:
-        """Join the process group, reach the others through it, build the engine and the actor; describe them.
+    def initialize(
+        self, address: tuple[str, int], *, num_updates: Mapping[str, int], stop_token_ids: list[int]
+    ) -> dict[str, str]:
+        """Join the process group, reach the others through it, build the engine and the models; describe them.
+
+        `num_updates`: optimizer steps of the whole run, of each model that is trained.
 
         Raises:
             WorkerError: the others were not reached.
@@ -78,15 +86,13 @@ class Worker(GroupMember):
 
             from hybrid_gkd.offload.device import SharedDevice
             from hybrid_gkd.rollout.engine import make_engine
-            from hybrid_gkd.student.actor import Actor
-            from hybrid_gkd.workers.updater import Updater
         if self.size > 1:
             self.all_reduce(address, Timeout(arr.nccl_timeout, "actor_rollout_ref.nccl_timeout"))
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
         self.shared = SharedDevice(self.device_type)
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
         description = {"device": name, "torch": version("torch"), "host": socket.gethostname()}
-        actor = engine = None
+        engine = None
         if self.role != "actor worker":
             engine = self.engine = self.shared.build_engine(
                 lambda: make_engine(self.config, device=self.device, stop_token_ids=stop_token_ids)
@@ -94,15 +100,38 @@ class Worker(GroupMember):
             description["engine"] = engine.description
             description["engine_dtype"] = str(engine.dtype).removeprefix("torch.")
         if self.role != "rollout worker":
-            actor = self.actor = Actor(self.config, device=self.device, num_updates=num_updates)
-            description["hidden_size"] = str(actor.hidden_size)
-        fsdp = self.config.actor_rollout_ref.actor.fsdp_config
-        self.residency = self.shared.manage(actor, engine, fsdp, self._sleep)
-        if actor is not None:
-            self.updater = Updater(
-                actor, self.residency, self.shared.meter, worker=f"{self.role} {self.rank}", alone=self.size == 1
-            )
+            self._build_models(num_updates)
+            description["hidden_size"] = str(self.actor.hidden_size)
+        self.residency = self.shared.manage(engine, self._sleep)
+        if self.role != "rollout worker":
+            self._build_updaters()
         return description
+
+    def _build_models(self, num_updates: Mapping[str, int]) -> None:
+        """The actor as the last, since it is the first that has a turn; the others leave the device where they may."""
+        from hybrid_gkd.student.actor import Actor
+
+        if self.config.uses_critic:
+            from hybrid_gkd.student.critic import Critic
+
+            self.critic = Critic(self.config, device=self.device, num_updates=num_updates["critic"])
+            self.shared.add_model("critic", self.critic)
+        self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"])
+        self.shared.add_model("actor", self.actor)
+
+    def _build_updaters(self) -> None:
+        from hybrid_gkd.workers.updater import CRITIC_PHASES, Updater
+
+        arguments: dict[str, Any] = {"worker": f"{self.role} {self.rank}", "alone": self.size == 1}
+        self.updater = Updater(self.actor, self.residency, self.shared.meter, **arguments)
+        self.trained: dict[str, TrainedModel] = {}
+        """By the name of its folder in a checkpoint; the actor as the last, whose turn follows."""
+        if self.config.uses_critic:
+            self.trained["critic"] = self.critic
+            self.critic_updater = Updater(
+                self.critic, self.residency, self.shared.meter, phases=CRITIC_PHASES, **arguments
+            )
+        self.trained["actor"] = self.actor
 
     def weight_layout(self) -> Layout:
         from hybrid_gkd.rollout.weights import layout_of
@@ -133,7 +162,7 @@ class Worker(GroupMember):
             with self.shared.generation():
                 for finished in self.engine.generate(requests, sampling, self.weight_version):
                     yield finished if first_of_replica else []
-            self.residency.prepare("update")
+            self.residency.prepare("critic_update" if self.config.uses_critic else "update")
 
     @spanned("update_actor")
     def accumulate(self, part: MiniBatch) -> None:
@@ -145,11 +174,19 @@ class Worker(GroupMember):
 
     @spanned("update_actor")
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        return self.updater.compute_logprobs(micro_batches)
+        return self.updater.forward(lambda: self.actor.compute_logprobs(micro_batches))
+
+    @spanned("values")
+    def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        return self.critic_updater.forward(lambda: self.critic.compute_values(micro_batches))
+
+    @spanned("update_critic")
+    def update_critic(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
+        return self.critic_updater.update(batches)
 
     @spanned("testing")
     def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        return self.updater.compute_divergences(micro_batches)
+        return self.updater.forward(lambda: self.actor.compute_divergences(micro_batches))
 
     @spanned("sync_rollout_weights")
     def publish(self, weight_version: int) -> dict[str, float]:
@@ -212,8 +249,11 @@ class Worker(GroupMember):
         """Write this rank's part of a checkpoint into `folder`; checksums of its shards by their path in it."""
         from hybrid_gkd.student.checkpoint_io import export_huggingface, save_model
 
-        self.residency.enter("optimizer_step")
-        written = save_model(self.actor, Path(folder, "actor"))
+        written: dict[str, FileSum] = {}
+        for name, model in self.trained.items():
+            self.residency.enter(STEP_PHASES[name])
+            found = save_model(model, Path(folder, name))
+            written |= {f"{name}/{file}": each for file, each in found.items()}
         arr = self.config.actor_rollout_ref
         export = functools.partial(
             export_huggingface, self.actor, tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code
@@ -222,14 +262,15 @@ class Worker(GroupMember):
             export(Path(folder, "huggingface"))
         if arr.actor.checkpoint.save_merged:
             export(Path(folder, "huggingface_merged"), merge=True)
-        return {f"actor/{name}": each for name, each in written.items()}
+        return written
 
     def load_checkpoint(self, folder: str) -> None:
-        """Restore model, optimizer and schedule. Call `publish` next."""
+        """Restore models, optimizers and schedules. Call `publish` next."""
         from hybrid_gkd.student.checkpoint_io import load_model
 
-        self.residency.enter("optimizer_step")
-        load_model(self.actor, Path(folder, "actor"))
+        for name, model in self.trained.items():
+            self.residency.enter(STEP_PHASES[name])
+            load_model(model, Path(folder, name))
 
     def memory_metrics(self) -> dict[str, float]:
         return self.shared.metrics(self.residency)

@@ -160,6 +160,54 @@ def test_a_worker_without_sequences_takes_part(model, tmp_path):
     assert_same(result_one[0], result_two[0], result_one[1], result_two[1])
 
 
+def learn_values(group, steps):
+    """Values, and an update of critic and actor, of each step; the metrics of both, the values of one more batch."""
+    def ready(step):
+        batch = random_batch(step)
+        plan = shares(batch, group.size, 96)
+        values = group.compute_values([share.micro_batches for (share,) in plan])
+        returns = np.random.default_rng([step, 1])
+        return [
+            dataclasses.replace(
+                item, teacher=None, values=values[item.sequence.index],
+                advantages=returns.normal(size=len(item.sequence.response_ids)).astype(np.float32),
+                returns=returns.normal(1, 1, len(item.sequence.response_ids)).astype(np.float32),
+            )
+            for item in batch
+        ]
+
+    metrics = []
+    for step in steps:
+        plan = shares(ready(step), group.size, 96)
+        metrics += [*group.update_critic(plan), *group.update(plan)]
+    return metrics, np.concatenate([item.values for item in ready(9)])
+
+
+def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model, tmp_path):
+    """On two workers its shards and the actor's are cut in different ways."""
+    gae = (
+        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-2", "critic.optim.eps=1e-4", "critic.fsdp_config.fsdp_size=1",
+    )
+    one = make_config(model, tmp_path / "one", *gae)
+    two = make_config(model, tmp_path / "two", *gae, "trainer.n_gpus_per_node=2")
+    found = []
+    for config in (one, two):
+        with contextlib.closing(make_group(config, num_updates=4)) as group:
+            if config is two:
+                group.load_checkpoint(tmp_path / "saved")
+            else:
+                learn_values(group, range(2))
+                written = group.save_checkpoint(tmp_path / "saved", tokenizer_path=str(model))
+                assert {name.split("/")[0] for name in written} == {"actor", "critic"}
+            found.append(learn_values(group, range(2, 4)))
+    (curve_one, values_one), (curve_two, values_two) = found
+    assert np.ptp(values_one) > 0.1
+    np.testing.assert_allclose(values_one, values_two, rtol=0, atol=2e-4)
+    for a, b in zip(curve_one, curve_two, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
 @needs_vllm
 def test_vllm_generates_with_the_published_weights(model, tmp_path):
     """Sampled log-probabilities of engine and actor agree before and after an update, on two workers."""

@@ -217,7 +217,23 @@ def test_every_loss_mode_loads():
     [
         (["algorithm.adv_estimator=rloo"], ["actor_rollout_ref.rollout.n", "at least 2", "got 1"]),
         (["algorithm.adv_estimator=best"], ["algorithm.adv_estimator", "reinforce_plus_plus", "best"]),
-        (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator", "critic", "gae"]),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=2"], ["critic_warmup", "gae", "2"]),
+        (
+            ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=256"],
+            ["critic.ppo_mini_batch_size", "data.train_batch_size (128)", "256"],
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=100"],
+            ["critic.ppo_max_token_len_per_gpu", "2048", "100"],
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=false"],
+            ["critic.ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "None"],
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "critic.fsdp_config.fsdp_size=2"],
+            ["critic.fsdp_config.fsdp_size", "divide", "2"],
+        ),
         (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], ["algorithm.gamma", "no effect", "remax", "0.9"]),
         (["algorithm.adv_estimator=remax", "algorithm.lam=0.9"], ["algorithm.lam", "no effect", "remax", "0.9"]),
         (

@@ -30,7 +30,7 @@ REFUSED_HERE = {
 """Script -> the keys that are refused in it."""
 SOON = (
     "actor_rollout_ref.actor.*kl_loss*", "actor_rollout_ref.rollout.n", "algorithm.*",
-    "critic", "reward.*", "reward_model", "trainer.critic_warmup",
+    "reward.*", "reward_model",
 )
 """Keys of parts that this version does not have yet, whatever the script."""
 

@@ -7,8 +7,13 @@ from hybrid_gkd.offload.device import EngineOwner
 from hybrid_gkd.offload.residency import RESIDENCY, Residency
 
 GIB = 2**30
+SIZES = {
+    "kv_cache": 50 * GIB, "engine_weights": 10 * GIB, "optimizer_state": 40 * GIB, "actor_params": 20 * GIB,
+    "critic_params": 15 * GIB, "critic_optimizer_state": 30 * GIB,
+}
 OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
-"""Of a worker without LoRA, in the order in which they are released."""
+"""Of a worker without LoRA and critic, in the order in which they are released."""
+PHASES = {phase: wanted & set(OWNERS) for phase, wanted in RESIDENCY.items() if "critic_params" not in wanted}
 
 
 class Device:
@@ -60,10 +65,11 @@ class MemoryOwner:
         self.copied_out = False
 
 
-def make(movable=OWNERS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB):
+def make(
+    movable=OWNERS, resident=("kv_cache", "engine_weights", "optimizer_state"), total=103 * GIB, names=OWNERS
+):  # fmt: skip
     device = Device(total)
-    sizes = {"kv_cache": 50 * GIB, "engine_weights": 10 * GIB, "optimizer_state": 40 * GIB, "actor_params": 20 * GIB}
-    owners = {name: device.owner(name, sizes[name], name in resident) for name in OWNERS}
+    owners = {name: device.owner(name, SIZES[name], name in resident) for name in names}
     residency = Residency(
         owners, movable=set(movable), resident=set(resident), free_bytes=lambda: device.free
     )
@@ -104,6 +110,24 @@ def test_with_room_for_both_nothing_waits_for_what_leaves():
         ["+engine_weights"],
         ["+kv_cache", "-actor_params"],
     ]
+
+
+def test_the_critic_has_a_turn_of_its_own():
+    """Values, its update, the actor's: of the two models one is there at a time, and what has changed is copied out."""
+    both = (*OWNERS, "critic_params", "critic_optimizer_state")
+    residency, device = make(both, ("kv_cache", "engine_weights"), 65 * GIB, both)
+    turns = ("critic_update", "critic_optimizer_step", "update", "optimizer_step", "publish")
+    assert moves(residency, device, *turns) == [
+        ["-kv_cache", "-engine_weights", "+critic_params"],
+        ["+critic_optimizer_state"],
+        ["-critic_optimizer_state", "-critic_params", "+actor_params"],
+        ["+optimizer_state"],
+        ["-optimizer_state", "+engine_weights"],
+    ]
+    residency.enter("critic_optimizer_step")
+    device.events.clear()
+    residency.prepare("update")
+    assert device.events == ["<critic_optimizer_state", "<critic_params"]
 
 
 def test_what_leaves_may_do_so_until_its_room_is_needed():
@@ -192,7 +216,7 @@ def test_what_does_not_fit_comes_with_what_to_change():
 
 def test_bytes_are_reported_by_phase_and_owner():
     residency, _ = make()
-    for phase in RESIDENCY:
+    for phase in PHASES:
         residency.enter(phase)
     found = residency.bytes_by_phase()
     assert {owner for phase, owner in found if phase == "publish"} == {"actor_params", "engine_weights"}
@@ -215,8 +239,8 @@ def test_what_leaves_or_has_left_is_not_reported_as_there(total, movable):
         residency.enter("rollout")
         residency.prepare("update")
         found = residency.bytes_by_phase()
-        for phase, wanted in RESIDENCY.items():
-            assert {owner for place, owner in found if place == phase} == wanted & set(OWNERS) | stays
+        for phase, wanted in PHASES.items():
+            assert {owner for place, owner in found if place == phase} == wanted | stays
     assert found["optimizer_step", "optimizer_state"] == 40 * GIB
     assert device.free >= 0
 
