@@ -76,6 +76,16 @@ def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(toke
         assert loss == pytest.approx(total / count, rel=1e-4)
 
 
+def test_a_model_is_exported_in_the_type_that_it_was_stored_in(tokenizer, tmp_path):
+    models.make_model(SHAPE, tokenizer, 0).bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with alone(CPU):
+        sft = SFT(tmp_path / "model", TRAINING, device=CPU)
+        assert {p.dtype for p in sft.model.parameters()} == {torch.float32}
+        sft.export(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype == torch.bfloat16
+
+
 def test_batches_are_the_same_whoever_makes_them(tokenizer, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     recipe = replace(RECIPES["cpu"], teacher=replace(SHAPE, training=replace(TRAINING, max_steps=3)))
