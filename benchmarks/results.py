@@ -1,7 +1,7 @@
 """What distillation is worth on the task of gpu_demo: one list of runs, their curves, and docs/results.md from these.
 
     python benchmarks/results.py run --minutes 25     # the runs that are missing, as many as fit; a GPU, else small
-    python benchmarks/results.py list                 # what is stored, what is missing, what cannot be run and why
+    python benchmarks/results.py list                 # what is stored and what is missing
     python benchmarks/results.py report               # docs/results.md and its pictures, from the stored runs alone
 
 `run` makes the models first where they are not there yet. Each finished run is a small CSV in benchmarks/results, with
@@ -87,7 +87,7 @@ RUNS = {
     "opd_stale1_is": Run(title="one ahead, importance weights", how="program", overrides=f"{AHEAD} {WEIGHTED}"),
     "opd_stale2_is": Run(title="two ahead, importance weights", how="program", overrides=f"{FURTHER} {WEIGHTED}"),
     "opd_bf16": Run(title="bf16 master weights", how="program", overrides=f"{ACTOR}.fsdp_config.model_dtype=bf16"),
-    "trl": Run(title="TRL, on-policy GKD", how="trl"),
+    "trl": Run(title="TRL, transformers generation", how="trl"),
 }  # fmt: skip
 """`opd` is also the row of forward KL, K = 64, no staleness and fp32 master weights."""
 
@@ -115,9 +115,8 @@ def models_key(paths: DemoPaths) -> str:
 
 def obstacle(run: Run, settings: Settings) -> str | None:
     """Why a run cannot be started here, or None."""
-    if run.how == "trl":
-        there = "" if importlib.util.find_spec("trl") is not None else "; the package trl is not installed either"
-        return f"needs TRL, whose trainer this script cannot drive yet{there}"
+    if run.how == "trl" and importlib.util.find_spec("trl") is None:
+        return "needs TRL, which is not installed (pip install trl)"
     if run.how == "program":
         try:
             load_config(program_overrides(run, 0, settings, Path("unused")), config_name="gpu_demo")
@@ -145,11 +144,13 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
     if run.how == "program":
         overrides = program_overrides(run, seed, settings, folder)
         return [sys.executable, "-m", "hybrid_gkd", "--config-name", "gpu_demo", *overrides]
-    script = Path(__file__).with_name("results_sft.py")
+    script, own = {
+        "sft": ("results_sft.py", ["--answers", run.overrides, "--minutes", str(settings.sft_minutes)]),
+        "trl": ("results_trl.py", ["--steps", str(settings.steps)]),
+    }[run.how]
     return [
-        sys.executable, str(script), "--models", str(settings.paths.root), "--answers", run.overrides, "--seed",
-        str(seed), "--device", settings.device, "--minutes", str(settings.sft_minutes), "--out", str(folder),
-        *settings.overrides,
+        sys.executable, str(Path(__file__).with_name(script)), *settings.overrides, *own, "--models",
+        str(settings.paths.root), "--seed", str(seed), "--device", settings.device, "--out", str(folder),
     ]  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def answers_per_step(name: str, settings: Settings) -> int:
-    """Answers that a step of the program trains on; 0 for a supervised run, which counts its tokens itself."""
+    """Answers that a step of the program trains on; 0 for a run of another, which counts its tokens itself."""
     if RUNS[name].how != "program":
         return 0
     config = load_config(program_overrides(RUNS[name], 0, settings, Path("unused")), config_name="gpu_demo")
@@ -267,13 +268,15 @@ def run_all(args: argparse.Namespace) -> None:
             f"{settings.results} holds runs of other models ({', '.join(other)}, here {models}), which cannot be "
             "compared: --models takes the folder of theirs, --results another folder for these"
         )
-    train_missing(args, settings, {(each.name, each.seed) for each in found}, deadline)
+    train_missing(wanted(args.only, args.seeds), settings, {(each.name, each.seed) for each in found}, deadline)
 
 
-def train_missing(args: argparse.Namespace, settings: Settings, there: set[tuple[str, int]], deadline: float) -> None:
-    """The loop of `run`: one run after another, until they are all there or the time is over."""
+def train_missing(
+    runs: list[tuple[str, int]], settings: Settings, there: set[tuple[str, int]], deadline: float
+) -> None:
+    """One run after another, until they are all there or the time is over."""
     longest = 0.0
-    for name, seed in wanted(args.only, args.seeds):
+    for name, seed in runs:
         if (name, seed) in there:
             continue
         if reason := obstacle(RUNS[name], settings):
@@ -295,8 +298,7 @@ def list_all(args: argparse.Namespace) -> None:
     there = {(each.name, each.seed) for each in read_all(args.results)}
     for name, run in RUNS.items():
         stored = [seed for seed in range(run.seeds) if (name, seed) in there]
-        note = "; not run by this script" if run.how == "trl" else ""
-        print(f"{name:16} {len(stored)} of {run.seeds} stored; {run.title}{note}")
+        print(f"{name:16} {len(stored)} of {run.seeds} stored; {run.title}")
 
 
 def main() -> None:

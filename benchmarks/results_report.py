@@ -23,6 +23,7 @@ Word problems with worked solutions (`config/gpu_demo.yaml`): accuracy on held-o
 that no training text has. Every run begins at the same student, trains at a constant rate and is validated greedily; a
 point of a curve is a run that ends there. Minutes are those of training steps, without loading, validation and saving.
 Learning rates are the recipe's, a tenth of it for PPO and GRPO; none was searched for."""
+TRL = "TRL generates by transformers here: compare it at equal tokens, not at equal minutes."
 Row = dict[str, float]
 
 
@@ -150,6 +151,7 @@ def facts(runs: list[Stored]) -> str:
 def page(runs: dict[str, list[Stored]], titles: dict[str, str], conclusions: str) -> str:
     """The text of docs/results.md."""
     parts = ["# Results", METHOD, facts([run for each in runs.values() for run in each])]
+    parts += [TRL] if "trl" in runs else []
     parts += [conclusions.strip()] if conclusions.strip() else []
     headings = {"methods": "Methods", "variants": "Variants of on-policy distillation"}
     for kind, found in groups(runs).items():

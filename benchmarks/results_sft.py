@@ -77,6 +77,11 @@ def validate(sft: SFT, tokenizer: Any, val: list[Row], limit: int) -> float:
     with TemporaryDirectory() as folder, no_progress_bars():
         sft.export(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(sft.device).eval()
+    return share_right(model, tokenizer, val, limit)
+
+
+def share_right(model: Any, tokenizer: Any, val: list[Row], limit: int) -> float:
+    """Accuracy of a model's greedy answers."""
     answers = greedy_answers(model, tokenizer, val, limit=limit)
     return sum(gsm8k(text, row["answer"]) for text, row in zip(answers, val, strict=True)) / len(val)
 

@@ -1,0 +1,106 @@
+"""TRL's on-policy distillation for benchmarks/results.py: the same models, prompts, loss and rate in TRL's trainer.
+
+    python benchmarks/results_trl.py --models FOLDER --seed 0 --steps 150 --device cuda --out FOLDER
+
+DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe, and
+generation by transformers, as TRL takes other versions of vLLM than this program: compare it at equal tokens, not at
+equal minutes. Written for TRL 1.16. Writes OUT/metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from results_sft import share_right
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import DistillationConfig, DistillationTrainer
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.demo.folders import DemoPaths, Row
+
+VALIDATIONS = 10
+
+
+class Recorder(TrainerCallback):
+    """Times the steps, counts the answers' tokens and validates between steps."""
+
+    def __init__(self, args: argparse.Namespace, config: Config, tokenizer: Any, val: list[Row], log: Any):
+        self.every = max(1, args.steps // VALIDATIONS)
+        self.limit, self.size = config.data.max_response_length, config.data.train_batch_size
+        self.tokenizer, self.val, self.log = tokenizer, val, log
+        self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
+
+    def validate(self, model: Any) -> float:
+        """Accuracy of the greedy answers, by a copy in the type that the program generates in."""
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(), torch.inference_mode():
+            copy = AutoModelForCausalLM.from_config(model.config)
+            copy.load_state_dict(model.state_dict())
+            copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+            return share_right(copy, self.tokenizer, self.val, self.limit)
+
+    def say(self, step: int, **metrics: float) -> None:
+        """One row of metrics."""
+        row = {"step": step, "minutes": self.seconds / 60, "answer_tokens": self.tokens, **metrics}
+        print(json.dumps(row), file=self.log, flush=True)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.say(0, **{"val/accuracy": self.validate(kwargs["model"])})
+        self.began = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After every step, when TRL knows how long the answers were."""
+        logs, step = kwargs["logs"], state.global_step
+        if "completions/mean_length" not in logs:  # the summary at the end
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - self.began
+        self.tokens += logs["completions/mean_length"] * self.size
+        validated = {"val/accuracy": self.validate(kwargs["model"])} if step % self.every == 0 else {}
+        self.say(step, **{"actor/loss": logs["loss"]}, **validated)
+        self.began = time.perf_counter()
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="configuration keys, dotted.key=value")
+    parser.add_argument("--models", type=Path, required=True, help="a folder that hybrid_gkd.demo gpu_demo has made")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_intermixed_args()
+    config = load_config([f"trainer.device={args.device}", *args.overrides], config_name="gpu_demo")
+    paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
+    train, val = ([json.loads(line) for line in file.read_text().splitlines()] for file in (paths.train, paths.val))
+    tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in train])
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (paths.student, paths.teacher)
+    )
+    settings = DistillationConfig(
+        output_dir=str(args.out / "trl"), seed=args.seed, max_steps=args.steps, beta=0.0, temperature=1.0,
+        per_device_train_batch_size=config.data.train_batch_size, max_completion_length=config.data.max_response_length,
+        learning_rate=optim.lr, adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], weight_decay=optim.weight_decay,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=optim.lr_warmup_steps, max_grad_norm=1.0,
+        bf16=args.device == "cuda", use_cpu=args.device == "cpu", gradient_checkpointing=False, logging_steps=1,
+        report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    with open(args.out / "metrics.jsonl", "w") as log:
+        DistillationTrainer(
+            student, teacher, settings, prompts, processing_class=tokenizer,
+            callbacks=[Recorder(args, config, tokenizer, val, log)],
+        ).train()
+
+
+if __name__ == "__main__":
+    main()
