@@ -40,12 +40,13 @@ class Panel(NamedTuple):
     stacked: bool = False
 
 
+SEVERAL_ANSWERS = tuple(name for name in PATTERNS if name.startswith("val/"))
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Learning": (
         Panel("Held-out accuracy", ("val/accuracy",)),
         Panel("Held-out divergence", ("val/forward_kl", "val/reverse_kl")),
         Panel("Held-out divergence by quarter of the answers", ("val/forward_kl/", "val/reverse_kl/")),
-        Panel("Several answers to a held-out prompt", tuple(PATTERNS)),
+        Panel("Several answers to a held-out prompt", SEVERAL_ANSWERS),
         Panel("Held-out, by data source", (SOURCES,)),
         Panel("Divergence, what is minimised", ("actor/kl_loss",)),
         Panel("Divergence, both directions", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
@@ -97,6 +98,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "PPO": (
         Panel("Reward", ("reward/mean", "reward/std")),
+        Panel("Reward, each function", ("reward/<name>/mean",)),
         Panel("Policy loss", ("actor/pg_loss",)),
         Panel("Share clipped", ("actor/pg_clipfrac*",)),
         Panel("Movement of the policy", ("actor/ppo_kl",)),
@@ -120,6 +122,12 @@ def _rewards(run: RunConfig) -> bool:
     return not _distils(run) or bool(run["distillation"]["use_task_rewards"])
 
 
+def _has_parts(reward: Mapping[str, Any]) -> bool:
+    """Whether a reward has numbers beside its own."""
+    own = reward["custom_reward_function"]["path"] is not None
+    return own or len(reward["functions"]) > 1 or reward["overlong_buffer"]["enable"]
+
+
 def _on_gpu(run: RunConfig) -> bool:
     return run["trainer"]["device"] != "cpu"
 
@@ -132,6 +140,7 @@ REPORTED: dict[str, Callable[[RunConfig], bool]] = {
     "actor/pg_loss": _rewards,
     "actor/pg_clipfrac": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
     "actor/ppo_kl": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
+    "reward/<name>/mean": lambda run: _rewards(run) and _has_parts(run["reward"]),
     "reward/": _rewards,
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
@@ -141,7 +150,7 @@ REPORTED: dict[str, Callable[[RunConfig], bool]] = {
     "val/reverse_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
     **{
         name: lambda run: bool(run["data"]["val_files"]) and run["actor_rollout_ref"]["rollout"]["val_kwargs"]["n"] > 1
-        for name in PATTERNS
+        for name in SEVERAL_ANSWERS
     },
     "val/": lambda run: bool(run["data"]["val_files"]),
     "memory/": _on_gpu,
