@@ -155,6 +155,11 @@ SECTIONS: dict[str, str] = {
     "custom_reward_function.": "reward.custom_reward_function.",
     "distillation.distillation_loss.": "distillation.",
     "ray_kwargs.ray_init.": "ray_init.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_manager.": "reward_model.reward_manager.",
+    "reward.reward_model.": "reward_model.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
 """Section of verl -> where its keys are here. They are looked up there, in `Config` and in the tables below."""
 
@@ -210,6 +215,13 @@ RENAMED: dict[str, Read] = {
             "inference.max_model_len": spelled(f"{TEACHER}.max_model_len"),
         }.items()
     },
+    "reward_model.num_workers": spelled("reward.num_workers"),
+    **{
+        f"reward_model.{section}.{name}": spelled(f"reward.overlong_buffer.{name}")
+        for section in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
+        for name in ("enable", "len", "penalty_factor")
+    },
+    "reward_model.reward_kwargs.max_resp_len": spelled("data.max_response_length"),
     "trainer.val_generations_to_log_to_wandb": spelled("trainer.log_val_generations"),
     "trainer.remove_previous_ckpt_in_save": Read(
         ("trainer.max_actor_ckpt_to_keep",), _one_checkpoint, "true is 1, false leaves it as it is"
@@ -294,6 +306,10 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         "distillation.teacher_model.nnodes", "distillation.teacher_model.enable_resource_pool",
         "distillation.num_workers",
     ),
+    "rewards are computed while other answers are still generated, and are in the metrics": (
+        "reward_model.launch_reward_fn_async", "reward_model.overlong_buffer.log",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.log",
+    ),
     "one teacher scores every row": ("distillation.teacher_key",),
     "what a run writes is in its folder: generations.jsonl, metrics.jsonl, trace.json": (
         "trainer.rollout_data_dir", "trainer.validation_data_dir", "ray_kwargs.timeline_json_file",
@@ -310,7 +326,13 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         *_of_trained("profiler.*", "qat.*", "fsdp_config.qat.*", "model.mtp.*", "model.tiled_mlp.*"),
         f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.rollout.profiler.*", f"{ARR}.ref.profiler.*",
         f"{ARR}.actor.router_replay.*", "global_profiler.*", "transfer_queue.*", "skip.*", "trainer.v1.*",
-        "algorithm.pf_ppo.*",
+        f"{ARR}.actor.kl_loss_coef", f"{ARR}.actor.kl_loss_type", "algorithm.kl_ctrl.*", "algorithm.kl_penalty",
+        "algorithm.pf_ppo.*", "reward_model.model.*", "reward_model.rollout.*", *(f"reward_model.{name}" for name in (
+            "model_path", "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu",
+            "use_dynamic_bsz", "param_offload", "megatron.*", "max_length", "ulysses_sequence_parallel_size",
+            "enable_resource_pool", "n_gpus_per_node", "nnodes", "sandbox_fusion.max_concurrent",
+            "sandbox_fusion.memory_limit_mb", "use_reward_loop",
+        )),
     ),
     "for Hydra": ("hydra.*",),
 }
@@ -320,6 +342,7 @@ NOTHING = (None, False, "", 0, -1)
 FSDP2_ALONE = "models are trained by FSDP2 alone"
 ADAMW = "the optimizer is torch's AdamW"
 PROFILER = "trainer.profile_steps runs torch's profiler"
+NO_REFERENCE = "this version has no reference policy"
 LANGUAGE_ONLY = "prompts are text only: rows with images or sound would lose them"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     **{
@@ -362,6 +385,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ARR}.rollout.trace.backend": (NOTHING, "trace.json has the spans of every run"),
     f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "an answer is one turn"),
     f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
+    f"{ARR}.actor.use_kl_loss": (NOTHING, NO_REFERENCE),
+    "algorithm.use_kl_in_reward": (NOTHING, NO_REFERENCE),
     f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are to the student that drew the answers, as it is computed here"),
     f"{CORRECTION}.loss_type": (("ppo_clip",), "is for the bypass mode"),
     "critic.enable": ((None,), "there is a critic where algorithm.adv_estimator needs one"),
@@ -378,6 +403,14 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "global_profiler.tool": (NOTHING, PROFILER),
     "global_profiler.steps": (NOTHING, PROFILER),
     "model_engine": (("dp", "fsdp"), FSDP2_ALONE),
+    "reward_model.enable": (NOTHING, "rewards are functions: there is no reward model"),
+    **{
+        f"reward_model.reward_manager{name}": (
+            ("naive", "batch", "prime", "dapo"), "rewards are computed in processes of their own; reward.custom_reward_"
+            "function is a function of yours"
+        ) for name in ("", ".name")
+    },
+    "reward_model.sandbox_fusion.url": (NOTHING, "no code is run for a reward; a function of your own may have it run"),
     "skip.*.enable": (NOTHING, "rollouts are not kept for a later run"),
     "trainer.default_hdfs_dir": (NOTHING, "checkpoints are written to trainer.default_local_dir"),
     "trainer.del_local_ckpt_after_load": (NOTHING, "trainer.max_actor_ckpt_to_keep removes old checkpoints"),

@@ -18,7 +18,7 @@ from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
-from hybrid_gkd.ppo.rewards import DATA_SOURCES, function_of_source
+from hybrid_gkd.ppo.rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
@@ -152,9 +152,11 @@ def data(facts: Facts) -> str:
 
 
 def check_data_sources(facts: Facts) -> None:
-    """Raises DataError: the reward by_data_source has no function for a row."""
+    """Raises DataError: the reward by_data_source has no function for a row; ConfigError: its library is missing."""
     if "by_data_source" not in (facts.reward or {}):
         return
+    if any(function_of_source(each.data_source) == "math" for each in (*facts.train_prompts, *facts.val_prompts)):
+        check_math_verify()
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
             if function_of_source(prompt.data_source) is None:

@@ -124,7 +124,8 @@ def _compares(function: Callable[[str, str], float]) -> Callable[[RewardConfig],
     return lambda section: lambda response: function(response.text, response.right_answer)
 
 
-def _needs_math_verify(section: RewardConfig) -> None:
+def check_math_verify() -> None:
+    """Raises ConfigError: the library of the reward math is missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward.name", "math needs the package math-verify: pip install 'math-verify[antlr4_13_2]', or "
@@ -133,13 +134,8 @@ def _needs_math_verify(section: RewardConfig) -> None:
 
 
 def _math(section: RewardConfig) -> Compute:
-    _needs_math_verify(section)
+    check_math_verify()
     return lambda response: math(response.text, response.right_answer)
-
-
-def _sources(section: RewardConfig) -> Compute:
-    _needs_math_verify(section)
-    return _by_data_source
 
 
 def _format(section: RewardConfig) -> Compute:
@@ -161,7 +157,7 @@ BUILTIN_REWARDS: dict[str, Builtin] = {
     "exact_match": Builtin(_compares(exact_match)),
     "gsm8k": Builtin(_compares(gsm8k)),
     "math": Builtin(_math, can_hang=True),
-    "by_data_source": Builtin(_sources, can_hang=True),
+    "by_data_source": Builtin(lambda section: _by_data_source, can_hang=True),
     "format": Builtin(_format, can_hang=True),
     "length": Builtin(lambda section: lambda response: -response.share_of_limit),
 }

@@ -152,7 +152,7 @@ def test_a_tokenizer_that_is_not_there_is_named_by_its_key(tmp_path):
         check_all(runnable(tmp_path, "actor_rollout_ref.model.tokenizer_path=/nowhere"))
 
 
-def test_a_row_of_a_data_set_without_a_known_reward_is_named():
+def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
     facts = Facts(load_config(["data.train_files=x", "actor_rollout_ref.model.path=x", "distillation.enabled=false",
                                "actor_rollout_ref.rollout.n=2", "reward.name=by_data_source", "reward.answer_key=a"]))
     facts.reward = load_functions(facts.config.reward)
@@ -162,6 +162,12 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named():
     ]
     facts.train_prompts = prompts[:2]
     check_data_sources(facts)
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"^reward\.name: math needs the package math-verify: pip install "):
+            check_data_sources(facts)
+        facts.train_prompts = prompts[:1]
+        check_data_sources(facts)
     facts.val_prompts = prompts
     with pytest.raises(DataError, match=r"^data\.val_files: row 2 of the data has None in the column 'data_source'"):
         check_data_sources(facts)
