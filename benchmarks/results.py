@@ -274,8 +274,11 @@ def run_all(args: argparse.Namespace) -> None:
 def train_missing(
     runs: list[tuple[str, int]], settings: Settings, there: set[tuple[str, int]], deadline: float
 ) -> None:
-    """One run after another, until they are all there or the time is over."""
-    longest = 0.0
+    """One run after another, until they are all there or the time is over; one that fails does not keep the others.
+
+    Raises SystemExit with the names of those that failed.
+    """
+    longest, failed = 0.0, list[str]()
     for name, seed in runs:
         if (name, seed) in there:
             continue
@@ -285,12 +288,18 @@ def train_missing(
         began = time.monotonic()
         if began + longest > deadline:
             print(f"{name} {seed}: not begun, the longest run so far took {longest / 60:.1f} minutes", flush=True)
-            return
+            break
         print(f"{name} {seed}: {(deadline - began) / 60:.1f} minutes are left", flush=True)
-        if not train(name, seed, settings, max(0.0, deadline - began)):
-            print(f"{name} {seed}: stopped, the minutes are over; it begins anew the next time", flush=True)
-            return
+        try:
+            if not train(name, seed, settings, max(0.0, deadline - began)):
+                print(f"{name} {seed}: stopped, the minutes are over; it begins anew the next time", flush=True)
+                break
+        except subprocess.CalledProcessError as error:
+            print(f"{name} {seed}: failed with exit code {error.returncode}, its reason is above", flush=True)
+            failed.append(f"{name} {seed}")
         longest = max(longest, time.monotonic() - began)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def list_all(args: argparse.Namespace) -> None:

@@ -89,6 +89,38 @@ def test_a_run_that_cannot_be_made_here_says_what_it_needs(tmp_path, monkeypatch
     assert capsys.readouterr().out == "trl: skipped: needs TRL, which is not installed (pip install trl)\n"
 
 
+def test_a_run_that_fails_does_not_keep_the_others_and_one_that_takes_too_long_is_not_stored(
+    tmp_path, monkeypatch, capsys
+):
+    programs = {
+        "opd": "raise SystemExit(3)",
+        "grpo": """import json, pathlib
+for step in (0, 1):
+    row = {"step": step, "timing/step": 6.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
+    print(json.dumps(row), file=open(pathlib.Path(FOLDER, "metrics.jsonl"), "a"))""",
+        "opd_k1": "import time; time.sleep(600)",
+    }
+    monkeypatch.setattr(results, "run_command", lambda name, seed, settings, folder: [
+        sys.executable, "-c", f"FOLDER = {str(folder)!r}\n{programs[name]}"
+    ])  # fmt: skip
+    for folder in ("teacher", "student"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+    settings = results.Settings(
+        paths=DemoPaths.under(tmp_path), device="cpu", steps=1, sft_minutes=1, results=tmp_path / "stored"
+    )
+    with pytest.raises(SystemExit, match=r"^failed: opd 0$"):
+        results.train_missing([("opd", 0), ("grpo", 0)], settings, set(), time.monotonic() + 300)
+    results.train_missing([("opd_k1", 0)], settings, set(), time.monotonic() + 1)
+    assert [file.name for file in (tmp_path / "stored").iterdir()] == ["grpo-0.csv"]
+    (run,) = results_report.read_all(tmp_path / "stored")
+    assert run.accuracies("minutes") == [(0.0, 50.0), (0.1, 50.0)]
+    assert run.accuracies("answer_tokens")[-1] == (64.0, 50.0)  # 2 tokens of each of 4 x 8 answers
+    out = capsys.readouterr().out
+    assert "opd 0: failed with exit code 3" in out
+    assert "opd_k1 0: stopped, the minutes are over" in out
+
+
 def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     settings = results.Settings(
         paths=DemoPaths.under(tmp_path), device="cuda", steps=10, sft_minutes=1.0, results=tmp_path
