@@ -98,6 +98,12 @@ class Actor(TrainedModel):
         self.reshard()
         return result
 
+    def compute_ref_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        """As `compute_logprobs`, of the model below the LoRA adapters: a reference that needs no second model."""
+        assert self.adapters is not None, "a student without adapters has no other weights"
+        with self.adapters.left_out():
+            return self.compute_logprobs(micro_batches)
+
     def _names(self) -> list[str]:
         overlap = ["overlap_ratio", "overlap_rows"] if self.topk else []
         return ["actor/loss", "entropy", *self.objective.reported, *overlap]

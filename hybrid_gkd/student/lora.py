@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,21 @@ class Adapters:
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
+
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Within, the model computes as it does without adapters: they count nothing.
+
+        peft's own switch would change which parameters need gradients, which FSDP2 has to be told once and for all.
+        """
+        for layer in self._layers.values():
+            layer.scale_layer(0.0)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.unscale_layer()
 
 
 def export_adapter(hf_model: Any, config: Any, folder: Path, *, bucket_bytes: int) -> None:

@@ -220,6 +220,26 @@ def test_training_starts_from_an_adapter_and_what_is_exported_loads_into_peft(tr
         np.testing.assert_allclose(found[item.sequence.index], expected, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_reference_is_the_model_below_the_adapters(trained):
+    """Also before the first gradient, in a student that begins with adapters which count."""
+    items = tuple(random_items(9))
+    start = f"{MODEL}.lora_adapter_path={trained}/1 ranks/after"
+    with single_process_group():
+        actor = make_actor(trained / "model", start)
+        reference = actor.compute_ref_logprobs((items,))
+        expected = make_actor(trained / "model").compute_logprobs((items,))
+        before = actor.compute_logprobs((items,))
+        for index, values in expected.items():
+            assert np.array_equal(reference[index], values)
+            assert np.abs(before[index] - values).max() > 0.01
+        actor.update(share(0))
+        assert len(actor.optimizer.state) == 2 * len(layers_of(actor.hf_model))
+        after, again = actor.compute_logprobs((items,)), actor.compute_ref_logprobs((items,))
+        assert all(np.array_equal(again[index], reference[index]) for index in expected)
+        assert all(not np.array_equal(after[index], before[index]) for index in expected)
+
+
 def layers_of(model):
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
