@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import vl_convert
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "distillation.mixed_weights.forward_kl=0.5 distillation.mixed_weights.reverse_kl=0.5"
@@ -101,58 +103,41 @@ def mean_by_step(runs: list[Run], metric: str) -> list[tuple[float, float]]:
     return [(step, sum(values) / len(values)) for step, values in sorted(found.items()) if len(values) == len(runs)]
 
 
-class Panel:
-    """One set of axes in an SVG: `points` are (step, value) in data units."""
-
-    WIDTH, HEIGHT, TOP = 330, 260, 34
-
-    def __init__(self, left: int, title: str, steps: float, low: float, high: float, ticks: list[float], log: bool):
-        self.left, self.steps, self.log = left, steps, log
-        self.low, self.high = (math.log(low), math.log(high)) if log else (low, high)
-        bottom, right = self.TOP + self.HEIGHT, left + self.WIDTH
-        self.parts = [f'<text x="{left}" y="20" font-weight="bold">{title}</text>']
-        for tick in ticks:
-            y = self._y(tick)
-            self.parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="#ddd"/>')
-            self.parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-        for step in range(0, int(steps) + 1, 20):
-            x = self._x(step)
-            self.parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{step}</text>')
-        self.parts.append(f'<text x="{(left + right) / 2}" y="{bottom + 34}" text-anchor="middle">step</text>')
-
-    def line(self, points: list[tuple[float, float]], color: str) -> None:
-        """A curve."""
-        path = "L".join(f"{self._x(step):.1f} {self._y(value):.1f}" for step, value in points)
-        self.parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
-
-    def _x(self, step: float) -> float:
-        return self.left + self.WIDTH * step / self.steps
-
-    def _y(self, value: float) -> float:
-        value = min(max(math.log(value) if self.log else value, self.low), self.high)
-        return self.TOP + self.HEIGHT * (1 - (value - self.low) / (self.high - self.low))
-
-
-def plot(runs: dict[str, list[Run]]) -> str:
-    """SVG: divergence by step (mean of five) and accuracy by step, means over the seeds."""
-    steps = max(row["step"] for each in runs.values() for run in each for row in run)
-    kl = Panel(60, "KL(teacher, student), nats per token", steps, 0.03, 3, [0.03, 0.1, 0.3, 1, 3], log=True)
-    accuracy = Panel(460, "accuracy on held-out prompts", steps, 0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1], log=False)
-    legend = []
-    for index, (name, each) in enumerate(runs.items()):
-        color = COLORS[index % len(COLORS)]
+def plot(runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """A Vega-Lite specification: divergence by step (mean of five) and accuracy by step, means over the seeds."""
+    kl, accuracy = list[dict[str, Any]](), list[dict[str, Any]]()
+    for name, each in runs.items():
         values = mean_by_step(each, KL)
         windows = [values[max(0, i - 2) : i + 3] for i in range(len(values))]
-        kl.line([(values[i][0], sum(v for _, v in window) / len(window)) for i, window in enumerate(windows)], color)
-        accuracy.line(mean_by_step(each, ACCURACY), color)
-        y = 46 + 20 * index
-        legend.append(f'<path d="M810 {y}h22" stroke="{color}" stroke-width="3"/>')
-        legend.append(f'<text x="838" y="{y + 4}">{name}</text>')
-    body = "\n".join([*kl.parts, *accuracy.parts, *legend])
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="980" height="340" font-family="sans-serif" font-size="12">\n'
-        f'<rect width="980" height="340" fill="white"/>\n{body}\n</svg>\n'
-    )
+        smooth = [sum(value for _, value in window) / len(window) for window in windows]
+        kl += [{"run": name, "step": step, "value": y} for (step, _), y in zip(values, smooth, strict=True)]
+        accuracy += [{"run": name, "step": step, "value": y} for step, y in mean_by_step(each, ACCURACY)]
+    return panels(list(runs), kl, accuracy)
+
+
+def panels(names: list[str], kl: list[dict[str, Any]], accuracy: list[dict[str, Any]]) -> dict[str, Any]:
+    """Both curves side by side, from rows of `run`, `step`, `value`."""
+    color = {
+        "field": "run", "scale": {"domain": names, "range": COLORS[: len(names)]}, "sort": names,
+        "legend": {"title": None, "symbolType": "stroke", "symbolStrokeWidth": 3},
+    }  # fmt: skip
+
+    def panel(title: str, rows: list[dict[str, Any]], axis: dict[str, Any], scale: dict[str, Any]) -> dict[str, Any]:
+        y = {"field": "value", "type": "quantitative", "axis": {"title": None, **axis}, "scale": scale}
+        x = {"field": "step", "type": "quantitative", "axis": {"grid": False}}
+        return {
+            "title": {"text": title, "anchor": "start"}, "width": 330, "height": 260, "data": {"values": rows},
+            "mark": {"type": "line", "strokeWidth": 1.8, "clip": True}, "encoding": {"x": x, "y": y, "color": color},
+        }  # fmt: skip
+
+    log, whole = {"type": "log", "domain": [0.03, 3]}, {"domain": [0, 1]}
+    return {
+        "background": "white", "padding": 12, "spacing": 50, "config": {"view": {"stroke": None}},
+        "hconcat": [
+            panel("KL(teacher, student), nats per token", kl, {"values": [0.03, 0.1, 0.3, 1, 3]}, log),
+            panel("accuracy on held-out prompts", accuracy, {"values": [0, 0.2, 0.4, 0.6, 0.8, 1]}, whole),
+        ],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -168,7 +153,8 @@ def main() -> None:
         for seed in args.seeds:
             train(name, seed, folder)
     runs = {name: found for name in RUNS if (found := read(name, args.seeds, folder))}
-    (ROOT / "docs" / "losses.svg").write_text(plot({name: rows for name, rows in runs.items() if name in PLOTTED}))
+    picture = plot({name: rows for name, rows in runs.items() if name in PLOTTED})
+    (ROOT / "docs" / "losses.svg").write_text(vl_convert.vegalite_to_svg(picture))
     print(table(runs))
 
 

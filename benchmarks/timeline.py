@@ -22,6 +22,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import vl_convert
+
 ROOT = Path(__file__).resolve().parent.parent
 COLORS = {  # Okabe and Ito
     "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",
@@ -29,7 +31,7 @@ COLORS = {  # Okabe and Ito
 }
 TIMES = ("step", "gen", "update_actor", "wait_prev_gen", "wait_prev_teacher", "sync_rollout_weights")
 WARMUP_STEPS = 10
-WIDTH, LEFT, ROW, LANE = 900, 120, 22, 14
+WIDTH, LANE = 760, 14
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
@@ -51,51 +53,51 @@ def steps_of(events: list[dict[str, Any]], count: int) -> tuple[list[dict[str, A
     return drawn, begin, end
 
 
-def draw_run(folder: Path, count: int, top: int, scale: float) -> tuple[list[str], int]:
-    """SVG of one run from `top` on, and where it ends. `scale`: pixels per microsecond."""
+def rows_of(folder: Path, count: int) -> list[dict[str, Any]]:
+    """The spans of some steps of a run with their row, in milliseconds after the beginning of the first step."""
     events = events_of(folder)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     drawn, begin, end = steps_of(events, count)
-    parts = [f'<text x="8" y="{top + 12}" font-weight="bold">{folder.name}</text>']
-    y = top + 20
-    for pid in sorted({e["pid"] for e in drawn}):
-        lanes = sorted({e["tid"] for e in drawn if e["pid"] == pid})
-        parts.append(f'<text x="8" y="{y + 11}">{names[pid]}</text>')
-        for e in (e for e in drawn if e["pid"] == pid):
-            left, right = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
-            parts.append(
-                f'<rect x="{LEFT + scale * (left - begin):.1f}" y="{y + LANE * lanes.index(e["tid"])}" '
-                f'width="{max(0.5, scale * (right - left)):.1f}" height="{LANE - 2}" fill="{COLORS[e["name"]]}"/>'
-            )
-        y += LANE * len(lanes) + ROW - LANE
-    return parts, y + 8
+    lanes = {pid: sorted({e["tid"] for e in drawn if e["pid"] == pid}) for pid in sorted({e["pid"] for e in drawn})}
+    return [
+        {
+            "who": names[e["pid"]], "row": f"{names[e['pid']]} {lane}", "name": e["name"],
+            "start": (max(e["ts"], begin) - begin) / 1000, "end": (min(e["ts"] + e["dur"], end) - begin) / 1000,
+        }
+        for pid in lanes for lane, tid in enumerate(lanes[pid]) for e in drawn if (e["pid"], e["tid"]) == (pid, tid)
+    ]  # fmt: skip
 
 
-def draw(folders: list[Path], count: int) -> str:
-    """SVG of all runs at the scale of the longest, with an axis in milliseconds and the colours' names."""
-    lengths = [end - begin for _, begin, end in (steps_of(events_of(f), count) for f in folders)]
-    scale = (WIDTH - LEFT - 20) / max(lengths)
-    parts, y = list[str](), 4
-    for folder in folders:
-        drawn, y = draw_run(folder, count, y, scale)
-        parts += drawn
-    tick = next(t for t in (10.0**p * f for p in range(1, 12) for f in (1, 2, 5)) if max(lengths) / t <= 10)
-    for n in range(int(max(lengths) / tick) + 1):
-        x = LEFT + scale * n * tick
-        parts.append(f'<path d="M{x:.1f} {y}v5" stroke="black"/>')
-        parts.append(f'<text x="{x:.1f}" y="{y + 18}" text-anchor="middle">{n * tick / 1000:g}</text>')
-    parts.append(f'<text x="{LEFT - 12}" y="{y + 18}" text-anchor="end">ms</text>')
-    x = LEFT
-    used = [name for name in COLORS if any(COLORS[name] in part for part in parts)]
-    for name in used:
-        parts.append(f'<rect x="{x}" y="{y + 30}" width="12" height="12" fill="{COLORS[name]}"/>')
-        parts.append(f'<text x="{x + 16}" y="{y + 40}">{name}</text>')
-        x += 34 + 7 * len(name)
-    height, body = y + 52, "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
-        f'font-size="12">\n<rect width="{WIDTH}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
-    )
+def picture(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A Vega-Lite specification of all runs, from their `rows_of`, on the time axis of the longest."""
+    longest = max(row["end"] for rows in runs.values() for row in rows)
+    used = [name for name in COLORS if any(row["name"] == name for rows in runs.values() for row in rows)]
+    color = {
+        "field": "name", "scale": {"domain": used, "range": [COLORS[name] for name in used]},
+        "legend": {"title": None, "orient": "bottom", "columns": len(used), "labelLimit": 200},
+    }  # fmt: skip
+
+    def panel(title: str, rows: list[dict[str, Any]], *, last: bool) -> dict[str, Any]:
+        order = list(dict.fromkeys(row["row"] for row in rows))
+        # Rows of one participant are below each other; the first has the name.
+        label = "slice(datum.value, -2) == ' 0' ? slice(datum.value, 0, -2) : ''"
+        x = {
+            "field": "start", "type": "quantitative", "scale": {"domain": [0, longest], "nice": False},
+            "axis": {"title": "ms" if last else None, "labels": last, "ticks": last},
+        }  # fmt: skip
+        axis = {"title": None, "labelExpr": label, "ticks": False, "domain": False}
+        y = {"field": "row", "sort": order, "axis": axis}
+        return {
+            "title": {"text": title, "anchor": "start"}, "width": WIDTH, "height": LANE * len(order),
+            "data": {"values": rows}, "mark": {"type": "bar", "height": LANE - 2},
+            "encoding": {"x": x, "x2": {"field": "end"}, "y": y, "color": color},
+        }  # fmt: skip
+
+    numbered = enumerate(runs.items(), start=1)
+    return {
+        "background": "white", "padding": 12, "config": {"view": {"stroke": None}},
+        "vconcat": [panel(title, rows, last=number == len(runs)) for number, (title, rows) in numbered],
+    }  # fmt: skip
 
 
 def table(folders: list[Path]) -> str:
@@ -123,7 +125,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps to draw (%(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "timeline.svg", help="(%(default)s)")
     args = parser.parse_args()
-    args.out.write_text(draw(args.folders, args.steps))
+    runs = {folder.name: rows_of(folder, args.steps) for folder in args.folders}
+    args.out.write_text(vl_convert.vegalite_to_svg(picture(runs)))
     print(table(args.folders))
 
 
