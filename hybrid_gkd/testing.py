@@ -307,6 +307,7 @@ class MetricRows:
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.generations: list[Any] = []
+        self.tokens: list[dict[str, Any]] = []
 
     @property
     def by_step(self) -> dict[int, dict[str, float]]:
@@ -321,3 +322,6 @@ class MetricRows:
 
     def log_lengths(self, lengths: Any, step: int) -> None:
         """Nothing: tests have the rollouts themselves."""
+
+    def log_tokens(self, answers: Any, step: int) -> None:
+        self.tokens += [{"step": step, **answer} for answer in answers]

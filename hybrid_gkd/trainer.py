@@ -24,7 +24,9 @@ import numpy as np
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
 from hybrid_gkd.ppo.aggregation import with_loss_weights
+from hybrid_gkd.ppo.scoring import decode
 from hybrid_gkd.ppo.steps import num_updates
+from hybrid_gkd.ppo.token_scores import ANSWERS, token_scores
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.spans import working_for
 from hybrid_gkd.teacher_client import TeacherClient
@@ -170,7 +172,7 @@ class GKDTrainer(PPOTrainer):
                 wait(scoring.values(), timeout=CHECK_SECONDS, return_when=until)
 
     def _held_out_divergence(self, sequences: list[Sequence]) -> dict[str, list[np.ndarray]]:
-        """Forward and reverse KL at every token of the answers of a validation.
+        """Forward and reverse KL at every token of the answers of a validation; for people, the candidates of a few.
 
         As much at a time as a training batch has, so that no more scores are in memory than in training. Raises as
         `_update_actor`.
@@ -178,7 +180,8 @@ class GKDTrainer(PPOTrainer):
         for scoring in self._pending.values():  # of later steps; so that only these answers are not counted
             self._take_scores(dict(scoring), len(scoring))
         size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        found: dict[int, np.ndarray] = {}
+        found, scored = dict[int, np.ndarray](), dict[int, TeacherTopK]()
+        shown = self._shown(sequences)
         for start in range(0, len(sequences), size):
             part = sequences[start : start + size]
             with self.teacher.uncounted():
@@ -186,10 +189,31 @@ class GKDTrainer(PPOTrainer):
                 scores = self._take_scores(scoring, len(part))
             plan = self.batches.plan([TrainSequence(sequence=s, teacher=scores[s.index]) for s in part])
             found |= self.group.compute_divergences([tuple(share) for share in plan])
+            scored |= {index: scores[index] for index in shown if index in scores}
+        rows = []
+        for index, row in shown.items():
+            rows.append(row | {"tokens": token_scores(sequences[index], scored[index], found[index], self._text)})
+        self.tracking.log_tokens(rows, self.step)
         return {
             name: [found[sequence.index][:, column] for sequence in sequences]
             for column, name in enumerate(("forward_kl", "reverse_kl"))
         }
+
+    def _shown(self, sequences: list[Sequence]) -> dict[int, dict[str, Any]]:
+        """Index of an answer whose tokens are kept -> its prompt and itself as text: the first to each first prompt."""
+        n, count = self.config.actor_rollout_ref.rollout.val_kwargs.n, self.config.trainer.log_val_generations
+        return {
+            row * n: {
+                "prompt": prompt.text, "response": decode(self.tokenizer, sequences[row * n]),
+                "num_tokens": len(sequences[row * n].response_ids),
+            }
+            for row, prompt in enumerate(self.val_prompts[: min(ANSWERS, count)])
+        }  # fmt: skip
+
+    def _text(self, ids: list[int]) -> str:
+        """Of tokens, special ones too."""
+        text: str = self.tokenizer.decode(ids)
+        return text
 
     def _teacher_metrics(self) -> dict[str, float]:
         """Of the requests since the step before."""

@@ -186,3 +186,6 @@ class TrainerLog(MetricLog, Protocol):
 
     def log_lengths(self, lengths: abc.Sequence[int], step: int) -> None:
         """Tokens of each response of a step's rollout, before `log` of the same step."""
+
+    def log_tokens(self, answers: abc.Sequence[abc.Mapping[str, Any]], step: int) -> None:
+        """Held-out answers with what teacher and student would have said at each token, before `log`."""

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hybrid_gkd.config_loading import load_config, to_dict
 from hybrid_gkd.launch.run import keep_config
@@ -61,6 +62,7 @@ def make_run(
         is_ready()
         if start == 0:
             tracking.log_generations(samples(0), 0)
+            tracking.log_tokens(tokens(0) if distils else [], 0)
             divergence = {"val/forward_kl": 2.0, "val/reverse_kl": 3.0} if distils else {}
             tracking.log({"val/accuracy": 0.2, "timing/testing": 1.0, **divergence}, 0)
         for step in range(first, steps + 1):
@@ -69,6 +71,7 @@ def make_run(
             row = step_row(step, distils=distils)
             if step % 10 == 0:
                 tracking.log_generations(samples(step), step)
+                tracking.log_tokens(tokens(step) if distils else [], step)
                 row |= {"val/accuracy": 0.2 + 0.7 * step / steps}
                 row |= {"val/forward_kl": 2.0 / step, "val/reverse_kl": 3.0 / step} if distils else {}
             tracking.log(row, step)
@@ -100,6 +103,13 @@ def samples(step: int) -> list[Generation]:
         )
         for n in range(3)
     ]  # fmt: skip
+
+
+def tokens(step: int) -> list[dict[str, Any]]:
+    """Of the second sample."""
+    likely = [["1", 0.9, 0.5], ["</script>", 0.05, 0.25]]
+    scored = [[text, 0.5 / (step + 1), likely, likely[::-1]] for text in ("1", " after", f" {step}", " <b>steps</b>")]
+    return [{"prompt": "sort 1", "response": samples(step)[1].response, "num_tokens": 6, "tokens": scored}]
 
 
 def record_spans(trainer: SpanFile, worker: SpanFile, step: int) -> None:

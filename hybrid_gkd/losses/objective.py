@@ -108,7 +108,9 @@ class Objective:
         return loss_fn
 
     def keep_divergences(self, targets: Targets, found: Tensor) -> LossFunction:
-        """A loss of 0 for the head, which writes forward and reverse KL of every token into `found` [R, 2]."""
+        """A loss of 0 for the head, which writes into `found` [R, 2 + 3 s] of every token: forward and reverse KL, the
+        student's log-probabilities of the teacher's first s candidates, and of the s candidates that the student finds
+        most likely its log-probabilities and their numbers among the teacher's."""
 
         def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             chunk = targets[rows]
@@ -116,7 +118,9 @@ class Objective:
             assert chunk.teacher_tail is not None
             student, tail = logprobs[:, : chunk.teacher_logprobs.shape[1]], logprobs[:, chunk.teacher_logprobs.shape[1]]
             both = divergence.kl_both_ways(chunk.teacher_logprobs, student, chunk.teacher_tail, tail)
-            found[rows] = torch.stack(both, 1).to(found.dtype)
+            shown = (found.shape[1] - 2) // 3
+            best, columns = student.topk(shown, dim=1)
+            found[rows] = torch.cat([torch.stack(both, 1), student[:, :shown], best, columns], 1).to(found.dtype)
             return logprobs.new_zeros(len(logprobs)), {}
 
         return keep

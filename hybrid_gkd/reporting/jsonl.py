@@ -1,7 +1,8 @@
 """Files of JSON lines in the run folder.
 
-metrics.jsonl has an object per step, generations.jsonl one per sample answer, lengths.jsonl one per step: how many
-responses of its rollout had how many tokens.
+metrics.jsonl has an object per step, generations.jsonl one per sample answer, tokens.jsonl one for each of a few of
+these, with what teacher and student would have said at its tokens, lengths.jsonl one per step: how many responses of
+its rollout had how many tokens.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from hybrid_gkd.files import JsonLinesFile, encode, free_path, read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
 
 logger = logging.getLogger(__name__)
 
+NAMES = ("metrics.jsonl", "generations.jsonl", "lengths.jsonl", "tokens.jsonl")
 BINS = 50
 """Of the lengths of responses, up to data.max_response_length."""
 
@@ -24,7 +27,7 @@ class JsonLines:
     """Writes the files; a resumed run drops the rows that its steps will write again."""
 
     def __init__(self, info: RunInfo):
-        paths = [info.run_dir / name for name in ("metrics.jsonl", "generations.jsonl", "lengths.jsonl")]
+        paths = [info.run_dir / name for name in NAMES]
         for path in paths:
             if path.exists() and info.resume:
                 temporary = path.with_name(path.name + ".tmp")
@@ -33,7 +36,8 @@ class JsonLines:
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))
                 logger.warning("%s is from an earlier run; kept as %s", path, older.name)
-        self._metrics, self._generations, self._lengths = map(JsonLinesFile, paths)
+        self._files = [JsonLinesFile(path) for path in paths]
+        self._metrics, self._generations, self._lengths, self._tokens = self._files
         self._config = info.config
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -50,7 +54,10 @@ class JsonLines:
             counts[length // width] += 1
         self._lengths.append([{"step": step, "bin": width, "counts": counts}])
 
+    def log_tokens(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
+        self._tokens.append({"step": step, **answer} for answer in answers)
+
     def close(self, *, failed: bool) -> None:
-        for file in (self._metrics, self._generations, self._lengths):
+        for file in self._files:
             with contextlib.closing(file):
                 file.append([])  # what a full disk did not take before

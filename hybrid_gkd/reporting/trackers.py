@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
@@ -93,9 +93,11 @@ class Tracking:
 
     def log_lengths(self, lengths: Sequence[int], step: int) -> None:
         """Tokens of each response of a step: a file of the run folder has them, of trackers none."""
-        jsonl = self._trackers["jsonl"]
-        assert isinstance(jsonl, JsonLines)
-        self._attempt("jsonl", lambda: jsonl.log_lengths(lengths, step))
+        self._to_files(lambda files: files.log_lengths(lengths, step))
+
+    def log_tokens(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Tokens of held-out answers, likewise."""
+        self._to_files(lambda files: files.log_tokens(answers, step))
 
     def close(self, *, failed: bool = False) -> None:
         """Finish every tracker. Harmless when repeated."""
@@ -111,6 +113,11 @@ class Tracking:
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers.items():
             self._attempt(name, functools.partial(call, tracker))
+
+    def _to_files(self, call: Callable[[JsonLines], None]) -> None:
+        files = self._trackers["jsonl"]
+        assert isinstance(files, JsonLines)
+        self._attempt("jsonl", lambda: call(files))
 
     def _attempt(self, name: str, call: Callable[[], None]) -> None:
         try:

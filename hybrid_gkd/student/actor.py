@@ -19,6 +19,9 @@ from hybrid_gkd.student.logprob_model import LogprobModel, concat, pack_response
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import TrainSequence
 
+SHOWN_CANDIDATES = 5
+"""Of teacher and student, at a token of a held-out answer."""
+
 
 class Actor(TrainedModel):
     """One rank of the student. Raises ModelError if it cannot be loaded or its architecture not be trained exactly."""
@@ -82,14 +85,17 @@ class Actor(TrainedModel):
 
     @torch.no_grad()
     def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R, 2], forward and reverse KL between teacher and student at every response token:
-        nats, on the teacher's top k and the tail, at `distillation.temperature`."""
+        """Sequence index -> float32 [R, 2 + 3 s], at every response token, at `distillation.temperature`.
+
+        First forward and reverse KL between teacher and student, nats, on the teacher's top k and the tail; the rest
+        compares their s most likely candidates, see `Objective.keep_divergences`. s is 5, or k where that is less.
+        """
         self._seed()
         result: dict[int, np.ndarray] = {}
         for micro_batch in micro_batches:
             batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
             ids, targets = self._targets(micro_batch, sampled_ids)
-            found = torch.zeros(len(rows), 2, device=self.device)
+            found = torch.zeros(len(rows), 2 + 3 * min(SHOWN_CANDIDATES, self.topk), device=self.device)
             loss_fn, topk = self.objective.keep_divergences(targets, found), self.topk if micro_batch else 0
             self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=topk)
             lengths = [len(item.sequence.response_ids) for item in micro_batch]

@@ -203,7 +203,7 @@ class WorkerGroup:
         return metrics
 
     def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R, 2], over all workers; see `Actor.compute_divergences`.
+        """Sequence index -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`.
 
         With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.
         """

@@ -63,6 +63,22 @@ def test_every_section_is_there_without_an_error_or_a_request(page, runs, tmp_pa
     assert page.value("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_the_likeliest_tokens_are_shown_where_the_focus_is(page, runs, tmp_path):
+    open_report(page, [runs["distillation"]], tmp_path)
+    assert page.value("document.querySelectorAll('.tokens').length") == 4
+    shown = "[...document.querySelectorAll('.candidates:not([hidden])')].map(each => each.textContent).join()"
+    assert page.value(shown) == ""
+    assert page.value("document.querySelector('.tokens + details').textContent").startswith("4 of 6 tokens; ")
+    page.value("document.querySelector('.token').focus()")
+    assert page.value(shown).startswith("divergence 0.5 nats")
+    assert page.value(shown).endswith("student's topteacherstudent</script>5.0 %25.0 %190.0 %50.0 %")
+    page.press("ArrowRight")
+    assert page.value("document.activeElement.textContent") == " after"
+    page.press("Escape")
+    assert page.value(shown) == ""
+    assert not page.problems
+
+
 def test_several_runs_share_their_axes(page, runs, tmp_path):
     open_report(page, list(runs.values()), tmp_path)
     assert page.value(SHOWN) == ["summary", "differences", *SECTIONS[1:]]

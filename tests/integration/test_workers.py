@@ -105,7 +105,7 @@ def train(config, folder, *, max_tokens=128, batches=None, streamed=False):
         plan = [share.micro_batches for (share,) in shares(batches[0], group.size, max_tokens)]
         tokens = np.concatenate(list(group.compute_divergences(plan).values())).astype(float)
         names = ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")
-        curve.append(dict(zip(names, tokens.mean(0), strict=True)))
+        curve.append(dict(zip(names, tokens[:, :2].mean(0), strict=True)))
         for batch in batches:
             curve += update_in_parts(group, batch) if streamed else group.update(shares(batch, group.size, max_tokens))
         group.save_checkpoint(folder, tokenizer_path=config.actor_rollout_ref.model.path)

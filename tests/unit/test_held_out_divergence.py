@@ -89,6 +89,23 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
     for name in NAMES:
         assert rows[0][name] > rows[1][name] > rows[2][name]
     assert all("val/accuracy" not in row for row in rows)
+    check_candidates(tracking.tokens, asked, models)
+
+
+def check_candidates(rows, asked, models):
+    """Tokens of the first three answers of each validation, with what is likeliest there before training."""
+    assert [(row["step"], row["prompt"]) for row in rows] == [(step, str(n)) for step in (0, 3, 6) for n in range(3)]
+    for row, sequence in zip(rows[:3], asked[:3], strict=True):
+        assert row["response"] == " ".join(map(str, sequence.response_ids))
+        student, teacher = (distribution(folder, sequence).exp() for folder in models)
+        for at, (text, divergence, *both) in enumerate(row["tokens"]):
+            assert text == str(sequence.response_ids[at])
+            assert divergence > 0
+            for candidates, p in zip(both, (teacher[at], student[at]), strict=True):
+                assert [int(candidate) for candidate, _, _ in candidates] == p.argsort(descending=True)[:5].tolist()
+                for candidate, of_teacher, of_student in candidates:  # four decimals, of float32
+                    assert of_teacher == pytest.approx(float(teacher[at][int(candidate)]), abs=6e-5)
+                    assert of_student == pytest.approx(float(student[at][int(candidate)]), abs=6e-5)
 
 
 class CountingTeacher(LocalTeacher):

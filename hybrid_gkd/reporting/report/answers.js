@@ -19,12 +19,64 @@ function answers() {
     const found = table(["prompt", ...steps.map(step => `step ${step}`)], body, "answers");
     return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null, found);
   });
-  return section("answers", "Answers", "The student's answers to the same held-out prompts, at several steps beside each other, with their rewards.",
+  const scored = page.runs.some(run => run.answers.some(each => each.samples.some(sample => sample.tokens)));
+  const note = "The student's answers to the same held-out prompts, at several steps beside each other, with their rewards."
+    + (scored ? " The first ones token by token: the stronger the colour, the further the student's distribution is from the teacher's; the pointer or the arrow keys show the likeliest tokens of both, of those that the teacher has scored." : "");
+  return section("answers", "Answers", note,
                  blocks.length ? blocks : empty("The run has validated nothing: it has no held-out prompts, or has not come to a validation."));
 }
 
 function said(sample) {
   const reward = sample.reward === null ? null
     : element("span", {className: `reward ${sample.reward > 0 ? "better" : "worse"}`, title: "reward"}, show(sample.reward));
-  return element("div", {}, reward, element("div", {className: "said"}, sample.response));
+  const text = sample.tokens ? coloured(sample) : element("div", {className: "said"}, sample.response);
+  return element("div", {}, reward, text);
 }
+
+// An answer token by token, the darker the further teacher and student are apart; what both would have said is shown at
+// the token that the pointer or the focus is on. The arrow keys go from token to token.
+function coloured({tokens, num_tokens: all, response}) {
+  const spans = tokens.map(([text, divergence], n) => {
+    const span = element("span", {className: "token", tabIndex: n ? -1 : 0}, visible(text));
+    span.style.backgroundColor = `rgba(var(--mark), ${(1 - Math.exp(-divergence)) * 0.8})`;
+    const open = () => candidates.show(span, tokens[n]);
+    span.addEventListener("pointerenter", open);
+    span.addEventListener("focus", open);
+    span.addEventListener("pointerleave", () => candidates.hide());
+    span.addEventListener("blur", () => candidates.hide());
+    span.addEventListener("keydown", event => {
+      if (event.key === "Escape") candidates.hide();
+      const to = {ArrowLeft: n - 1, ArrowRight: n + 1, Home: 0, End: spans.length - 1}[event.key];
+      if (to === undefined || !spans[to]) return;
+      event.preventDefault();
+      span.tabIndex = -1;
+      spans[to].tabIndex = 0;
+      spans[to].focus();
+    });
+    return span;
+  });
+  const rest = tokens.length < all ? element("details", {}, element("summary", {}, `${tokens.length} of ${all} tokens; the whole answer`), response) : null;
+  return element("div", {className: "said"}, element("div", {className: "tokens", role: "group", "aria-label": "answer, token by token; the arrow keys go through it"}, ...spans), rest);
+}
+
+function visible(text) { return text.replace(/^ +$/, spaces => "\u00a0".repeat(spaces.length)).replaceAll("\n", "↵\n") || "∅"; }
+
+const candidates = {
+  box: element("div", {className: "candidates", role: "tooltip", id: "candidates", hidden: true}),
+  show(span, [text, divergence, ofTeacher, ofStudent]) {
+    const percent = p => `${(100 * p).toFixed(p > 0 && p < 0.001 ? 2 : 1)} %`;
+    const list = (heading, rows) => element("table", {}, element("thead", {}, element("tr", {}, ...[heading, "teacher", "student"].map(each => element("th", {}, each)))),
+      element("tbody", {}, ...rows.map(([each, p, q]) => element("tr", {className: each === text ? "chosen" : ""}, element("td", {}, element("code", {}, visible(each))),
+        element("td", {className: "number"}, percent(p)), element("td", {className: "number"}, percent(q))))));
+    this.box.replaceChildren(element("p", {}, "divergence ", element("b", {}, show(divergence)), " nats"), ...(ofTeacher.length ? [list("teacher's top", ofTeacher), list("student's top", ofStudent)] : []));
+    document.body.append(this.box);
+    this.box.hidden = false;
+    document.querySelector("[aria-describedby=candidates]")?.removeAttribute("aria-describedby");
+    span.setAttribute("aria-describedby", "candidates");
+    const at = span.getBoundingClientRect(), {offsetWidth, offsetHeight} = this.box;
+    const below = at.bottom + 4 + offsetHeight <= innerHeight ? at.bottom + 4 : Math.max(0, at.top - offsetHeight - 4);
+    Object.assign(this.box.style, {left: `${Math.max(4, Math.min(at.left, innerWidth - offsetWidth - 8))}px`, top: `${below}px`});
+  },
+  hide() { this.box.hidden = true; },
+};
+window.addEventListener("scroll", () => candidates.hide(), {passive: true});

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class RunFolder:
         self._forget_metrics()
         self._forget_lengths()
         self._validations: dict[int, list[int]] = {}
+        self._tokens, self._token_places = Followed(path / "tokens.jsonl"), dict[int, list[int]]()
 
     def _forget_metrics(self) -> None:
         self._series: dict[str, Thinned[Point]] = {}
@@ -74,6 +76,8 @@ class RunFolder:
             self._forget_lengths()
         if self._answers.replaced():
             self._validations = {}
+        if self._tokens.replaced():
+            self._token_places = {}
         if self._starts.replaced():
             self.starts = []
         for _, row in self._starts.rows():
@@ -88,6 +92,8 @@ class RunFolder:
             self._counts.add(Counts(row["step"], tuple(row["counts"])))
         for start, row in self._answers.rows():
             self._validations.setdefault(row["step"], []).append(start)
+        for start, row in self._tokens.rows():
+            self._token_places.setdefault(row["step"], []).append(start)
         self.log.refresh()
 
     def _take_metrics(self, row: dict[str, float]) -> None:
@@ -144,17 +150,29 @@ class RunFolder:
         """The answers of some validations from the first to the last, long ones cut."""
         chosen = []
         for step in evenly(sorted(self._validations), VALIDATIONS):
-            samples = []
-            with (self.path / "generations.jsonl").open("rb") as file:
-                for start in self._validations[step][:SAMPLES]:
-                    file.seek(start)
-                    row = json.loads(file.readline())
-                    samples.append({
-                        "prompt": _cut(row["prompt"], PROMPT_KEPT), "response": _cut(row["response"], ANSWER_KEPT),
-                        "answer": row["answer"] and _cut(row["answer"], PROMPT_KEPT), "reward": row["reward"],
-                    })  # fmt: skip
+            scored = {
+                (row["prompt"], row["response"]): {"tokens": row["tokens"], "num_tokens": row["num_tokens"]}
+                for row in self._rows_at("tokens.jsonl", self._token_places.get(step, []))
+            }
+            samples = [
+                {
+                    "prompt": _cut(row["prompt"], PROMPT_KEPT), "response": _cut(row["response"], ANSWER_KEPT),
+                    "answer": row["answer"] and _cut(row["answer"], PROMPT_KEPT), "reward": row["reward"],
+                    **scored.get((row["prompt"], row["response"]), {}),
+                }
+                for row in self._rows_at("generations.jsonl", self._validations[step][:SAMPLES])
+            ]  # fmt: skip
             chosen.append({"step": step, "samples": samples, "of": len(self._validations[step])})
         return chosen
+
+    def _rows_at(self, name: str, places: list[int]) -> Iterator[dict[str, Any]]:
+        """The rows of a file that begin at these bytes."""
+        if not places:
+            return
+        with (self.path / name).open("rb") as file:
+            for place in places:
+                file.seek(place)
+                yield json.loads(file.readline())
 
     def config(self, file: str = "config.yaml") -> dict[str, Any]:
         """The resolved configuration by dotted key; empty if it is not there or cannot be read."""

@@ -15,13 +15,15 @@ import pytest
 from run_folders import NASTY, make_run, step_row
 
 from hybrid_gkd.files import JsonLinesFile
+from hybrid_gkd.ppo.token_scores import ANSWERS, TOKENS
 from hybrid_gkd.reporting.report.command import FOLLOW, main
 from hybrid_gkd.reporting.report.keeping import report_kept
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
 from hybrid_gkd.reporting.report.page import html, labels, page_data
-from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, RunFolder
+from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, VALIDATIONS, RunFolder
 from hybrid_gkd.reporting.report.serving import ReportServer
 from hybrid_gkd.reporting.report.thinning import Counts, Point, Thinned, evenly, merge_counts, merge_points
+from hybrid_gkd.student.actor import SHOWN_CANDIDATES
 
 MAX_BYTES = 5_000_000
 
@@ -86,6 +88,9 @@ def test_a_finished_run(finished):
     assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 31))
     assert [each["step"] for each in data["answers"]] == [0, 10, 20, 30]
     assert data["answers"][0]["samples"][0]["prompt"] == NASTY
+    assert [sample.get("tokens") and sample["tokens"][0][:2] for sample in data["answers"][1]["samples"]] == [
+        None, ["1", 0.5 / 11], None,
+    ]  # fmt: skip
     assert data["lengths"]["steps"] == list(range(1, 31))
     assert [sum(column) for column in data["lengths"]["counts"]] == [4] * 30
     assert data["card_gb"] == 140.0  # from the text of a Placement
@@ -201,10 +206,15 @@ def test_ten_thousand_steps_are_a_small_page(tmp_path):
             row = step_row(step, distils=True) | {name: step / 7 + number for number, name in enumerate(names)}
             file.write(json.dumps({"step": step, "timing/elapsed": step * 3.3, **row}) + "\n")
     answers = JsonLinesFile(tmp_path / "generations.jsonl")
-    lengths = JsonLinesFile(tmp_path / "lengths.jsonl")
+    lengths, tokens = JsonLinesFile(tmp_path / "lengths.jsonl"), JsonLinesFile(tmp_path / "tokens.jsonl")
+    candidates = [[f"word{n}", 0.1234, 0.4321] for n in range(SHOWN_CANDIDATES)]
     for step in range(0, 10_001, 10):
         text = {"prompt": "p" * 9000, "response": "r" * 9000, "answer": "a" * 9000, "reward": 1.0}
-        answers.append({"step": step, **text} for _ in range(10))
+        answers.append({"step": step, **text, "sample": n, "prompt": f"{n}{'p' * 9000}"} for n in range(10))
+        rows = [["word", 1.234, candidates, candidates]] * TOKENS
+        scored = {"response": text["response"], "num_tokens": 9000, "tokens": rows}
+        if step in evenly(range(0, 10_001, 10), VALIDATIONS):
+            tokens.append({"step": step, "prompt": f"{n}{'p' * 9000}", **scored} for n in range(ANSWERS))
         lengths.append([{"step": step, "bin": 20, "counts": [100] * 50}])
     run = RunFolder(tmp_path)
     page = html(page_data([run]))

@@ -54,6 +54,7 @@ def run_steps(run_dir: Path, steps, **kwargs) -> None:
         for step in steps:
             tracker.log_generations([SAMPLE], step)
             tracker.log_lengths([1, 3, 3], step)
+            tracker.log_tokens([{"tokens": []}], step)
             tracker.log({"actor/kl_loss": step / 10}, step)
 
 
@@ -182,11 +183,11 @@ def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 6, "actor/kl')
     run_steps(tmp_path, [4, 5, 6], start_step=3, resume=True)
-    for name in ("metrics.jsonl", "generations.jsonl", "lengths.jsonl"):
+    for name in ("metrics.jsonl", "generations.jsonl", "lengths.jsonl", "tokens.jsonl"):
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
         assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "generations.jsonl", "lengths.jsonl", "metrics.jsonl",
+            "generations.jsonl", "lengths.jsonl", "metrics.jsonl", "tokens.jsonl",
         ]  # fmt: skip
 
 
