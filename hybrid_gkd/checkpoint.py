@@ -35,6 +35,15 @@ READERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best validation of a run so far."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """Progress of a run."""
 
@@ -46,11 +55,13 @@ class TrainerState:
     """Metrics of the first step and of the validation before training, for the final report."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What decided the learning, see ppo/resuming.py; empty where that is not known."""
+    best: Best | None = None
+    """Its checkpoint is kept; None where none is asked for or known."""
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run folder, of which the newest `keep` stay; None keeps all."""
+    """The checkpoints of one run folder, of which the newest `keep` stay, and the best; None keeps all."""
 
     run_dir: Path
     keep: int | None
@@ -118,27 +129,34 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
         if self.keep is not None:
-            self._prune(state.step, self.keep)
+            self._prune(state, self.keep)
+
+    def folder(self, step: int) -> Path:
+        """Of the checkpoint after a step, be it there or not."""
+        return self.run_dir / f"global_step_{step}"
 
     def _folders(self, step: int) -> tuple[Path, Path]:
         """Of a checkpoint, and where it waits while a new one of the same step takes its place."""
-        return self.run_dir / f"global_step_{step}", self.run_dir / f".global_step_{step}.replaced"
+        return self.folder(step), self.run_dir / f".global_step_{step}.replaced"
 
     def _steps(self) -> list[int]:
         names = (path.name.removeprefix("global_step_") for path in self.run_dir.glob("global_step_*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def _prune(self, newest: int, keep: int) -> None:
-        for step in [step for step in self._steps() if step <= newest][:-keep]:
-            shutil.rmtree(self.run_dir / f"global_step_{step}")
+    def _prune(self, state: TrainerState, keep: int) -> None:
+        for step in [step for step in self._steps() if step <= state.step][:-keep]:
+            if state.best is None or step != state.best.step:
+                shutil.rmtree(self.folder(step))
 
 
 def load_state(folder: Path) -> TrainerState:
     """Read `trainer_state.json`. Raises CheckpointError."""
     file = folder / STATE
     try:
-        return TrainerState(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads(file.read_text())
+        best = values.pop("best", None)
+        return TrainerState(**values, best=best and Best(**best))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 

@@ -176,7 +176,10 @@ class TrainerConfig:
     default_local_dir: str = "outputs"
     """Where run folders go: <default_local_dir>/<project_name>/<experiment_name>."""
     max_actor_ckpt_to_keep: int | None = field(default=2, metadata=rules.POSITIVE)
-    """Older checkpoints are removed; null keeps all."""
+    """The newest ones stay, older ones are removed; null keeps all."""
+    best_metric: str | None = None
+    """Also keep the checkpoint that is best by this metric of the validations, e.g. val/accuracy (the highest) or
+    val/forward_kl (the lowest); one that is better than all before is saved, whatever save_freq says."""
     balance_batch: bool = True
     """Give each worker the same work, long sequences counting more per token; false: contiguous slices."""
     log_val_generations: int = field(default=8, metadata=rules.NOT_NEGATIVE)

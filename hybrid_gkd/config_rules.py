@@ -59,6 +59,7 @@ def rules_between_fields(config: Config) -> Rules:
         f"{ARR}.rollout.val_kwargs.n", val_kwargs.n == 1 or val_kwargs.temperature > 0,
         f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: greedy answers to a prompt are all the same",
     )
+    yield from _best_metric(config)
     yield from _pools(config)
     yield (
         f"{ARR}.actor.fsdp_config.fsdp_size",
@@ -130,6 +131,25 @@ def _critic(config: Config) -> Rules:
         "critic.fsdp_config.fsdp_size", size == -1 or (size > 0 and config.world_size % size == 0),
         f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
     )
+
+
+def _best_metric(config: Config) -> Rules:
+    section, metric, key = config.trainer, config.trainer.best_metric, "trainer.best_metric"
+    if metric is None or section.val_only:
+        return
+    n, names = config.actor_rollout_ref.rollout.val_kwargs.n, list[str]()
+    if config.reward.is_given:
+        names += ["accuracy", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
+        names += [f"pass@{2**power}" for power in range(1, n.bit_length())]
+    if config.distillation.enabled:
+        names += ["forward_kl", "reverse_kl"]
+    yield (
+        key, metric.startswith("val/") and metric.rpartition("/")[2] in names,
+        f"must be val/<name> or val/<data source>/<name> of what this run validates: {', '.join(names) or 'nothing'}",
+    )
+    yield key, config.data.val_files, "needs data.val_files"
+    yield key, section.test_freq != 0, "needs validations: trainer.test_freq must not be 0"
+    yield key, section.save_freq != 0, "needs checkpoints: trainer.save_freq must not be 0"
 
 
 def _pools(config: Config) -> Rules:

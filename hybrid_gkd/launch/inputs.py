@@ -17,9 +17,11 @@ from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
+from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.ppo.rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
+from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 
@@ -144,6 +146,7 @@ def data(facts: Facts) -> str:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
     check_data_sources(facts)
+    check_best_metric(facts.config, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
     return (
         f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts of {min(lengths)} to "

@@ -158,17 +158,20 @@ def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
 def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
     """Bytes that have to be free for the checkpoints of a run, in addition to those already in its folder.
 
-    An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept. Where all
-    are kept, there has to be room for the next one. `steps`: of the whole run, None where that is not known.
+    An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept, and the
+    best one beside them. Where all are kept, there has to be room for the next one. `steps`: of the whole run, None
+    where that is not known.
     """
     trainer, one = config.trainer, checkpoint_bytes(config, spec)
     if trainer.save_freq == 0 or trainer.val_only:
         return 0
-    if trainer.save_freq == -1 or trainer.max_actor_ckpt_to_keep is None:
+    keeps_best = trainer.best_metric is not None
+    if trainer.max_actor_ckpt_to_keep is None or (trainer.save_freq == -1 and not keeps_best):
         return one
-    number = trainer.max_actor_ckpt_to_keep + 1
+    number = trainer.max_actor_ckpt_to_keep + 1 + keeps_best
     if steps is not None:
-        number = min(number, math.ceil(steps / trainer.save_freq))
+        frequencies = [trainer.save_freq, *([trainer.test_freq] if keeps_best else [])]
+        number = min(number, sum(math.ceil(steps / each) if each > 0 else 1 for each in frequencies))
     present = 0
     if trainer.resume_mode != "disable":  # else the run folder is moved aside
         for file in config.run_dir.glob("global_step_*/**/*"):

@@ -263,10 +263,11 @@ def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | Non
     """The final table."""
     run_dir = trainer.config.run_dir
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
-    metrics, report = run_dir / "metrics.jsonl", run_dir.absolute() / REPORT
+    best, metrics, report = trainer.best, run_dir / "metrics.jsonl", run_dir.absolute() / REPORT
     return final_table(
         trainer.config, steps=trainer.step, wall_seconds=time.monotonic() - started, first=trainer.first_metrics,
         last=trainer.last_metrics, teacher_accuracy=teacher_accuracy, checkpoint=trainer.checkpoint,
+        best=(best.value, best.step, trainer.store.folder(best.step)) if best else None,
         huggingface=huggingface if huggingface and huggingface.is_dir() else None,
         metrics=metrics if metrics.is_file() else None, report=report if report.is_file() else None,
         config_file=run_dir / "config.yaml",

@@ -18,13 +18,14 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState
+from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.batches import Batches
+from hybrid_gkd.ppo.best import best_to_resume, new_best
 from hybrid_gkd.ppo.critic import CriticTurn
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
@@ -96,6 +97,8 @@ class PPOTrainer:
         self.step = 0
         self.checkpoint: Path | None = None
         """The newest checkpoint that this run wrote or continued from, after `_saved_step`."""
+        self.best: Best | None = None
+        """The best validation by `trainer.best_metric`; the store has its checkpoint."""
         self._saved_step = 0
         self._unreported: dict[str, float] = {}
         """Metrics of the update of `step`, until they are reported."""
@@ -137,7 +140,9 @@ class PPOTrainer:
         with working_for(self.step):
             self._publish_weights()
             if self.val_prompts and (before_training or self.config.trainer.val_only):
-                self._report(self._validate())
+                metrics = self._validate()
+                self._end_validation()
+                self._report(metrics)
         self.clock.take()  # the first step's times are its own
         try:
             rollouts = self._rollouts(self.step + 1, self.total_steps)
@@ -163,11 +168,18 @@ class PPOTrainer:
         if self.step in self.config.trainer.profile_steps:
             logger.info("torch's profiler, step %d: %s", self.step, ", ".join(self.group.write_profiles()))
         metrics = metrics | self._step_metrics(rollout)
-        if not ends_here and self._due(self.config.trainer.test_freq) and self.val_prompts:
-            metrics |= self._validate()
+        validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
+        metrics |= self._validate() if validates else {}
+        best = new_best(self.config, metrics, self.step, self.best) if validates else None
+        saves = self._due(self.config.trainer.save_freq) or best is not None
+        if validates and not saves:
+            self._end_validation()
         self._report(metrics)
+        if best is not None:
+            self.best = best
+            logger.info("step %d is the best so far: %s %.5g", best.step, best.metric, best.value)
         # After the report: a run that resumes here finds the rows of all steps before it.
-        if self._due(self.config.trainer.save_freq):
+        if saves:
             self._save()
 
     def _end_early(self) -> None:
@@ -307,8 +319,6 @@ class PPOTrainer:
             found = sorted(itertools.chain.from_iterable(drawn), key=lambda sequence: sequence.index)
             for validator in self.validators:
                 token_values |= validator(found)
-            if self.validators:
-                self._refill_engine()
         pairs = [(self.val_prompts[sequence.index // section.n], sequence) for sequence in found]
         answers = Answers(
             prompts=self.val_prompts, sequences=found, token_values=token_values,
@@ -318,6 +328,12 @@ class PPOTrainer:
         shown = sample_generations(answers, self.config.trainer.log_val_generations)
         self.tracking.log_generations(shown, self.step)
         return validation_metrics(answers)
+
+    def _end_validation(self) -> None:
+        """Give the engine its weights back, which a validator may have cost it; saving a checkpoint does so too."""
+        with self.clock.span("testing"):
+            if self.validators:
+                self._refill_engine()
 
     def _due(self, every: int) -> bool:
         """Whether something that happens each `every` steps happens now: -1 = at the last step, 0 = never."""
@@ -386,11 +402,14 @@ class PPOTrainer:
             logger.warning("there is no checkpoint to continue from%s", left)
         else:
             logger.warning("to continue from: %s, after step %d%s", self.checkpoint, self._saved_step, left)
+        if self.best is not None:
+            found = self.store.folder(self.best.step)
+            logger.warning("the best checkpoint: %s, %s %.5g", found, self.best.metric, self.best.value)
 
     def _write_checkpoint(self) -> None:
         data = data_state(self.config, len(self.train_prompts))
         state = TrainerState(
-            step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings
+            step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings, best=self.best
         )
         model, sums = self.config.actor_rollout_ref.model, dict[str, FileSum]()
         with self.store.writing(state, sums) as folder:
@@ -402,4 +421,5 @@ class PPOTrainer:
         self.group.load_checkpoint(folder)
         self.step = self._saved_step = state.step
         self.first_metrics = dict(state.first_metrics)
+        self.best = best_to_resume(self.config, state, self.store)
         self.checkpoint = folder

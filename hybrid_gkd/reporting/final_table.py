@@ -12,8 +12,9 @@ from hybrid_gkd.reporting.metrics import data_source_of
 
 def final_table(
     config: Config, *, steps: int, wall_seconds: float, first: Mapping[str, float], last: Mapping[str, float],
-    teacher_accuracy: float | None = None, checkpoint: Path | None = None, huggingface: Path | None = None,
-    metrics: Path | None = None, report: Path | None = None, config_file: Path | None = None,
+    teacher_accuracy: float | None = None, best: tuple[float, int, Path] | None = None, checkpoint: Path | None = None,
+    huggingface: Path | None = None, metrics: Path | None = None, report: Path | None = None,
+    config_file: Path | None = None,
 ) -> str:
     """Plain text, one line per fact, without a newline at the end.
 
@@ -24,6 +25,7 @@ def final_table(
         first: metrics of the validation before training and of the first step, as far as they are known.
         last: metrics of the last step, and of the validation after it.
         teacher_accuracy: from 0 to 1, on the validation prompts.
+        best: value, step and checkpoint of the best validation, where `trainer.best_metric` asks for it.
         checkpoint, huggingface, metrics, report, config_file: where they are; `report` absolute.
     """
     minutes, seconds = divmod(round(wall_seconds), 60)
@@ -40,6 +42,7 @@ def final_table(
         ("wall time", f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"),
         ("checkpoint", _show(checkpoint)),
         ("Hugging Face folder", _show(huggingface)),
+        *_best(config, best),
         ("metrics", _show(metrics)),
         *([] if config.trainer.val_only else [("report, to open in a browser", _show(report and report.as_uri()))]),
         ("resolved configuration", _show(config_file)),
@@ -75,6 +78,13 @@ def comparison(rows: Mapping[str, Mapping[str, float]]) -> str:
         ]).rstrip()
         for line in lines
     )  # fmt: skip
+
+
+def _best(config: Config, best: tuple[float, int, Path] | None) -> list[tuple[str, str]]:
+    if config.trainer.best_metric is None or config.trainer.val_only:
+        return []
+    value = _show(None) if best is None else "{:.4f} after step {}: {}".format(*best)
+    return [(f"best checkpoint by {config.trainer.best_metric}", value)]
 
 
 def _validated(config: Config, checkpoint: Path | None) -> str:

@@ -51,7 +51,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/update_actor": ("seconds", "Forward, backward and optimizer steps"),
     "timing/sync_rollout_weights": ("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
-    "timing/testing": ("seconds", "Validation on held-out prompts, publishing once more after it included"),
+    "timing/testing": ("seconds", "Validation, and publishing once more after it, if no checkpoint follows"),
     "timing/save_checkpoint": ("seconds", "Writing the checkpoint of the step before, and publishing once more"),
     "timing/elapsed": ("seconds", "Time of training up to here, that of the starts before a resume included"),
     # The teacher service, seen from the trainer.

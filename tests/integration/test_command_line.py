@@ -141,7 +141,9 @@ def logged_step(out, step):
 def finished(world, tmp_path_factory):
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("out")
-    code, text, errors, seen = run_watched([*arguments(world, out), "trainer.profile_steps=[2]"])
+    code, text, errors, seen = run_watched([
+        *arguments(world, out), "trainer.profile_steps=[2]", "trainer.best_metric=val/forward_kl"
+    ])  # fmt: skip
     assert code == 0, errors
     return out, text, errors, seen
 
@@ -156,6 +158,11 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert {row["training/staleness"] for step, row in rows.items() if step} == {0.0}
     for shown in ("student after", "actor/kl_loss", "val/reverse_kl", "global_step_4", "metrics.jsonl", "config.yaml"):
         assert shown in text
+    best = min((2, 4), key=lambda step: rows[step]["val/forward_kl"])
+    folder = out / "hybrid_gkd" / "gkd" / f"global_step_{best}"
+    value = rows[best]["val/forward_kl"]
+    assert re.search(rf"best checkpoint by val/forward_kl +{value:.4f} after step {best}: {folder}\n", text)
+    assert folder.is_dir()
     assert f"rollout engine {ENGINE}" in errors
     assert f"worker 0: {socket.gethostname()}, cpu" in errors
     assert f"engine {ENGINE}" in errors.partition("teacher:")[2]

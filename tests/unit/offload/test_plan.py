@@ -457,6 +457,9 @@ def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
     assert needed(5, 2) == needed(5, 2, 100) == 3 * one
     assert needed(5, 2, 6) == 2 * one  # after 5 steps, and at the end
     assert needed(5, "null") == one
+    best = ("trainer.best_metric=val/forward_kl", "data.val_files=unused")
+    assert needed(5, 2, 100, *best) == needed(-1, 2, 100, *best, "trainer.test_freq=5") == 4 * one
+    assert needed(-1, 2, 100, *best) == 2 * one  # at the end, and at the end
     for step in (5, 10):
         kept = config(folder).run_dir / f"global_step_{step}" / "actor"
         kept.mkdir(parents=True)

@@ -1,12 +1,13 @@
 """Generation ahead of the update, on a stand-in for the workers: what is generated, trained and published when."""
 
+import logging
 import math
 import shutil
 
 import numpy as np
 import pytest
 
-from hybrid_gkd.checkpoint import CheckpointStore, load_state
+from hybrid_gkd.checkpoint import Best, CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
@@ -41,7 +42,7 @@ def make_teacher(fails_at=None):
     return LocalTeacher(score, delay=0.01)
 
 
-def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking=None, **options):
+def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking=None, keep=None, **options):
     """A run to its end; the trainer and the workers."""
     config = load_config(
         [
@@ -57,7 +58,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
     trainer = GKDTrainer(
         config, group=group or RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts,
         val_prompts=prompts[:1], reward=lambda response, answer: 1.0, tracking=tracking or MetricRows(),
-        store=CheckpointStore(folder, keep=None), teacher=teacher or make_teacher(), **options,
+        store=CheckpointStore(folder, keep=keep), teacher=teacher or make_teacher(), **options,
     )
     failure = None
     try:
@@ -185,6 +186,64 @@ def test_val_only_validates_what_the_run_would_start_from_and_ends(tmp_path):
     trainer, group, _ = fit("sync", 3, tmp_path, *only, *other, resume_from=tmp_path / "global_step_3")
     assert group.events == [("publish", 3), ("generate", 3, 1), ("divergences", 3, 1)]
     assert trainer.tracking.by_step[3]["val/forward_kl"] == 0.5
+
+
+@DEPTHS
+def test_a_validation_before_a_save_publishes_once(scheduler, tmp_path):
+    _, group, _ = fit(scheduler, 3, tmp_path, "trainer.test_freq=1", "trainer.save_freq=2", *BEFORE)
+    assert [event[1] for event in group.events if event[0] == "publish"] == [0, 1, 1, 2, 2, 3]
+
+
+def falling(*values):
+    """A group whose validation after step i has values[i - 1] as the divergence."""
+    group = RecordingGroup()
+    compute = group.compute_divergences
+    group.compute_divergences = lambda shares: {
+        index: found * 0 + values[group._version - 1] for index, found in compute(shares).items()
+    }
+    return group
+
+
+BEFORE = ("trainer.val_before_train=false", "data.val_files=unused")
+BEST = (*BEFORE, "trainer.best_metric=val/forward_kl", "trainer.test_freq=1")
+
+
+def kept(folder):
+    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_known_after_a_resume(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    often = (*BEST, "trainer.save_freq=2")
+    trainer, group, _ = fit("sync", 5, tmp_path, *often, keep=1, group=falling(3.0, 2.0, 1.0, 1.0, 4.0))
+    assert group.saved == [1, 2, 3, 4, 5]
+    assert kept(tmp_path) == [3, 5]
+    assert trainer.best == Best(metric="val/forward_kl", value=1.0, step=3)
+    assert load_state(tmp_path / "global_step_5").best == trainer.best
+    assert caplog.text.count("is the best so far") == 3
+    trainer, group, _ = fit(
+        "sync", 8, tmp_path, *often, keep=1, group=falling(0, 0, 0, 0, 0, 2.0, 0.5, 0.75),
+        resume_from=tmp_path / "global_step_5",
+    )
+    assert (kept(tmp_path), trainer.best.step) == ([7, 8], 7)
+
+
+def test_without_a_save_frequency_only_the_best_and_the_last_are_saved(tmp_path):
+    _, group, _ = fit("sync", 4, tmp_path, *BEST, "trainer.save_freq=-1", group=falling(2.0, 1.0, 1.5, 3.0))
+    assert group.saved == [1, 2, 4]
+    _, group, _ = fit("sync", 4, tmp_path / "never asked", *BEFORE, "trainer.test_freq=1", "trainer.save_freq=-1")
+    assert group.saved == [4]
+
+
+def test_a_best_checkpoint_by_another_metric_or_that_is_gone_is_not_known_any_more(tmp_path):
+    fit("sync", 2, tmp_path, *BEST, "trainer.save_freq=1", group=falling(1.0, 2.0))
+    again = dict(resume_from=tmp_path / "global_step_2", group=falling(1.0, 2.0, 3.0))
+    other = ("trainer.best_metric=val/reverse_kl", *BEFORE, "trainer.test_freq=1", "trainer.save_freq=1")
+    trainer, _, _ = fit("sync", 3, tmp_path, *other, **again)
+    assert trainer.best == Best(metric="val/reverse_kl", value=3.0, step=3)
+    shutil.rmtree(tmp_path / "global_step_1")
+    trainer, _, _ = fit("sync", 3, tmp_path, *BEST, "trainer.save_freq=1", **again)
+    assert trainer.best.step == 3
 
 
 @POOLS

@@ -11,6 +11,7 @@ from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.tables import short_names
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_at_k, pass_sizes, reward_metrics
 from hybrid_gkd.reporting.metrics import check_names
@@ -150,3 +151,37 @@ def test_files_are_called_by_what_tells_them_apart():
     assert short_names(["openai/gsm8k:main:test", "/a/b.csv", "/a/b.csv"]) == ["gsm8k:main:test", "a/b", "a/b"]
     with pytest.raises(AssertionError, match="val/org/math/acuracy"):
         check_names(["val/org/math/accuracy", "val/org/math/acuracy", "val/pass@2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["trainer.best_metric=val/forward_kl"], r"must be val/<name> or .*: accuracy, best@4, maj@4, pass@2, pass@4"),
+        (["trainer.best_metric=accuracy"], r"must be val/<name>"),
+        (["trainer.best_metric=val/org/best@8"], r"must be val/<name>"),
+        (["trainer.best_metric=val/accuracy", "data.val_files=null"], r"needs data.val_files"),
+        (["trainer.best_metric=val/accuracy", "trainer.test_freq=0"], r"needs validations"),
+        (["trainer.best_metric=val/accuracy", "trainer.save_freq=0"], r"needs checkpoints"),
+    ],
+)
+def test_a_best_metric_has_to_be_one_that_the_run_will_have(overrides, rule):
+    run = ["data.train_files=x", "data.val_files=y", "actor_rollout_ref.model.path=z", "actor_rollout_ref.rollout.n=2"]
+    run += [*SAMPLED, f"{VAL_KWARGS}.n=4"]
+    for metric in ("val/accuracy", "val/org/math/pass@4"):
+        load_config([*run, f"trainer.best_metric={metric}"])
+    with pytest.raises(ConfigError, match=f"trainer.best_metric: {rule}"):
+        load_config([*run, *overrides])
+
+
+def test_a_best_metric_of_a_data_source_needs_one_of_several():
+    config = load_config([
+        "data.train_files=x", "data.val_files=y", "actor_rollout_ref.model.path=z", "actor_rollout_ref.rollout.n=2",
+        *SAMPLED, "trainer.best_metric=val/org/math/accuracy",
+    ])  # fmt: skip
+    check_best_metric(config, ["org/math", "test"])
+    with pytest.raises(ConfigError, match="must be of a data source: org/code, test"):
+        check_best_metric(config, ["org/code", "test"])
+    with pytest.raises(ConfigError, match="must be of all prompts"):
+        check_best_metric(config, ["org/math", "org/math"])
+    config.trainer.best_metric = "val/accuracy"
+    check_best_metric(config, ["org/math"])

@@ -56,6 +56,13 @@ def test_a_validation_without_training_says_so():
     assert resumed["validated, not trained (trainer.val_only)"] == "global_step_40"
 
 
+def test_the_best_checkpoint_has_a_line_where_one_is_asked_for():
+    asked = [*GKD, "trainer.best_metric=val/forward_kl"]
+    found = table(asked, best=(0.25, 7, Path("runs/global_step_7")))
+    assert found["best checkpoint by val/forward_kl"] == "0.2500 after step 7: runs/global_step_7"
+    assert table(asked)["best checkpoint by val/forward_kl"] == "—"
+
+
 def test_what_is_unknown_is_a_dash():
     found = table([*GKD, "reward.answer_key=answer"])
     assert found["wall time"] == "1:00"
