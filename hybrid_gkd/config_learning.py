@@ -36,9 +36,14 @@ class DistillationConfig:
     temperature: float = field(default=1.0, metadata=rules.POSITIVE)
     """Temperature at which both distributions are compared."""
     distillation_loss_coef: float = field(default=1.0, metadata=rules.POSITIVE)
-    """Factor of the loss."""
+    """Factor of the loss, or of the reward with as_reward."""
+    distillation_loss_coef_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The factor over the run: constant, or from distillation_loss_coef at the first step towards 0 after the last."""
     use_task_rewards: bool = False
     """Add PPO's policy loss on the rule reward."""
+    as_reward: bool = False
+    """The teacher teaches through rewards: log p - log q of each sampled token is a reward of that token, added to the
+    task reward if there is one, from which algorithm.adv_estimator makes advantages; no divergence is minimised."""
     loss_max_clamp: float | None = field(default=None, metadata=rules.POSITIVE)
     """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more. With
     use_policy_gradient it is the advantage that is limited. actor/distillation/clamp_share says how many tokens are."""

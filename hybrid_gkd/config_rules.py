@@ -87,6 +87,10 @@ def rules_between_fields(config: Config) -> Rules:
             "task rewards need the column with the right answers; distillation.enabled=true with "
             "distillation.use_task_rewards=false trains without"
         )
+    yield "distillation.as_reward", config.distillation.enabled or not config.distillation.as_reward, (
+        "needs distillation.enabled=true"
+    )
+    if (config.trains_on_rewards or config.distillation.as_reward) and not val_only:
         yield from _advantages(config)
     yield from _critic(config)
 
@@ -294,6 +298,16 @@ def _loss(config: Config) -> Rules:
             f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
             f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
         )
+    if loss.as_reward:
+        plain = mode == "forward_kl" and loss.tail == "bucket" and not own and not loss.use_policy_gradient
+        yield (
+            f"{key}.as_reward", plain,
+            "minimises no divergence: leave loss_mode, tail, loss_fn and use_policy_gradient of this section out",
+        )
+        yield (
+            "algorithm.adv_estimator", config.algorithm.adv_estimator not in ("remax", "gae"),
+            f"must be another one with {key}.as_reward=true: greedy answers and critics know task rewards alone",
+        )
     used = DIVERGENCES.keys() & (set(weights) or {mode})
     takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}
     sampled = mode in takes_samples
@@ -317,7 +331,7 @@ def _loss(config: Config) -> Rules:
     )
     yield (
         f"{key}.temperature",
-        loss.temperature == temperature or not (loss.use_policy_gradient or loss.use_task_rewards),
+        loss.temperature == temperature or not (loss.use_policy_gradient or loss.use_task_rewards or loss.as_reward),
         f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
         "about the policy that the responses were sampled from",
     )

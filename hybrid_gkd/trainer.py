@@ -24,8 +24,9 @@ import numpy as np
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
 from hybrid_gkd.ppo.aggregation import with_loss_weights
+from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.scoring import decode
-from hybrid_gkd.ppo.steps import num_updates
+from hybrid_gkd.ppo.steps import distillation_factor, num_updates
 from hybrid_gkd.ppo.token_scores import ANSWERS, token_scores
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.spans import working_for
@@ -84,8 +85,15 @@ class GKDTrainer(PPOTrainer):
         unknown = len(scoring) - len(rollout.sequences)
         if unknown:
             raise TrainingError(f"{unknown} sequences at the teacher belong to no rollout")
-        sequences, metrics = self._policy_signal(rollout)
-        metrics |= self._train_as_scored(sequences, scoring)
+        loss, factor = self.config.distillation, distillation_factor(self.config, rollout.step, self.total_steps)
+        if loss.as_reward:
+            metrics = self._train_on_log_ratio(rollout, scoring, factor)
+        else:
+            sequences, metrics = self._policy_signal(rollout)
+            sequences = [dataclasses.replace(item, teacher_weight=factor) for item in sequences]
+            metrics |= self._train_as_scored(sequences, scoring)
+        if loss.distillation_loss_coef_schedule != "constant":
+            metrics["actor/distillation/coef"] = loss.distillation_loss_coef * factor
         del self._pending[rollout.step]
         return metrics | self._teacher_metrics()
 
@@ -115,6 +123,25 @@ class GKDTrainer(PPOTrainer):
                 if not left:
                     return self._train(part, num_tokens=num_tokens if in_parts else None)
                 self.group.accumulate(self.batches.parts(part, num_tokens))
+
+    def _train_on_log_ratio(self, rollout: Rollout, scoring: Scoring, factor: float) -> dict[str, float]:
+        """Train on advantages from the teacher's log-ratio of each sampled token, and from rewards if asked for."""
+        sequences = [TrainSequence(sequence=s) for s in rollout.sequences]
+        with self.clock.span("update_actor"):
+            logprobs = self._logprobs(sequences)  # while the teacher scores
+        with self.clock.span("wait_prev_teacher"):
+            scores = self._take_scores(scoring, len(sequences))
+        scored = [dataclasses.replace(item, teacher=scores[item.sequence.index]) for item in sequences]
+        coef = self.config.distillation.distillation_loss_coef * factor
+        rewards, metrics = teacher_rewards(self.config, scored, logprobs, coef)
+        sequences, found = self._with_advantages(rollout, rewards)
+        sequences = [
+            dataclasses.replace(item, teacher=scores[item.sequence.index], old_logprobs=old)
+            for item, old in zip(sequences, logprobs, strict=True)
+        ]
+        with self.clock.span("update_actor"):
+            sequences, weights = self._with_logprobs(sequences)
+            return self._train(sequences) | metrics | found | weights
 
     def _policy_signal(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
         """Advantages, old log-probabilities and importance weights, as configured; while the teacher scores."""

@@ -103,6 +103,8 @@ class TrainSequence:
 
     sequence: Sequence
     teacher: TeacherTopK | None = None
+    teacher_weight: float = 1.0
+    """Factor of the distillation term, beside the configured one."""
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""

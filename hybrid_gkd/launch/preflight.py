@@ -101,7 +101,7 @@ def loss(facts: Facts) -> str:
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
         check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
-    on_rewards = section.use_task_rewards or not section.enabled
+    on_rewards = section.use_task_rewards or section.as_reward or not section.enabled
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
         estimator = load_estimator(facts.config.algorithm.adv_estimator)
         check_estimator(estimator, facts.config.actor_rollout_ref.rollout.n, facts.config.algorithm)

@@ -29,7 +29,8 @@ class Targets:
     teacher_logprobs: Tensor | None = None  # [R, K], of the teacher's candidates
     teacher_tail: Tensor | None = None  # [R], log of the teacher's mass outside of them
     teacher_sampled: Tensor | None = None  # [R], the teacher's log-probability of the sampled token
-    advantages: Tensor | None = None  # [R], from task rewards
+    teacher_weights: Tensor | None = None  # [R], factors of the distillation term
+    advantages: Tensor | None = None  # [R], from rewards
     old_logprobs: Tensor | None = None  # [R], see `TrainSequence`
     loss_weights: Tensor | None = None  # [R], factors of the loss
     sequence: Tensor | None = None  # [R], int64, the number of the token's sequence, ascending from 0
@@ -55,7 +56,7 @@ class Objective:
         self._terms = [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
         if config.loss_fn is not None:
             self._terms = [(1.0, user_divergence(config.loss_fn))]
-        on_rewards = not config.enabled or config.use_task_rewards
+        on_rewards = not config.enabled or config.use_task_rewards or config.as_reward
         self.uses_sampled = on_rewards or any(row.signal == "sampled" for _, row in self._terms)
         """Whether the last column of the log-probabilities must be the sampled token."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
@@ -95,7 +96,10 @@ class Objective:
             chunk, parts = targets[rows], dict[str, Tensor]()
             terms = []
             if chunk.teacher_logprobs is not None:
-                terms.append(self._distillation(chunk, logprobs, parts) * self.config.distillation_loss_coef)
+                value = self._distillation(chunk, logprobs, parts)
+                # As a reward it is in the advantages; the divergence is only reported then.
+                value = value * (0.0 if self.config.as_reward else self.config.distillation_loss_coef)
+                terms.append(value if chunk.teacher_weights is None else value * chunk.teacher_weights)
             if chunk.advantages is not None:
                 policy = self._policy(chunk, chunk.advantages, logprobs[:, -1], parts)
                 parts["actor/pg_loss"] = policy
@@ -150,7 +154,7 @@ class Objective:
         parts |= {"actor/distillation/forward_kl": forward, "actor/distillation/reverse_kl": reverse}
         parts["actor/distillation/student_mass"] = divergence.support_mass(student.detach())
         parts["actor/distillation/teacher_mass"] = -teacher_tail.expm1()  # float16 has rounded the candidates' own
-        limit, weight = config.loss_max_clamp, value
+        limit, weight = None if config.as_reward else config.loss_max_clamp, value
         if config.use_policy_gradient:
             assert chunk.teacher_sampled is not None
             weight = divergence.score_weight(config.loss_mode, chunk.teacher_sampled, sampled)

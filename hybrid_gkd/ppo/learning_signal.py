@@ -27,28 +27,52 @@ def answers_to_score(rollout: Rollout) -> list[tuple[Prompt, Sequence]]:
 
 
 def with_advantages(
-    config: Config, rollout: Rollout, scores: list[float], values: Arrays | None = None
+    config: Config, rollout: Rollout, scores: list[float], values: Arrays | None = None,
+    of_tokens: Arrays | None = None,
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """The sequences of a rollout with their advantages, and metrics.
 
-    `scores` are those of `answers_to_score`. `values`, a critic's of each response, go into the sequences, with what it
-    is to learn in their place.
+    `scores` are those of `answers_to_score`; empty where responses as a whole have none. `values`, a critic's of each
+    response, go into the sequences, with what it is to learn in their place. `of_tokens`: rewards of the tokens of each
+    response, added to the scores.
     """
     section, n = config.algorithm, config.actor_rollout_ref.rollout.n
     lengths = [len(sequence.response_ids) for sequence in rollout.sequences]
     drawn, greedy = np.split(np.array(scores, np.float32), [len(lengths)])
+    metrics = {"reward/mean": float(drawn.mean()), "reward/std": float(drawn.std())} if len(drawn) else {}
+    rewards = token_rewards(drawn if len(drawn) else np.zeros(len(lengths)), lengths)
+    if of_tokens is not None:
+        rewards = [reward + each for reward, each in zip(rewards, of_tokens, strict=True)]
     baseline = values
     if len(greedy):
         baseline = [np.full(length, greedy[number // n]) for number, length in enumerate(lengths)]
-    estimator = load_estimator(section.adv_estimator)
-    advantages, returns = estimator(token_rewards(drawn, lengths), n, baseline, section)
+    advantages, returns = load_estimator(section.adv_estimator)(rewards, n, baseline, section)
     pairs = zip(rollout.sequences, advantages, strict=True)
     sequences = [TrainSequence(sequence=s, advantages=np.asarray(each, np.float32)) for s, each in pairs]
     if values is not None:
         assert returns is not None
         targets = zip(sequences, values, returns, strict=True)
         sequences = [dataclasses.replace(item, values=value, returns=each) for item, value, each in targets]
-    metrics = {"reward/mean": float(drawn.mean()), "reward/std": float(drawn.std())}
     if len(greedy):
         metrics["reward/greedy"] = float(greedy.mean())
     return sequences, metrics
+
+
+def teacher_rewards(
+    config: Config, sequences: list[TrainSequence], logprobs: Arrays, factor: float
+) -> tuple[Arrays, dict[str, float]]:
+    """factor (log p - log q) of each sampled token, float32 [R_i], and metrics; p of the teacher, `logprobs` are log q.
+
+    Their expected sum is -KL(q || p), for `distillation.as_reward`. `loss_max_clamp` limits a log-ratio before.
+    """
+    limit = config.distillation.loss_max_clamp
+    log_ratios = []
+    for item, student in zip(sequences, logprobs, strict=True):
+        assert item.teacher is not None
+        log_ratios.append(item.teacher.sampled_logprobs.astype(np.float32) - student)
+    together = np.concatenate(log_ratios)
+    metrics = {"reward/teacher": float(together.mean())}
+    if limit is not None:
+        metrics["actor/distillation/clamp_share"] = float((np.abs(together) > limit).mean())
+        log_ratios = [each.clip(-limit, limit) for each in log_ratios]
+    return [np.float32(factor) * each for each in log_ratios], metrics

@@ -58,8 +58,8 @@ def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
 def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     """The settings that decide what is learned, by dotted key, as JSON reads them back.
 
-    `steps`, of the whole run, count where the learning rate follows a schedule to the end of it. A given service is
-    not its address but the model that it serves, which is not known here: `TEACHER_PATH` is missing.
+    `steps`, of the whole run, count where a rate or a coefficient follows a schedule to the end of it. A given service
+    is not its address but the model that it serves, which is not known here: `TEACHER_PATH` is missing.
     """
     loss = config.distillation
     rewards = REWARD if config.trains_on_rewards else ()
@@ -68,8 +68,9 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     for key in (*LEARNING, *rewards, *critic):
         value = operator.attrgetter(key)(config)
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"
     optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
-    if any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):
+    if scheduled or any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
     if loss.enabled and config.actor_rollout_ref.teacher.server_ip is None:
         found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig
@@ -35,6 +37,12 @@ def num_critic_updates(config: Config, steps: int) -> int:
 def _updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:
     prompts = config.data.train_batch_size
     return -(-prompts // (section.ppo_mini_batch_size or prompts)) * (section.ppo_epochs or 1)
+
+
+def distillation_factor(config: Config, step: int, num_steps: int) -> float:
+    """Of `distillation_loss_coef` at a step (1-based) of so many: 1 at the first, towards 0 after the last."""
+    kind, share = config.distillation.distillation_loss_coef_schedule, (step - 1) / num_steps
+    return {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[kind]
 
 
 def request_seeds(seed: int, step: int, count: int) -> list[int]:

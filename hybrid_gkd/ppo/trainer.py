@@ -24,6 +24,7 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
 from hybrid_gkd.ppo.best import best_to_resume, new_best
 from hybrid_gkd.ppo.critic import CriticTurn
@@ -197,15 +198,19 @@ class PPOTrainer:
             sequences, weights = self._with_logprobs(sequences)
             return self._train(sequences) | metrics | weights
 
-    def _with_advantages(self, rollout: Rollout) -> tuple[list[TrainSequence], dict[str, float]]:
-        """The sequences of a rollout with their advantages from the rule reward, and metrics of the rewards."""
+    def _with_advantages(
+        self, rollout: Rollout, of_tokens: Arrays | None = None
+    ) -> tuple[list[TrainSequence], dict[str, float]]:
+        """The sequences of a rollout with advantages, from their rewards and from rewards of tokens; metrics."""
+        if of_tokens is not None and not self.config.trains_on_rewards:
+            return with_advantages(self.config, rollout, [], of_tokens=of_tokens)
         assert self.scorer is not None
         pairs = answers_to_score(rollout)
         scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.sequences)])
+        values = None if self.critic is None else self.critic.values(rollout)
+        sequences, found = with_advantages(self.config, rollout, scores, values, of_tokens)
         if self.critic is None:
-            sequences, found = with_advantages(self.config, rollout, scores)
             return sequences, metrics | found
-        sequences, found = with_advantages(self.config, rollout, scores, self.critic.values(rollout))
         with self._changing_weights(steps=self.critic.steps):
             return sequences, metrics | found | self.critic.update(sequences)
 
@@ -214,14 +219,19 @@ class PPOTrainer:
     ) -> tuple[list[TrainSequence], dict[str, float]]:
         """The same with old log-probabilities, for a policy loss in several steps, and importance weights; metrics."""
         section = self.config.algorithm
+        known = [item.old_logprobs for item in sequences if item.old_logprobs is not None]
         policy_loss = policy_loss and num_updates(self.config, 1) > 1
         if not (section.compares_logprobs or policy_loss):
             return sequences, {}
-        found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(sequences)])
-        logprobs = [found[item.sequence.index] for item in sequences]
+        logprobs = known or self._logprobs(sequences)
         if policy_loss:
             sequences = [dataclasses.replace(s, old_logprobs=x) for s, x in zip(sequences, logprobs, strict=True)]
         return with_rollout_correction(section, sequences, logprobs) if section.compares_logprobs else (sequences, {})
+
+    def _logprobs(self, sequences: list[TrainSequence]) -> Arrays:
+        """Of the sampled tokens of each under the present weights, float32 [R]."""
+        found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(sequences)])
+        return [found[item.sequence.index] for item in sequences]
 
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""

@@ -128,6 +128,10 @@ def _has_parts(reward: Mapping[str, Any]) -> bool:
     return own or len(reward["functions"]) > 1 or reward["overlong_buffer"]["enable"]
 
 
+def _advantages(run: RunConfig) -> bool:
+    return _rewards(run) or bool(run["distillation"]["as_reward"])
+
+
 def _on_gpu(run: RunConfig) -> bool:
     return run["trainer"]["device"] != "cpu"
 
@@ -137,9 +141,9 @@ REPORTED: dict[str, Callable[[RunConfig], bool]] = {
     "actor/distillation/": _distils,
     "actor/kl_loss": _distils,
     "actor/importance/": lambda run: _corrects(run["algorithm"]),
-    "actor/pg_loss": _rewards,
-    "actor/pg_clipfrac": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
-    "actor/ppo_kl": lambda run: _rewards(run) or run["distillation"]["use_policy_gradient"],
+    "actor/pg_loss": _advantages,
+    "actor/pg_clipfrac": lambda run: _advantages(run) or run["distillation"]["use_policy_gradient"],
+    "actor/ppo_kl": lambda run: _advantages(run) or run["distillation"]["use_policy_gradient"],
     "reward/<name>/mean": lambda run: _rewards(run) and _has_parts(run["reward"]),
     "reward/": _rewards,
     "teacher/": _distils,

@@ -26,6 +26,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/distillation/forward_kl": ("nats/token", "KL(teacher, student) on the teacher's top k and the tail"),
     "actor/distillation/reverse_kl": ("nats/token", "KL(student, teacher) on the teacher's top k and the tail"),
     "actor/distillation/clamp_share": ("fraction", "Tokens with a divergence or advantage beyond loss_max_clamp"),
+    "actor/distillation/coef": ("", "Factor of the distillation (distillation_loss_coef_schedule)"),
     "actor/distillation/overlap_ratio": ("fraction", "Part of the teacher's top k in the student's, sampled"),
     "actor/distillation/student_mass": ("fraction", "The student's probability of the teacher's top k"),
     "actor/distillation/teacher_mass": ("fraction", "The teacher's probability of its top k"),
@@ -99,6 +100,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "prompt_length/mean": ("tokens", "Mean prompt length"),
     "prompt_length/max": ("tokens", "Longest prompt"),
     "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
+    "reward/teacher": ("nats/token", "log p - log q of the sampled tokens (distillation.as_reward), mean, unclamped"),
     "reward/greedy": ("", "Mean reward of the greedy answers (algorithm.adv_estimator=remax)"),
     "reward/std": ("", "Standard deviation of the same"),
     "reward/<name>/mean": (

@@ -265,6 +265,23 @@ def test_settings_of_the_policy_loss_that_do_not_go_together(override, parts):
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["distillation.loss_mode=jsd"], ["distillation.as_reward", "leave loss_mode"]),
+        (["algorithm.adv_estimator=remax"], ["algorithm.adv_estimator", "as_reward", "remax"]),
+        (["distillation.temperature=0.5"], ["distillation.temperature", "rollout.temperature", "0.5"]),
+        (["algorithm.adv_estimator=grpo"], ["actor_rollout_ref.rollout.n", "at least 2"]),
+    ],
+)
+def test_settings_that_do_not_go_with_a_teacher_as_a_reward(overrides, parts):
+    given = [*OWN, "distillation.as_reward=true", "algorithm.adv_estimator=reinforce_plus_plus"]
+    assert load_config(given).distillation.as_reward
+    with pytest.raises(ConfigError) as error:
+        load_config([*given, *overrides])
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
 def test_estimators_that_need_no_group():
     for name in ("reinforce_plus_plus", "remax", "mine.py:mine"):
         load_config([*OWN, "distillation.enabled=false", "reward.answer_key=answer", f"algorithm.adv_estimator={name}"])

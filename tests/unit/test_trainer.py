@@ -308,6 +308,71 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt():
     assert found == {0: [0], 1: [1, 1], 2: [0, 0], 3: [-1], 4: [1, 1], 5: [0]}
 
 
+AS_REWARD = ["distillation.as_reward=true", "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0"]
+
+
+def test_the_teacher_as_a_reward_of_each_token():
+    """log p = -0.5 and log q = log 0.5 for all tokens: log-ratios are equal, so whitened they are 0 but for rewards."""
+    group, metrics = update_at_once(*AS_REWARD)
+    assert group.num_forwards == 1
+    assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
+    assert "reward/mean" not in metrics
+    for item in group.trained[-1]:
+        assert item.teacher is not None
+        np.testing.assert_allclose(item.advantages, 0, atol=1e-3)
+        np.testing.assert_allclose(item.old_logprobs, np.log(0.5))
+    group, metrics = update_at_once(*AS_REWARD, *REWARDS, "distillation.distillation_loss_coef=2")
+    log_ratio = 2 * (-0.5 - np.log(0.5))
+    rewards = {i: np.full(i % 2 + 1, log_ratio) + np.array([0, i % 2])[-(i % 2) - 1 :] for i in range(6)}
+    together = np.concatenate(list(rewards.values()))
+    for item in group.trained[-1]:
+        want = (rewards[item.sequence.index] - together.mean()) / together.std(ddof=1)
+        np.testing.assert_allclose(item.advantages, want, rtol=1e-4)
+    assert metrics["reward/mean"] == 0.5
+
+
+def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
+    group, metrics = update_at_once(
+        "distillation.as_reward=true", "distillation.loss_max_clamp=0.1", "algorithm.norm_adv_by_std_in_grpo=false"
+    )
+    assert metrics["actor/distillation/clamp_share"] == 1
+    assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
+    for item in group.trained[-1]:  # sums of one and of two tokens' rewards, relative to their mean
+        np.testing.assert_allclose(item.advantages, 0.05 if item.sequence.index % 2 else -0.05, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("schedule", "factors"), [("linear", [1, 0.75, 0.25]), ("cosine", [1, 0.8535534, 0.1464466])])
+def test_the_coefficient_falls_towards_0_with_the_steps(schedule, factors):
+    for step, factor in zip((1, 2, 4), factors, strict=True):
+        trainer, group, rollout = make(
+            GKDTrainer, f"distillation.distillation_loss_coef_schedule={schedule}",
+            "distillation.distillation_loss_coef=0.5", "trainer.total_training_steps=4", teacher=LocalTeacher(scores),
+        )
+        metrics = trainer._update_actor(dataclasses.replace(rollout, step=step))
+        assert metrics["actor/distillation/coef"] == pytest.approx(0.5 * factor)
+        assert all(item.teacher_weight == pytest.approx(factor) for item in group.trained[-1])
+    group, metrics = update_at_once()
+    assert {item.teacher_weight for item in group.trained[-1]} == {1.0}
+    assert "actor/distillation/coef" not in metrics
+
+
+@pytest.mark.parametrize("cls", [PPOTrainer, GKDTrainer])
+@pytest.mark.parametrize("updates", [[], TWO_STEPS])
+def test_responses_count_the_same_where_they_are_to(cls, updates):
+    """Responses of one and of two tokens; the factors of a mini-batch sum to its number of tokens."""
+    options = {"teacher": LocalTeacher(scores)} if cls is GKDTrainer else {}
+    mode = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    trainer, group, rollout = make(cls, mode, *updates, **options)
+    trainer._update_actor(rollout)
+    batches = [[share[i] for share in group.updates[-1]] for i in range(len(group.updates[-1][0]))]
+    for parts in batches:
+        items = [item for part in parts for micro in part.micro_batches for item in micro]
+        for item in items:
+            length = len(item.sequence.response_ids)
+            want = parts[0].num_tokens / (len(items) * length)
+            np.testing.assert_allclose(item.loss_weights, np.full(length, want), rtol=1e-6)
+
+
 def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
     trainer, group, rollout = make(
         PPOTrainer, "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2"

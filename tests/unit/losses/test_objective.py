@@ -255,6 +255,31 @@ def test_a_ratio_of_sequences_that_chunks_of_the_head_cut():
     assert sorted(objective.reported) == sorted(reported)
 
 
+def test_a_factor_of_the_teacher_leaves_rewards_alone_and_as_a_reward_it_has_no_loss():
+    problem, loss = Problem(), config("forward_kl")
+    loss.use_task_rewards = True
+    want = problem.naive(loss).sum() - 0.75 * (
+        problem.naive(config("forward_kl")) * loss.distillation_loss_coef / config("forward_kl").distillation_loss_coef
+    ).sum()
+    ids = torch.cat([problem.topk_ids, problem.sampled[:, None]], 1)
+
+    def compute(section, targets):
+        return head_loss(
+            problem.hidden, problem.weight, ids, Objective(section, ActorConfig()).loss_fn(targets), chunk_rows=5,
+            temperature=problem.temperature, tail_topk=problem.topk_ids.shape[1],
+        )
+
+    weighted = dataclasses.replace(problem.targets(loss), teacher_weights=torch.full_like(problem.importance, 0.25))
+    value, _ = compute(loss, weighted)
+    torch.testing.assert_close(value, want)
+    policy = problem.naive(config("ppo")).sum()
+    value, reported = compute(dataclasses.replace(loss, as_reward=True), problem.targets(loss))
+    torch.testing.assert_close(value, policy)
+    for got, expected in zip(problem.grads(value), problem.grads(policy), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert reported["actor/kl_loss"] > 0
+
+
 def test_entropy_counts_with_the_weight_of_its_token():
     problem, loss = Problem(), config("ppo")
     targets = problem.targets(loss)
