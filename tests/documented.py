@@ -83,7 +83,7 @@ RUN_ELSEWHERE = {
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
     f"{ONE_CARD} actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64 "
     "actor_rollout_ref.actor.optim.lr=1e-5":
-        "tests/integration/test_lora.py::test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are",
+        "tests/integration/test_lora_run.py::test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are",
 }
 """Command -> the test that runs it with models and data of its own."""
 
