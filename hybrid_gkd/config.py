@@ -264,6 +264,19 @@ class Config:
         return self.trains_on_rewards and needed and not self.trainer.val_only
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether the student is kept close to a reference policy."""
+        return self.actor_rollout_ref.actor.use_kl_loss and not self.trainer.val_only
+
+    @property
+    def ref_model(self) -> ModelConfig:
+        """The folder of the reference policy, and how it is loaded."""
+        student, own = self.actor_rollout_ref.model, self.actor_rollout_ref.ref.model.path
+        found = ModelConfig(path=own or student.path, trust_remote_code=student.trust_remote_code)
+        found.override_config = student.override_config if own is None else {}
+        return found
+
+    @property
     def critic_shard_size(self) -> int:
         """Workers that share one copy of the critic's weights."""
         size = self.critic.fsdp_config.fsdp_size

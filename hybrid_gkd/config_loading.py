@@ -211,8 +211,9 @@ def _normalise(config: Config) -> list[ConfigError]:
     """Expand home folders; make lists of files, numbers of null. Returns what is neither a file nor a list of them."""
     problems = []
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
+    ref = config.actor_rollout_ref.ref.model
     paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
-    for section, name in (*paths, (teacher, "keys"), (config.critic.model, "path")):
+    for section, name in (*paths, (teacher, "keys"), (config.critic.model, "path"), (ref, "path")):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))

@@ -142,6 +142,12 @@ class ActorConfig:
     sum, of their mean, or of their sum divided by loss_scale_factor (Dr. GRPO)."""
     loss_scale_factor: int | None = field(default=None, metadata=rules.POSITIVE)
     """Tokens, for loss_agg_mode=seq-mean-token-sum-norm; null takes data.max_response_length."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef times the KL from the student to the reference policy to a token's loss."""
+    kl_loss_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
+    """Factor of that KL."""
+    kl_loss_type: Literal["k2", "k3"] = "k3"
+    """Its estimate from the sampled token: half the squared log-ratio (verl: mse), or k3 (verl: low_var_kl)."""
     entropy_coeff: float = 0.0
     """This times the entropy of the student's distribution is taken off a token's loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -313,6 +319,21 @@ class TeacherConfig:
 
 
 @dataclass
+class RefModelConfig:
+    """The model of the reference policy."""
+
+    path: str | None = None
+    """Hugging Face folder or hub id of a causal language model; null takes the student's, as it was before training."""
+
+
+@dataclass
+class RefConfig:
+    """The reference policy, which actor.use_kl_loss keeps the student close to. It is frozen and never saved."""
+
+    model: RefModelConfig = field(default_factory=RefModelConfig)
+
+
+@dataclass
 class ActorRolloutRefConfig:
     """Student, rollout engine and teacher."""
 
@@ -328,3 +349,4 @@ class ActorRolloutRefConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    ref: RefConfig = field(default_factory=RefConfig)

@@ -331,7 +331,10 @@ def _loss(config: Config) -> Rules:
     )
     yield (
         f"{key}.temperature",
-        loss.temperature == temperature or not (loss.use_policy_gradient or loss.use_task_rewards or loss.as_reward),
+        loss.temperature == temperature or not (
+            loss.use_policy_gradient or loss.use_task_rewards or loss.as_reward
+            or config.actor_rollout_ref.actor.use_kl_loss
+        ),
         f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
         "about the policy that the responses were sampled from",
     )

@@ -185,6 +185,11 @@ class RecordingGroup:
         token = np.array([[0.5, 0.25]], np.float32)
         return {item.sequence.index: token.repeat(len(item.sequence.response_ids), 0) for item in items}
 
+    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        self.events.append(("ref",))
+        items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
+        return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.125), np.float32) for i in items}
+
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         self.events.append(("values",))
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
@@ -219,6 +224,10 @@ class LocalGroup(RecordingGroup):
         super().__init__(respond)
         self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
         self.attention_cost = attention_cost(self.actor.hidden_size)
+        if config.uses_reference:
+            from hybrid_gkd.student.reference import Reference
+
+            self.reference = Reference(config, device=torch.device("cpu"))
         if config.uses_critic:
             from hybrid_gkd.student.critic import Critic
 
@@ -241,6 +250,9 @@ class LocalGroup(RecordingGroup):
     def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         super().compute_divergences(micro_batches)
         return self.actor.compute_divergences(micro_batches[0])
+
+    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        return self.reference.compute_logprobs(micro_batches[0])
 
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         return self.critic.compute_values(micro_batches[0])

@@ -139,6 +139,7 @@ class GKDTrainer(PPOTrainer):
             dataclasses.replace(item, teacher=scores[item.sequence.index], old_logprobs=old)
             for item, old in zip(sequences, logprobs, strict=True)
         ]
+        sequences = self._with_reference(sequences)
         with self.clock.span("update_actor"):
             sequences, weights = self._with_logprobs(sequences)
             return self._train(sequences) | metrics | found | weights
@@ -149,6 +150,7 @@ class GKDTrainer(PPOTrainer):
         sequences, metrics = [TrainSequence(sequence=s) for s in rollout.sequences], dict[str, float]()
         if loss.use_task_rewards:
             sequences, metrics = self._with_advantages(rollout)
+        sequences = self._with_reference(sequences)
         with self.clock.span("update_actor"):
             policy_loss = loss.use_task_rewards or loss.use_policy_gradient
             sequences, weights = self._with_logprobs(sequences, policy_loss=policy_loss)

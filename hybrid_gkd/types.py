@@ -108,6 +108,8 @@ class TrainSequence:
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""
+    ref_logprobs: np.ndarray | None = None
+    """Of the response tokens under the reference policy; None without one."""
     loss_weights: np.ndarray | None = None
     """Factors of the tokens' losses: importance weights and `loss_agg_mode`; None is 1, and 0 is not trained on."""
     values: np.ndarray | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.checkpoint import MANIFEST, find_damage
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all
@@ -59,16 +59,33 @@ def critic(facts: Facts) -> str:
         return "none is needed"
     if model.path == config.actor_rollout_ref.model.path:
         return f"starts from the student's {model.path}"
+    check_other_model("critic", key, model, facts)
+    return f"starts from {model.path}"
+
+
+def reference(facts: Facts) -> str:
+    """The folder of the reference policy has what it needs, the student's tokenizer included; all positions fit."""
+    config, key = facts.config, "actor_rollout_ref.ref.model.path"
+    path = config.actor_rollout_ref.ref.model.path
+    if not config.uses_reference:
+        return "none is needed"
+    if path is None:
+        return f"the student's {config.ref_model.path} as it is there"
+    check_other_model("reference policy", key, config.ref_model, facts)
+    return path
+
+
+def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> None:
+    """A model that computes what the student writes. Raises ModelError, ConfigError or CheckpointError."""
     check_model_folder(key, model.path)
     check_export(key, model.path)
-    check_length("critic", model.path, config, config.max_sequence_length, model.override_config)
+    check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
     try:
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
-        raise ModelError(f"{key}: critic and student must have the same vocabulary; {model.path} has another one")
-    return f"starts from {model.path}"
+        raise ModelError(f"{key}: {who} and student must have the same vocabulary; {model.path} has another one")
 
 
 def teacher(facts: Facts) -> str:

@@ -175,6 +175,7 @@ CHECKS = (
     Check("data", inputs.data, after=("student", "files")),
     Check("checkpoint", checkpoint, after=("data",)),
     Check("critic", inputs.critic, after=("student",)),
+    Check("reference", inputs.reference, after=("student",)),
     Check("teacher", inputs.teacher),
     Check("fit", fit, after=("student", "teacher")),
     Check("disk", disk, after=("student",)),

@@ -32,6 +32,7 @@ class Targets:
     teacher_weights: Tensor | None = None  # [R], factors of the distillation term
     advantages: Tensor | None = None  # [R], from rewards
     old_logprobs: Tensor | None = None  # [R], see `TrainSequence`
+    ref_logprobs: Tensor | None = None  # [R], of the sampled token under the reference policy
     loss_weights: Tensor | None = None  # [R], factors of the loss
     sequence: Tensor | None = None  # [R], int64, the number of the token's sequence, ascending from 0
     sequence_log_ratio: Tensor | None = None  # [R], see `Objective.with_sequence_ratios`
@@ -52,18 +53,23 @@ class Objective:
         self._policy_loss = policy_loss(actor.policy_loss.loss_mode)
         self._policy_options = {key: options[key] for key in self._policy_loss.options}
         self._entropy_coeff = actor.entropy_coeff
+        self._reference_kl, self._kl_loss_coef = DIVERGENCES[actor.kl_loss_type], actor.kl_loss_coef
         weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
         self._terms = [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
         if config.loss_fn is not None:
             self._terms = [(1.0, user_divergence(config.loss_fn))]
         on_rewards = not config.enabled or config.use_task_rewards or config.as_reward
-        self.uses_sampled = on_rewards or any(row.signal == "sampled" for _, row in self._terms)
+        self.uses_sampled = (
+            on_rewards or actor.use_kl_loss or any(row.signal == "sampled" for _, row in self._terms)
+        )
         """Whether the last column of the log-probabilities must be the sampled token."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
         teacher = {"teacher_logprobs": row, "teacher_tail": none, "teacher_sampled": none} if config.enabled else {}
         self.of_sequences = self._policy_loss.of_sequences and (on_rewards or config.use_policy_gradient)
         """Whether the loss needs `with_sequence_ratios`, where there are old log-probabilities."""
-        nothing = Targets(**teacher, advantages=none if on_rewards else None)
+        nothing = Targets(
+            **teacher, advantages=none if on_rewards else None, ref_logprobs=none if actor.use_kl_loss else None
+        )
         self.reported = list(self.loss_fn(nothing)(torch.zeros(0, 3), slice(None))[1])
         """Names of the metrics of `loss_fn`."""
 
@@ -104,6 +110,9 @@ class Objective:
                 policy = self._policy(chunk, chunk.advantages, logprobs[:, -1], parts)
                 parts["actor/pg_loss"] = policy
                 terms.append(policy)
+            if chunk.ref_logprobs is not None:
+                parts["actor/ref_kl"] = kl = self._reference_kl.function(chunk.ref_logprobs, logprobs[:, -1])
+                terms.append(self._kl_loss_coef * kl)
             loss = torch.stack(terms).sum(0)
             if chunk.loss_weights is not None:
                 loss = loss * chunk.loss_weights

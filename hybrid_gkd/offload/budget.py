@@ -98,6 +98,17 @@ def trained_models(config: Config, spec: ModelSpec, device: str = "cuda") -> lis
     return models
 
 
+def reference_bytes(config: Config, spec: ModelSpec, device: str) -> dict[str, float]:
+    """Memory owner -> bytes of the reference policy on each device, in the type of the computation; empty without."""
+    if not config.uses_reference:
+        return {}
+    model = config.ref_model
+    if config.actor_rollout_ref.ref.model.path is not None:
+        trust, override = model.trust_remote_code, model.override_config
+        spec = model_spec(model.path, trust_remote_code=trust, override_config=override)
+    return {"ref_params": (2 if device == "cuda" else 4) * spec.parameters / config.shard_size}
+
+
 def engine_dtype(config: Config, device: str) -> str:
     """Type of the rollout engine's weights and KV cache on "cuda" or "cpu"; left open, that of the actor's compute."""
     automatic, dtype = "bfloat16" if device == "cuda" else "float32", config.actor_rollout_ref.rollout.dtype
@@ -134,7 +145,9 @@ def phase_bytes(
     for model in models:
         owners |= model.owners
         moves |= model.moves
-    if not hybrid and len(models) == 1:  # alone it makes room for nobody
+    reference = reference_bytes(config, spec, device)
+    owners, moves = owners | reference, moves | dict.fromkeys(reference, True)
+    if not hybrid and len(models) == 1 and not reference:  # alone it makes room for nobody
         moves |= dict.fromkeys(("actor_params", FROZEN), False)
     if total_bytes is not None:
         owners["kv_cache"] = max(0.0, engine_share(config, spec, total_bytes) * total_bytes - engine_weights)

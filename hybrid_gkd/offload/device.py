@@ -126,16 +126,15 @@ class SharedDevice:
 
     def add_model(self, name: str, model: ShardedModel) -> None:
         """Make memory owners of a model of `MODEL_OWNERS`, movable as its `fsdp` says; all but the actor leave now."""
-        params, state = MODEL_OWNERS[name]
+        params, *states = MODEL_OWNERS[name]
         self._models.append(name)
-        self.offloaded |= {
-            params: OffloadedTensors(model.parameters), state: OffloadedTensors(model.optimizer_tensors)
-        }
+        self.offloaded[params] = OffloadedTensors(model.parameters)
+        self.offloaded |= {state: OffloadedTensors(model.optimizer_tensors) for state in states}
         if model.frozen_parameters():
             self.offloaded[FROZEN] = FrozenTensors(model.frozen_parameters)
         frozen = {FROZEN} & self.offloaded.keys()
         self._movable |= {params} | frozen if self.on_gpu and model.fsdp.param_offload else set()
-        self._movable |= {state} if self.on_gpu and model.fsdp.optimizer_offload else set()
+        self._movable |= set(states) if self.on_gpu and model.fsdp.optimizer_offload else set()
         if name != "actor" and params in self._movable:  # so that the next model has room
             self.offloaded[params].release()
             self._away.add(params)

@@ -37,6 +37,10 @@ LEARNING = (
     "distillation", "algorithm", "trainer.scheduler",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""
+REFERENCE = tuple(
+    f"{ARR}.{key}" for key in ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path")
+)
+"""The same where there is a reference policy."""
 CRITIC = (
     "critic.model", "critic.optim", "critic.ppo_mini_batch_size", "critic.ppo_epochs", "critic.grad_clip",
     "critic.cliprange_value", "critic.loss_agg_mode", "critic.fsdp_config.model_dtype", "trainer.critic_warmup",
@@ -63,9 +67,9 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     """
     loss = config.distillation
     rewards = REWARD if config.trains_on_rewards else ()
-    critic = CRITIC if config.uses_critic else ()
+    critic, reference = CRITIC if config.uses_critic else (), REFERENCE if config.uses_reference else ()
     config, found = dataclasses.replace(config, critic=config.resolved_critic), dict[str, Any]()
-    for key in (*LEARNING, *rewards, *critic):
+    for key in (*LEARNING, *rewards, *critic, *reference):
         value = operator.attrgetter(key)(config)
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
     scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"

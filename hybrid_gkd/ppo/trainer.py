@@ -2,8 +2,6 @@
 
 `PPOTrainer` is a complete trainer on a reward, with a critic where the advantages need one. Subclasses replace
 `_update_actor`, which owns the whole learning signal.
-
-Left out: a reference model (no KL penalty to the starting point).
 """
 
 from __future__ import annotations
@@ -194,6 +192,7 @@ class PPOTrainer:
         sequences, metrics = self._with_advantages(rollout)
         if rollout.step <= self.config.trainer.critic_warmup:
             return metrics
+        sequences = self._with_reference(sequences)
         with self.clock.span("update_actor"):
             sequences, weights = self._with_logprobs(sequences)
             return self._train(sequences) | metrics | weights
@@ -213,6 +212,14 @@ class PPOTrainer:
             return sequences, metrics | found
         with self._changing_weights(steps=self.critic.steps):
             return sequences, metrics | found | self.critic.update(sequences)
+
+    def _with_reference(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
+        """The same with the log-probabilities of the reference policy, where there is one."""
+        if not self.config.uses_reference:
+            return sequences
+        with self.clock.span("ref"):
+            found = self.group.compute_ref_logprobs([tuple(share) for share in self.batches.plan(sequences)])
+        return [dataclasses.replace(item, ref_logprobs=found[item.sequence.index]) for item in sequences]
 
     def _with_logprobs(
         self, sequences: list[TrainSequence], *, policy_loss: bool = True

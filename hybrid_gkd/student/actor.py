@@ -70,7 +70,7 @@ class Actor(TrainedModel):
             factors = [np.full(len(i.sequence.response_ids), i.teacher_weight, np.float32) for i in micro_batch]
             if any(item.teacher_weight != 1 for item in micro_batch):
                 values["teacher_weights"] = joined(factors)
-        for name in ("advantages", "old_logprobs", "loss_weights"):
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_weights"):
             found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
             if found:
                 values[name] = joined(found)

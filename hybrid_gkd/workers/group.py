@@ -192,6 +192,11 @@ class WorkerGroup:
         parts = self.actors.call("compute_logprobs", shares=micro_batches)
         return {index: values for part in parts for index, values in part.items()}
 
+    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        """Sequence index -> float32 [R], under the reference policy, over all workers."""
+        parts = self.actors.call("compute_ref_logprobs", shares=micro_batches)
+        return {index: values for part in parts for index, values in part.items()}
+
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], what the critic expects before each response token, over all workers."""
         parts = self.actors.call("compute_values", shares=micro_batches)

@@ -33,6 +33,7 @@ LONG_NAMES = {
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
     "memory_metrics": "memory metrics",
     "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
+    "compute_ref_logprobs": "log-probabilities of the reference policy",
     "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",
     "generate": "the generation",
 }

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hybrid_gkd.errors import DeviceMemoryError
 from hybrid_gkd.offload.device import MemoryMeter
 from hybrid_gkd.offload.residency import Residency
-from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import MiniBatch, TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -33,17 +32,20 @@ class Phases:
 
 ACTOR_PHASES = Phases("update", "optimizer_step", "rollout")
 CRITIC_PHASES = Phases("critic_update", "critic_optimizer_step", "update")
+REFERENCE_PHASES = Phases("reference", "reference", "update")
+"""Of a model that takes no steps."""
 
 
 class Updater:
     """Runs a model's forward and backward passes and optimizer steps.
 
     A worker that is `alone` in its pool and runs out of device memory tries once more, with micro-batches of half the
-    size. One of several cannot: the others are in collectives that it has left. `worker` is for messages.
+    size. One of several cannot: the others are in collectives that it has left. `worker` is for messages. A model is a
+    `TrainedModel`, or one of which only `forward` is asked.
     """
 
     def __init__(
-        self, model: TrainedModel, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool,
+        self, model: Any, residency: Residency, meter: MemoryMeter, *, worker: str, alone: bool,
         phases: Phases = ACTOR_PHASES,
     ):  # fmt: skip
         self.model, self.residency, self.meter = model, residency, meter

@@ -116,11 +116,16 @@ class Worker(GroupMember):
 
             self.critic = Critic(self.config, device=self.device, num_updates=num_updates["critic"])
             self.shared.add_model("critic", self.critic)
+        if self.config.uses_reference:
+            from hybrid_gkd.student.reference import Reference
+
+            self.reference = Reference(self.config, device=self.device)
+            self.shared.add_model("reference", self.reference)
         self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"])
         self.shared.add_model("actor", self.actor)
 
     def _build_updaters(self) -> None:
-        from hybrid_gkd.workers.updater import CRITIC_PHASES, Updater
+        from hybrid_gkd.workers.updater import CRITIC_PHASES, REFERENCE_PHASES, Updater
 
         arguments: dict[str, Any] = {"worker": f"{self.role} {self.rank}", "alone": self.size == 1}
         self.updater = Updater(self.actor, self.residency, self.shared.meter, **arguments)
@@ -130,6 +135,10 @@ class Worker(GroupMember):
             self.trained["critic"] = self.critic
             self.critic_updater = Updater(
                 self.critic, self.residency, self.shared.meter, phases=CRITIC_PHASES, **arguments
+            )
+        if self.config.uses_reference:
+            self.reference_updater = Updater(
+                self.reference, self.residency, self.shared.meter, phases=REFERENCE_PHASES, **arguments
             )
         self.trained["actor"] = self.actor
 
@@ -175,6 +184,10 @@ class Worker(GroupMember):
     @spanned("update_actor")
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         return self.updater.forward(lambda: self.actor.compute_logprobs(micro_batches))
+
+    @spanned("ref")
+    def compute_ref_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        return self.reference_updater.forward(lambda: self.reference.compute_logprobs(micro_batches))
 
     @spanned("values")
     def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:

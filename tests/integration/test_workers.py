@@ -184,16 +184,20 @@ def learn_values(group, steps):
 
 
 def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model, tmp_path):
-    """On two workers its shards and the actor's are cut in different ways."""
+    """On two workers its shards and the actor's are cut in different ways. The reference is the start in both."""
     gae = (
         "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
         "critic.optim.lr=1e-2", "critic.optim.eps=1e-4", "critic.fsdp_config.fsdp_size=1",
+        "actor_rollout_ref.actor.use_kl_loss=true",
     )
     one = make_config(model, tmp_path / "one", *gae)
     two = make_config(model, tmp_path / "two", *gae, "trainer.n_gpus_per_node=2")
-    found = []
+    found, references = [], []
     for config in (one, two):
         with contextlib.closing(make_group(config, num_updates=4)) as group:
+            plan = [share.micro_batches for (share,) in shares(random_batch(9), group.size, 96)]
+            if config is one:
+                start = group.compute_logprobs(plan)
             if config is two:
                 group.load_checkpoint(tmp_path / "saved")
             else:
@@ -201,8 +205,12 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
                 written = group.save_checkpoint(tmp_path / "saved", tokenizer_path=str(model))
                 assert {name.split("/")[0] for name in written} == {"actor", "critic"}
             found.append(learn_values(group, range(2, 4)))
+            references.append(group.compute_ref_logprobs(plan))
     (curve_one, values_one), (curve_two, values_two) = found
     assert np.ptp(values_one) > 0.1
+    for index, expected in start.items():
+        for reference in references:
+            np.testing.assert_allclose(reference[index], expected, rtol=0, atol=2e-5)
     np.testing.assert_allclose(values_one, values_two, rtol=0, atol=2e-4)
     for a, b in zip(curve_one, curve_two, strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)

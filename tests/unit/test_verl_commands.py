@@ -25,7 +25,7 @@ OWN = [
 ]
 
 REFUSED_HERE = (
-    "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True",  # no reference policy
+    "algorithm.use_kl_in_reward=True",  # in the loss alone
     "reward_model.enable=True", "reward.reward_model.enable=True",  # no reward model
     "reward_model.sandbox_fusion.url=http*", "reward.sandbox_fusion.url=http*",  # no code is run for a reward
     "trainer.logger=[[]swanlab]",  # no tracker that there is

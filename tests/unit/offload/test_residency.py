@@ -13,7 +13,7 @@ SIZES = {
 }
 OWNERS = ("kv_cache", "engine_weights", "optimizer_state", "actor_params")
 """Of a worker without LoRA and critic, in the order in which they are released."""
-PHASES = {phase: wanted & set(OWNERS) for phase, wanted in RESIDENCY.items() if "critic_params" not in wanted}
+PHASES = {phase: wanted & set(OWNERS) for phase, wanted in RESIDENCY.items() if wanted & set(OWNERS)}
 
 
 class Device:

@@ -1,0 +1,37 @@
+"""The reference policy: a frozen model, which the actor is kept close to. Knows neither Ray nor vLLM."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hybrid_gkd.config import Config, FSDPConfig
+from hybrid_gkd.student.loading import PATH_KEY
+from hybrid_gkd.student.logprob_model import LogprobModel, sampled_logprobs
+from hybrid_gkd.student.sharded_model import ShardedModel
+from hybrid_gkd.types import TrainSequence
+
+
+class Reference(ShardedModel):
+    """One rank of the reference: the model that the run has started from, also after a resume, or another folder.
+
+    Raises ModelError if it cannot be loaded or its architecture not be computed exactly.
+    """
+
+    section = "actor_rollout_ref.actor"
+
+    def __init__(self, config: Config, *, device: torch.device):
+        self.temperature = config.actor_rollout_ref.rollout.temperature
+        # Nothing is ever added to its weights: the type in which the actor computes is all that they need.
+        fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
+        own = config.actor_rollout_ref.ref.model.path
+        super().__init__(
+            config.ref_model, wrap=LogprobModel, fsdp=fsdp, shard_size=config.shard_size, device=device, bucket_bytes=0,
+            optim=None, path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
+        )
+
+    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
+        found = sampled_logprobs(self.model, micro_batches, temperature=self.temperature, device=self.device)
+        self.reshard()
+        return found

@@ -1,0 +1,79 @@
+"""The reference policy: the start of the run, also after a resume, and a term of the loss. CPU, one rank."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_gkd.checkpoint import CheckpointStore
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.budget import phase_bytes
+from hybrid_gkd.ppo.resuming import learning_settings
+from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.student.reference import Reference
+from hybrid_gkd.testing import LocalGroup, MetricRows, NumberTokenizer, make_tiny_model, single_process_group
+from hybrid_gkd.types import Prompt
+
+KL = "actor_rollout_ref.actor"
+
+
+def make_config(model, *overrides):
+    return load_config([
+        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu", "trainer.save_freq=0",
+        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=reinforce_plus_plus",
+        "data.train_batch_size=4", f"{KL}.optim.lr=1e-2", "trainer.total_training_steps=2", *overrides,
+    ])  # fmt: skip
+
+
+def train(config):
+    def respond(request, version):
+        return np.random.default_rng(request.seed).integers(0, 256, 5).astype(np.int32)
+
+    rows = MetricRows()
+    prompts = [Prompt(index=i, token_ids=np.array([i, 7], np.int32), text=str(i), answer="1") for i in range(4)]
+    group = LocalGroup(config, respond=respond, num_updates=2)
+    group.reference_config = config
+    PPOTrainer(
+        config, group=group, tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[], tracking=rows,
+        reward=lambda response, answer: float(len(response) % 2), store=CheckpointStore(config.run_dir, keep=None),
+    ).fit()
+    return rows.by_step, group
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_the_kl_from_the_start_is_0_at_first_and_is_what_the_estimate_says_then(kind, tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    with single_process_group():
+        plain, _ = train(make_config(model))
+        rows, group = train(
+            make_config(model, f"{KL}.use_kl_loss=true", f"{KL}.kl_loss_coef=0.5", f"{KL}.kl_loss_type={kind}")
+        )
+        assert "actor/ref_kl" not in plain[1]
+        assert rows[1]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+        assert rows[2]["actor/ref_kl"] > 1e-4
+        assert rows[2]["actor/loss"] == pytest.approx(
+            rows[2]["actor/pg_loss"] + 0.5 * rows[2]["actor/ref_kl"], rel=1e-5, abs=1e-6
+        )
+        start = dict(Reference(group.reference_config, device=torch.device("cpu")).named_parameters())
+        for name, weight in group.reference.named_parameters():
+            assert torch.equal(weight.full_tensor(), start[name].full_tensor()), name
+
+
+def test_another_folder_is_another_policy_and_both_decide_what_is_learned(tmp_path):
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    config = make_config(model, f"{KL}.use_kl_loss=true", f"actor_rollout_ref.ref.model.path={other}")
+    with single_process_group():
+        rows, _ = train(config)
+    assert rows[1]["actor/ref_kl"] > 0.1
+    settings = learning_settings(config, steps=2)
+    assert settings["actor_rollout_ref.ref.model.path"] == str(other)
+    assert not [key for key in learning_settings(make_config(model), steps=2) if "kl_loss" in key]
+
+
+def test_it_is_on_the_device_in_its_own_phase_only(tmp_path):
+    config = make_config(make_tiny_model(tmp_path), f"{KL}.use_kl_loss=true")
+    spec = student_spec(config)
+    phases = phase_bytes(config, spec, device="cuda", total_bytes=None)
+    assert {phase for phase, owners in phases.items() if "ref_params" in owners} == {"reference"}
+    assert phases["reference"]["ref_params"] == 2 * spec.parameters
+    assert "reference" not in phase_bytes(make_config(tmp_path), spec, device="cuda", total_bytes=None)
