@@ -269,6 +269,12 @@ class Config:
         return self.actor_rollout_ref.actor.use_kl_loss and not self.trainer.val_only
 
     @property
+    def has_reference_model(self) -> bool:
+        """Whether the reference policy is a model of its own: not where it is what lies below the LoRA adapters."""
+        arr = self.actor_rollout_ref
+        return self.uses_reference and not (arr.model.has_lora and arr.ref.model.path is None)
+
+    @property
     def ref_model(self) -> ModelConfig:
         """The folder of the reference policy, and how it is loaded."""
         student, own = self.actor_rollout_ref.model, self.actor_rollout_ref.ref.model.path

@@ -222,9 +222,10 @@ class LocalGroup(RecordingGroup):
         from hybrid_gkd.student.actor import Actor
 
         super().__init__(respond)
+        self.config = config
         self.actor = Actor(config, device=torch.device("cpu"), num_updates=num_updates)
         self.attention_cost = attention_cost(self.actor.hidden_size)
-        if config.uses_reference:
+        if config.has_reference_model:
             from hybrid_gkd.student.reference import Reference
 
             self.reference = Reference(config, device=torch.device("cpu"))
@@ -252,6 +253,8 @@ class LocalGroup(RecordingGroup):
         return self.actor.compute_divergences(micro_batches[0])
 
     def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+        if not self.config.has_reference_model:
+            return self.actor.compute_ref_logprobs(micro_batches[0])
         return self.reference.compute_logprobs(micro_batches[0])
 
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:

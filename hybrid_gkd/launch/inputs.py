@@ -69,6 +69,8 @@ def reference(facts: Facts) -> str:
     path = config.actor_rollout_ref.ref.model.path
     if not config.uses_reference:
         return "none is needed"
+    if not config.has_reference_model:
+        return f"the student's {config.ref_model.path} without its LoRA adapters"
     if path is None:
         return f"the student's {config.ref_model.path} as it is there"
     check_other_model("reference policy", key, config.ref_model, facts)

@@ -99,8 +99,8 @@ def trained_models(config: Config, spec: ModelSpec, device: str = "cuda") -> lis
 
 
 def reference_bytes(config: Config, spec: ModelSpec, device: str) -> dict[str, float]:
-    """Memory owner -> bytes of the reference policy on each device, in the type of the computation; empty without."""
-    if not config.uses_reference:
+    """Memory owner -> bytes of a reference model on each device, in the type of the computation; empty without."""
+    if not config.has_reference_model:
         return {}
     model = config.ref_model
     if config.actor_rollout_ref.ref.model.path is not None:

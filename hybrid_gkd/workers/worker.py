@@ -116,7 +116,7 @@ class Worker(GroupMember):
 
             self.critic = Critic(self.config, device=self.device, num_updates=num_updates["critic"])
             self.shared.add_model("critic", self.critic)
-        if self.config.uses_reference:
+        if self.config.has_reference_model:
             from hybrid_gkd.student.reference import Reference
 
             self.reference = Reference(self.config, device=self.device)
@@ -136,7 +136,7 @@ class Worker(GroupMember):
             self.critic_updater = Updater(
                 self.critic, self.residency, self.shared.meter, phases=CRITIC_PHASES, **arguments
             )
-        if self.config.uses_reference:
+        if self.config.has_reference_model:
             self.reference_updater = Updater(
                 self.reference, self.residency, self.shared.meter, phases=REFERENCE_PHASES, **arguments
             )
@@ -187,6 +187,8 @@ class Worker(GroupMember):
 
     @spanned("ref")
     def compute_ref_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+        if not self.config.has_reference_model:
+            return self.updater.forward(lambda: self.actor.compute_ref_logprobs(micro_batches))
         return self.reference_updater.forward(lambda: self.reference.compute_logprobs(micro_batches))
 
     @spanned("values")

@@ -1,11 +1,14 @@
 """The reference policy: the start of the run, also after a resume, and a term of the loss. CPU, one rank."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config_models import RefConfig, RefModelConfig
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import phase_bytes
 from hybrid_gkd.ppo.resuming import learning_settings
@@ -57,6 +60,20 @@ def test_the_kl_from_the_start_is_0_at_first_and_is_what_the_estimate_says_then(
         start = dict(Reference(group.reference_config, device=torch.device("cpu")).named_parameters())
         for name, weight in group.reference.named_parameters():
             assert torch.equal(weight.full_tensor(), start[name].full_tensor()), name
+
+
+def test_with_lora_the_model_below_the_adapters_is_the_reference_and_there_is_no_second_model(tmp_path):
+    config = make_config(
+        make_tiny_model(tmp_path / "model"), f"{KL}.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=4"
+    )
+    with single_process_group():
+        rows, group = train(config)
+    assert not hasattr(group, "reference")
+    assert rows[1]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[2]["actor/ref_kl"] > 1e-6
+    assert "reference" not in phase_bytes(config, student_spec(config), device="cuda", total_bytes=None)
+    other = dataclasses.replace(config.actor_rollout_ref, ref=RefConfig(model=RefModelConfig(path="other")))
+    assert dataclasses.replace(config, actor_rollout_ref=other).has_reference_model
 
 
 def test_another_folder_is_another_policy_and_both_decide_what_is_learned(tmp_path):
