@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omegaconf import OmegaConf
-
+from hybrid_gkd.config import CUSTOM, Config
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
+from hybrid_gkd.ppo.rewards import BUILTIN_REWARDS
 from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
 
 if TYPE_CHECKING:
@@ -26,9 +28,6 @@ NAME = "hybrid_gkd"
 """Of the workspace, by which an existing one is found, and of the report."""
 API_SECONDS = 20
 """For one request to the server."""
-
-RunConfig = Mapping[str, Any]
-"""The resolved configuration of a run, nested dictionaries."""
 
 
 class Panel(NamedTuple):
@@ -50,6 +49,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Held-out, by data source", (SOURCES,)),
         Panel("Divergence, what is minimised", ("actor/kl_loss",)),
         Panel("Divergence, both directions", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
+        Panel("Coefficient of the distillation", ("actor/distillation/coef",)),
+        Panel("KL to the reference policy", ("actor/ref_kl",)),
         Panel("Loss", ("actor/loss",)),
         Panel("Overlap and mass of the teacher's top k", (
             "actor/distillation/overlap_ratio", "actor/distillation/student_mass", "actor/distillation/teacher_mass",
@@ -63,8 +64,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Time": (
         Panel("The step, part by part", (
-            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/update_actor",
-            "timing/sync_rollout_weights",
+            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/ref", "timing/values",
+            "timing/update_critic", "timing/update_actor", "timing/sync_rollout_weights",
         ), stacked=True),
         Panel("The step", ("timing/step",)),
         Panel("Tokens per second", ("perf/tokens_per_second",)),
@@ -97,11 +98,19 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Prompt length", ("prompt_length/",)),
     ),
     "PPO": (
-        Panel("Reward", ("reward/mean", "reward/std")),
+        Panel("Reward", ("reward/mean", "reward/std", "reward/greedy")),
         Panel("Reward, each function", ("reward/<name>/mean",)),
+        Panel("Reward from the teacher", ("reward/teacher",)),
+        Panel("Responses on which a reward function failed", ("reward/failures",)),
         Panel("Policy loss", ("actor/pg_loss",)),
         Panel("Share clipped", ("actor/pg_clipfrac*",)),
         Panel("Movement of the policy", ("actor/ppo_kl",)),
+        Panel("Critic: values and returns", ("critic/values/mean", "critic/returns/mean")),
+        Panel("Critic: explained variance", ("critic/vf_explained_var",)),
+        Panel("Critic: loss", ("critic/vf_loss",)),
+        Panel("Critic: share clipped", ("critic/vf_clipfrac",)),
+        Panel("Critic: gradient norm", ("critic/grad_norm",)),
+        Panel("Critic: learning rate", ("critic/lr",)),
     ),
 }  # fmt: skip
 NAMES_OF = {**PATTERNS, SOURCES: r"val/.+/(accuracy|forward_kl|reverse_kl)"}
@@ -110,55 +119,97 @@ REST = "Everything else"
 """The last section: a panel for each metric that no other panel shows."""
 
 
-def _corrects(algorithm: Mapping[str, Any]) -> bool:
-    return algorithm["rollout_is_threshold"] is not None or algorithm["rollout_rs"] is not None
+def _distils(run: Config) -> bool:
+    return run.distillation.enabled
 
 
-def _distils(run: RunConfig) -> bool:
-    return bool(run["distillation"]["enabled"])
+def _validates(run: Config) -> bool:
+    return bool(run.data.val_files)
 
 
-def _rewards(run: RunConfig) -> bool:
-    return not _distils(run) or bool(run["distillation"]["use_task_rewards"])
+def _has_advantages(run: Config) -> bool:
+    return run.trains_on_rewards or run.distillation.as_reward
 
 
-def _has_parts(reward: Mapping[str, Any]) -> bool:
+def _has_policy_loss(run: Config) -> bool:
+    return _has_advantages(run) or run.distillation.use_policy_gradient
+
+
+def _has_parts(run: Config) -> bool:
     """Whether a reward has numbers beside its own."""
-    own = reward["custom_reward_function"]["path"] is not None
-    return own or len(reward["functions"]) > 1 or reward["overlong_buffer"]["enable"]
+    return CUSTOM in run.reward.weights or len(run.reward.weights) > 1 or run.reward.overlong_buffer.enable
 
 
-def _advantages(run: RunConfig) -> bool:
-    return _rewards(run) or bool(run["distillation"]["as_reward"])
+def _can_fail(run: Config) -> bool:
+    """Whether a reward function is computed in processes."""
+    return any(name == CUSTOM or BUILTIN_REWARDS[name].can_hang for name in run.reward.weights)
 
 
-def _on_gpu(run: RunConfig) -> bool:
-    return run["trainer"]["device"] != "cpu"
+def _on_gpu(run: Config) -> bool:
+    return run.trainer.device != "cpu"
 
 
-REPORTED: dict[str, Callable[[RunConfig], bool]] = {
-    "actor/distillation/clamp_share": lambda run: run["distillation"]["loss_max_clamp"] is not None,
+def _is_hybrid(run: Config) -> bool:
+    return run.actor_rollout_ref.hybrid_engine
+
+
+HELD: dict[str, Callable[[Config], bool]] = {
+    "critic": lambda run: run.uses_critic,
+    "ref": lambda run: run.has_reference_model,
+    "frozen": lambda run: run.actor_rollout_ref.model.has_lora,
+    "engine": _is_hybrid,
+    "kv_cache": _is_hybrid,
+    "/rollout/": _is_hybrid,
+}
+"""Part of the names of memory owners and phases -> whether a worker that trains has them."""
+
+
+def _is_held(name: str) -> Callable[[Config], bool]:
+    """Whether a run reports a metric of memory, or of copies of it."""
+    tests = [_on_gpu, *(test for part, test in HELD.items() if part in name)]
+    return lambda run: all(test(run) for test in tests)
+
+
+REPORTED: dict[str, Callable[[Config], bool]] = {
+    "actor/distillation/clamp_share": lambda run: _distils(run) and run.distillation.loss_max_clamp is not None,
+    "actor/distillation/coef": (
+        lambda run: _distils(run) and run.distillation.distillation_loss_coef_schedule != "constant"
+    ),
     "actor/distillation/": _distils,
     "actor/kl_loss": _distils,
-    "actor/importance/": lambda run: _corrects(run["algorithm"]),
-    "actor/pg_loss": _advantages,
-    "actor/pg_clipfrac": lambda run: _advantages(run) or run["distillation"]["use_policy_gradient"],
-    "actor/ppo_kl": lambda run: _advantages(run) or run["distillation"]["use_policy_gradient"],
-    "reward/<name>/mean": lambda run: _rewards(run) and _has_parts(run["reward"]),
-    "reward/": _rewards,
+    "actor/ref_kl": lambda run: run.uses_reference,
+    "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
+    "actor/importance/effective": lambda run: run.algorithm.rollout_is_threshold is not None,
+    "actor/importance/rejected": lambda run: run.algorithm.rollout_rs is not None,
+    "actor/importance/": lambda run: run.algorithm.compares_logprobs,
+    "actor/pg_loss": _has_advantages,
+    "actor/pg_clipfrac": _has_policy_loss,
+    "actor/ppo_kl": _has_policy_loss,
+    "critic/": lambda run: run.uses_critic,
+    "reward/<name>/mean": lambda run: run.trains_on_rewards and _has_parts(run),
+    "reward/failures": lambda run: run.trains_on_rewards and _can_fail(run),
+    "reward/greedy": needs_greedy_answers,
+    "reward/teacher": lambda run: _distils(run) and run.distillation.as_reward,
+    "reward/": lambda run: run.trains_on_rewards,
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
+    "timing/ref": lambda run: run.uses_reference,
+    # That of the last step is written when the last report is out.
+    "timing/save_checkpoint": lambda run: run.trainer.save_freq > 0 or run.trainer.best_metric is not None,
+    "timing/testing": _validates,
+    "timing/update_critic": lambda run: run.uses_critic,
+    "timing/values": lambda run: run.uses_critic,
     "timing/wait_prev_teacher": _distils,
-    "timing/wait_prev_gen": lambda run: not run["actor_rollout_ref"]["hybrid_engine"],
-    "val/forward_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
-    "val/reverse_kl": lambda run: _distils(run) and bool(run["data"]["val_files"]),
+    "timing/wait_prev_gen": lambda run: not _is_hybrid(run),
+    "val/accuracy": lambda run: _validates(run) and run.reward.is_given,
+    "val/forward_kl": lambda run: _distils(run) and _validates(run),
+    "val/reverse_kl": lambda run: _distils(run) and _validates(run),
     **{
-        name: lambda run: bool(run["data"]["val_files"]) and run["actor_rollout_ref"]["rollout"]["val_kwargs"]["n"] > 1
+        name: lambda run: _validates(run) and run.reward.is_given and run.actor_rollout_ref.rollout.val_kwargs.n > 1
         for name in SEVERAL_ANSWERS
     },
-    "val/": lambda run: bool(run["data"]["val_files"]),
-    "memory/": _on_gpu,
-    "perf/copy/": _on_gpu,
+    "val/": _validates,
+    **{name: _is_held(name) for name in METRICS if name.startswith(("memory/", "perf/copy/"))},
     "perf/mfu": _on_gpu,
     "perf/max_memory_allocated_gb": _on_gpu,
     "timing/offload": _on_gpu,
@@ -166,12 +217,12 @@ REPORTED: dict[str, Callable[[RunConfig], bool]] = {
 """Beginning of a metric's name -> whether a run reports it; the first that fits counts, and without one it does."""
 
 
-def reports(run: RunConfig | None, name: str) -> bool:
+def reports(run: Config | None, name: str) -> bool:
     """Whether a run with this configuration can report the metric; None is any run."""
     return run is None or next((test(run) for start, test in REPORTED.items() if name.startswith(start)), True)
 
 
-def plan(run: RunConfig | None = None) -> dict[str, list[Panel]]:
+def plan(run: Config | None = None) -> dict[str, list[Panel]]:
     """Sections with their panels, metrics by their full names, for what the run can report."""
     left = [name for name in METRICS if reports(run, name)]
     found: dict[str, list[Panel]] = {}
@@ -192,7 +243,7 @@ def _matches(name: str, panel: Panel) -> bool:
     return any(name == each or (each[-1] in "/*" and name.startswith(each.rstrip("*"))) for each in panel.metrics)
 
 
-def make_workspace(entity: str, project: str, run: RunConfig | None = None) -> Workspace:
+def make_workspace(entity: str, project: str, run: Config | None = None) -> Workspace:
     """The workspace, not sent yet."""
     import wandb_workspaces.workspaces as ws
 
@@ -203,7 +254,7 @@ def make_workspace(entity: str, project: str, run: RunConfig | None = None) -> W
     return ws.Workspace(entity=entity, project=project, name=NAME, sections=sections)
 
 
-def make_report(entity: str, project: str, run: RunConfig | None = None) -> Any:
+def make_report(entity: str, project: str, run: Config | None = None) -> Any:
     """The report (wandb_workspaces.reports.v2.Report), not sent yet."""
     import wandb_workspaces.reports.v2 as wr
 
@@ -233,7 +284,7 @@ def _samples() -> Any:
     return wr.WeavePanelSummaryTable(table_name="val/generations")
 
 
-def save_workspace(entity: str, project: str, run: RunConfig | None = None, *, update: bool) -> str | None:
+def save_workspace(entity: str, project: str, run: Config | None = None, *, update: bool) -> str | None:
     """Make the workspace, or with `update` overwrite the sections of the one that is there; its address, None if one
     was left as it is. Raises what the library raises."""
     import wandb
@@ -271,7 +322,7 @@ def _find(api: Any, entity: str, project: str) -> str | None:
     return names[0].removeprefix("nw-").removesuffix("-v") if names else None
 
 
-def specification(entity: str, project: str, run: RunConfig | None = None) -> dict[str, Any]:
+def specification(entity: str, project: str, run: Config | None = None) -> dict[str, Any]:
     """The workspace as it would be sent: plain data. The library has no public way to it."""
     sent = make_workspace(entity, project, run)._to_model().model_dump_json(by_alias=True, exclude_none=True)
     found: dict[str, Any] = json.loads(sent)
@@ -287,7 +338,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the workspace and send nothing")
     options = parser.parse_args(arguments)
     try:
-        run: Any = OmegaConf.to_container(OmegaConf.load(options.config)) if options.config else None
+        run = None
+        if options.config:
+            run = load_config(config_name=options.config.name, config_path=options.config.parent)
         if options.json:
             print(json.dumps(specification(options.entity or "entity", options.project, run), indent=1))
             return 0

@@ -9,9 +9,11 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.types import GENERATION_COLUMNS, Generation, RunInfo
 from hybrid_gkd.waiting import Timeout, waiting
@@ -70,7 +72,7 @@ class Wandb:
             elif self._run.url:
                 logger.info("wandb run: %s", self._run.url)
                 if section["workspace"]:
-                    arguments = (self._run.entity, self._run.project, info.config)
+                    arguments = (self._run.entity, self._run.project, info.run_dir)
                     threading.Thread(target=_make_workspace, args=arguments, name="workspace", daemon=True).start()
         except BaseException:
             self.close(failed=True)
@@ -105,12 +107,13 @@ class Wandb:
         return {"val/generations": self._samples} if is_new else {}
 
 
-def _make_workspace(entity: str, project: str, config: Mapping[str, Any]) -> None:
+def _make_workspace(entity: str, project: str, run_dir: Path) -> None:
     """In a thread: it takes some requests, and nothing waits for it."""
     try:
         from hybrid_gkd.reporting.dashboard import save_workspace
 
-        address = save_workspace(entity, project, config, update=False)
+        run = load_config(config_name="config", config_path=run_dir)
+        address = save_workspace(entity, project, run, update=False)
         if address is not None:
             logger.info("wandb workspace of the project %s: %s", project, address)
     except Exception as error:  # a dashboard is no reason to lose the run

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.reporting.dashboard import plan
+from hybrid_gkd.reporting.metrics import SOURCES
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
@@ -27,6 +31,12 @@ def metrics(folder):
     return {row["step"]: row for row in rows}
 
 
+def assert_panels_are_of_what_was_reported(folder, rows):
+    sections = plan(load_config(config_name="config", config_path=folder))
+    names = {name for panels in sections.values() for panel in panels for name in panel.metrics}
+    assert names - {SOURCES} <= {name for row in rows.values() for name in row}  # one file has no sources
+
+
 def test_the_embedded_default_brings_the_student_close_to_its_teacher(environment, tmp_path):
     table = run(environment, tmp_path)
     teacher = float(re.search(r"accuracy: teacher +([\d.]+)%", table)[1]) / 100
@@ -36,6 +46,7 @@ def test_the_embedded_default_brings_the_student_close_to_its_teacher(environmen
     assert after >= 0.8
     assert after >= teacher - 0.1
     assert rows[max(rows)]["actor/kl_loss"] <= rows[1]["actor/kl_loss"] / 5
+    assert_panels_are_of_what_was_reported(tmp_path / "hybrid_gkd" / "demo", rows)
 
 
 def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_path):
@@ -75,3 +86,4 @@ def test_a_critic_raises_the_accuracy(environment, tmp_path):
     assert rows[30]["critic/returns/mean"] > rows[1]["critic/returns/mean"]
     assert {"critic/vf_loss", "critic/vf_explained_var", "timing/values", "timing/update_critic"} <= rows[30].keys()
     assert (tmp_path / "hybrid_gkd" / "ppo_demo" / "global_step_30" / "critic").is_dir()
+    assert_panels_are_of_what_was_reported(tmp_path / "hybrid_gkd" / "ppo_demo", rows)

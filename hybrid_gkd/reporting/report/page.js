@@ -29,11 +29,11 @@ const GROUPS = [  // [heading, note, panels: [title, metrics]]
   ]],
 ];
 const PARTS = [  // of a step, in the order in which they are stacked, with their colours
-  ["gen", 0], ["wait_prev_gen", 5], ["wait_prev_teacher", 7], ["update_actor", 1], ["sync_rollout_weights", 2],
-  ["testing", 3], ["save_checkpoint", 4],
+  ["gen", 0], ["wait_prev_gen", 5], ["wait_prev_teacher", 7], ["ref", 6], ["values", 8], ["update_critic", 9],
+  ["update_actor", 1], ["sync_rollout_weights", 2], ["testing", 3], ["save_checkpoint", 4],
 ];
 const SPAN_COLORS = {...Object.fromEntries(PARTS), request: 3, initialize: 4};
-const PHASES = ["rollout", "update", "optimizer_step", "publish"];
+const PHASES = ["rollout", "reference", "critic_update", "critic_optimizer_step", "update", "optimizer_step", "publish"];
 
 let page = JSON.parse(document.getElementById("data").textContent);
 const report = document.getElementById("report");
@@ -215,7 +215,7 @@ function memoryPanel(run, values) {
     encoding: {
       x: {field: "size", type: "quantitative", stack: "zero", axis: {title: small ? "MiB" : "GiB", format: "~g", tickCount: Math.max(3, width / 90)}},
       y: {field: "phase", type: "nominal", sort: PHASES, axis: {title: null}},
-      color: {field: "owner", type: "nominal", scale: {domain: owners, range: owners.map((_, n) => palette()[n % 8])}, legend: {title: null, orient: "bottom", columns: 3}},
+      color: {field: "owner", type: "nominal", scale: {domain: owners, range: owners.map((_, n) => palette()[n % palette().length])}, legend: {title: null, orient: "bottom", columns: 3}},
       order: {field: "owner"}, tooltip: [{field: "phase"}, {field: "owner"}, {field: "text", title: "size"}],
     },
   }];

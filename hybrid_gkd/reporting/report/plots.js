@@ -1,9 +1,9 @@
 // Charts of Vega-Lite: curves and stacked areas that share one cursor, bars, histograms over time.
 // A chart's values are read by the pointer, or with the arrow keys where it has the focus.
 
-const COLORS = {  // Okabe and Ito, the dark ones lighter on a dark page
-  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000", "#7f7f7f"],
-  dark: ["#4aa8e8", "#ff8a3d", "#2fc79a", "#e39bc4", "#e6c229", "#8fd0ff", "#ffffff", "#a5a5a5"],
+const COLORS = {  // Okabe and Ito and two more, the dark ones lighter on a dark page
+  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000", "#7f7f7f", "#7a3fa0", "#8c510a"],
+  dark: ["#4aa8e8", "#ff8a3d", "#2fc79a", "#e39bc4", "#e6c229", "#8fd0ff", "#ffffff", "#a5a5a5", "#b58be0", "#c98a52"],
 };
 const SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json";  // a name; nothing is loaded from there
 const HEIGHT = 190;
@@ -117,7 +117,7 @@ class Curves extends Chart {
     });
     const xs = rows.map(row => row.x);
     const domain = [Math.min(...xs), Math.max(...xs)];
-    const colors = this.series.map(line => palette()[line.color % 8]);
+    const colors = this.series.map(line => palette()[line.color % palette().length]);
     const color = {field: "n", type: "nominal", legend: null, scale: {domain: this.series.map((_, n) => n), range: colors}};
     const dash = {field: "n", type: "nominal", legend: null,
                   scale: {domain: this.series.map((_, n) => n), range: this.series.map(line => line.dash || [1, 0])}};
@@ -162,7 +162,7 @@ class Curves extends Chart {
     const parts = [element("span", {}, step === null ? "last: " : `step ${marked.step}: `)];
     this.series.forEach((line, n) => {
       const swatch = element("span", {className: this.stacked ? "swatch" : "swatch thin"});
-      swatch.style.background = palette()[line.color % 8];
+      swatch.style.background = palette()[line.color % palette().length];
       const index = line.points.indexOf(found[n]);
       let text = show(found[n] && this.drawnValue(line, index));
       if (found[n]?.low !== undefined && step !== null && settings.smoothing === 0) text += ` (${show(found[n].low)} to ${show(found[n].high)})`;

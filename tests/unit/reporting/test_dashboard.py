@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hybrid_gkd.config_loading import load_config, to_dict
+from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.ppo.trainer import COMPARED
 from hybrid_gkd.reporting import dashboard
 from hybrid_gkd.reporting import wandb as wandb_module
@@ -15,10 +15,10 @@ REWARDED = ("reward.answer_key=answer", "actor_rollout_ref.rollout.n=2")
 
 
 def run_config(*overrides):
-    return to_dict(load_config([
+    return load_config([
         "data.train_files=a.jsonl", "actor_rollout_ref.model.path=student",
         "actor_rollout_ref.teacher.model.path=teacher", *overrides,
-    ]))  # fmt: skip
+    ])  # fmt: skip
 
 
 def shown(run=None):
@@ -55,8 +55,62 @@ def test_a_run_has_panels_of_what_it_can_report():
     both = run_config(*REWARDED, "distillation.use_task_rewards=true", "data.val_files=b.jsonl")
     assert {"reward/mean", "actor/kl_loss", "val/forward_kl"} <= shown(both)
     several = ("actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.temperature=1")
-    assert "val/pass@k" in shown(run_config("data.val_files=b.jsonl", *several)) - shown(both)
+    assert "val/pass@k" in shown(run_config("data.val_files=b.jsonl", *REWARDED, *several)) - shown(both)
     assert not {name for name in shown(run_config("trainer.device=cpu")) if name.startswith("memory/")}
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PPO = (*REWARDED, "distillation.enabled=false")
+SWITCHED_ON = {  # what is switched on -> what then has a panel, all names that begin so, and only then
+    "a critic": ((*PPO, "algorithm.adv_estimator=gae"), [
+        "critic/", "timing/values", "timing/update_critic", "memory/critic_update/critic_params_gb",
+        "memory/update/critic_optimizer_state_gb", "perf/copy/critic_",
+    ]),
+    "a reference policy": ((f"{ACTOR}.use_kl_loss=true",), [
+        "actor/ref_kl", "timing/ref", "memory/reference/ref_params_gb", "memory/rollout/ref_params_gb",
+        "perf/copy/ref_params_",
+    ]),
+    "adapters": (("actor_rollout_ref.model.lora_rank=8",), ["memory/update/frozen_", "perf/copy/frozen_params_"]),
+    "a schedule": (
+        ("distillation.distillation_loss_coef_schedule=linear", "distillation.use_task_rewards=true", *REWARDED),
+        ["actor/distillation/coef"],
+    ),
+    "a reward from the teacher": (("distillation.as_reward=true", f"{ROLLOUT}.n=2"), ["reward/teacher"]),
+    "greedy answers": ((*PPO, "algorithm.adv_estimator=remax"), ["reward/greedy"]),
+    "rewards in processes": ((*PPO, "reward.name=math"), ["reward/failures"]),
+    "importance weights": (("algorithm.rollout_is_threshold=2",), ["actor/importance/mean", "actor/importance/kl"]),
+    "rejection": (
+        ("algorithm.rollout_rs=token_k2", "algorithm.rollout_rs_threshold=2"), ["actor/importance/rejected"],
+    ),
+    "rewards of held-out answers": (("data.val_files=b.jsonl", "reward.answer_key=answer"), ["val/accuracy"]),
+    "separate pools": (
+        ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1"), ["timing/wait_prev_gen"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SWITCHED_ON)
+def test_what_is_not_switched_on_has_no_panel(what):
+    overrides, starts = SWITCHED_ON[what]
+    distils, switched_on = shown(run_config()), shown(run_config(*overrides))
+    for start in starts:
+        names = {name for name in METRICS if name.startswith(start)}
+        assert names, start
+        assert names <= switched_on
+        assert not names & distils
+
+
+def test_a_run_of_adapters_has_no_reference_model():
+    """Its reference policy is below the adapters."""
+    run = run_config("actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true")
+    assert {"actor/ref_kl", "timing/ref"} <= shown(run)
+    assert not [name for name in shown(run) if "ref_params" in name]
+
+
+def test_the_last_section_has_what_is_seldom_looked_at():
+    for overrides in ((), *(overrides for overrides, _ in SWITCHED_ON.values())):
+        rest = {name for panel in plan(run_config(*overrides))[dashboard.REST] for name in panel.metrics}
+        assert rest <= {"training/global_step", "training/epoch", "timing/elapsed", "val/num_prompts"}
 
 
 @pytest.mark.slow
@@ -83,7 +137,8 @@ def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkey
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(dashboard, "API_SECONDS", 1)
     caplog.set_level(logging.INFO)
-    wandb_module._make_workspace("team", "project", run_config())
+    (tmp_path / "config.yaml").write_text(to_yaml(run_config()))
+    wandb_module._make_workspace("team", "project", tmp_path)
     assert "the wandb workspace was not made: " in caplog.text
     assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
     assert dashboard.main(["--project", "project", "--entity", "team"]) == 1
