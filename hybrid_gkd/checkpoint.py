@@ -57,6 +57,8 @@ class TrainerState:
     """What decided the learning, see ppo/resuming.py; empty where that is not known."""
     best: Best | None = None
     """Its checkpoint is kept; None where none is asked for or known."""
+    kl_coef: float | None = None
+    """Of the KL in the rewards, where `algorithm.kl_ctrl.type=adaptive` changes it."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from hybrid_gkd.config_learning import (
     AlgorithmConfig,
     CustomRewardFunction,
     DistillationConfig,
+    KLCtrlConfig,
     OverlongBufferConfig,
     RewardConfig,
     rejection_bounds,
@@ -61,6 +62,7 @@ __all__ = [
     "DistillationConfig",
     "EngineKwargs",
     "FSDPConfig",
+    "KLCtrlConfig",
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",
@@ -237,6 +239,11 @@ class Config:
         return self.distillation.use_task_rewards or not self.distillation.enabled
 
     @property
+    def has_advantages(self) -> bool:
+        """Whether tokens have advantages, from rewards of the answers or from the teacher's log-ratios."""
+        return self.trains_on_rewards or self.distillation.as_reward
+
+    @property
     def world_size(self) -> int:
         """Number of workers that train."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
@@ -261,12 +268,13 @@ class Config:
     def uses_critic(self) -> bool:
         """Whether advantages need a critic's values."""
         needed = ADV_ESTIMATORS.get(self.algorithm.adv_estimator) == "critic"
-        return self.trains_on_rewards and needed and not self.trainer.val_only
+        return self.has_advantages and needed and not self.trainer.val_only
 
     @property
     def uses_reference(self) -> bool:
         """Whether the student is kept close to a reference policy."""
-        return self.actor_rollout_ref.actor.use_kl_loss and not self.trainer.val_only
+        needed = self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        return needed and not self.trainer.val_only
 
     @property
     def has_reference_model(self) -> bool:

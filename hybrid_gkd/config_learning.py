@@ -95,6 +95,21 @@ def rejection_bounds(names: str, limits: Any) -> dict[str, tuple[float, float]]:
 
 
 @dataclass
+class KLCtrlConfig:
+    """The coefficient of the KL in the rewards."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: kl_coef stays; adaptive: after every step it is multiplied by 1 + e responses / horizon, where
+    e = KL / target_kl - 1, between -0.2 and 0.2 (arXiv 1909.08593). A resumed run goes on with it."""
+    kl_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
+    """The coefficient, with adaptive the first one."""
+    horizon: int = field(default=10000, metadata=rules.POSITIVE)
+    """Responses over which adaptive changes the coefficient by e; larger is slower."""
+    target_kl: float = field(default=0.1, metadata=rules.POSITIVE)
+    """The KL that adaptive aims at, nats per token."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages of PPO, and importance weights."""
 
@@ -108,6 +123,13 @@ class AlgorithmConfig:
     """Discount of later rewards, per token (reinforce_plus_plus, gae, estimators of your own)."""
     lam: float = field(default=1.0, metadata=rules.SHARE)
     """Decay of later temporal differences, per token (gae, estimators of your own)."""
+    use_kl_in_reward: bool = False
+    """Take the KL from the student to the reference policy (actor_rollout_ref.ref) off the rewards, token by token,
+    before advantages are made of them. Costs two forward passes, one of the reference."""
+    kl_penalty: str = field(default="k1", metadata=rules.names("k1", "abs", "k2", "k3"))
+    """Its estimate from the sampled token's log-ratio l: k1 is l (verl: kl), abs is |l|, k2 is l^2 / 2 (verl: mse), k3
+    is exp(-l) - 1 + l (verl: low_var_kl). Only k1 has the gradient of the KL as a reward."""
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     rollout_is_threshold: float | None = None
     """Importance weights for the difference between the student and what drew its responses, older weights or the
     engine's arithmetic: every token's loss times min(weight, threshold), threshold >= 1; null: none. Costs a forward
@@ -123,6 +145,11 @@ class AlgorithmConfig:
     rollout_rs_threshold: Any = None
     """The limits of rollout_rs: one number for all of its rules, or one for each separated by commas. For k1 bounds of
     the ratio, lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and k3 the largest value, nats."""
+
+    @property
+    def adapts_kl_coef(self) -> bool:
+        """Whether the coefficient of the KL in the rewards is state."""
+        return self.use_kl_in_reward and self.kl_ctrl.type == "adaptive"
 
     @property
     def compares_logprobs(self) -> bool:

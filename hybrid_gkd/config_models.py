@@ -8,10 +8,15 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 from hybrid_gkd import config_metadata as rules
-from hybrid_gkd.losses.table import POLICY_LOSSES
+from hybrid_gkd.losses.table import KL_LOSSES, POLICY_LOSSES
 
 TEACHER_PORT = 15555
 """Of a teacher service, unless another one is given."""
+KL_LOSS = rules.rule(
+    f"must be one of {', '.join(KL_LOSSES)}; k1 (verl: kl) as a loss would teach nothing, as its expected gradient is "
+    "0: k1+ has its value, and the gradient of the KL",
+    lambda value: value in KL_LOSSES,
+)
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -146,8 +151,9 @@ class ActorConfig:
     """Add kl_loss_coef times the KL from the student to the reference policy to a token's loss."""
     kl_loss_coef: float = field(default=0.001, metadata=rules.NOT_NEGATIVE)
     """Factor of that KL."""
-    kl_loss_type: Literal["k2", "k3"] = "k3"
-    """Its estimate from the sampled token: half the squared log-ratio (verl: mse), or k3 (verl: low_var_kl)."""
+    kl_loss_type: str = field(default="k3", metadata=KL_LOSS)
+    """Its estimate from the sampled token, see docs/losses.md: k2, half the squared log-ratio (verl: mse), k3 (verl:
+    low_var_kl), k1+ and k3+, the values of k1 and k3 with the gradient of k2, or abs."""
     entropy_coeff: float = 0.0
     """This times the entropy of the student's distribution is taken off a token's loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -328,7 +334,8 @@ class RefModelConfig:
 
 @dataclass
 class RefConfig:
-    """The reference policy, which actor.use_kl_loss keeps the student close to. It is frozen and never saved."""
+    """The reference policy, which actor.use_kl_loss and algorithm.use_kl_in_reward keep the student close to. It is
+    frozen and never saved."""
 
     model: RefModelConfig = field(default_factory=RefModelConfig)
 

@@ -90,8 +90,9 @@ def rules_between_fields(config: Config) -> Rules:
     yield "distillation.as_reward", config.distillation.enabled or not config.distillation.as_reward, (
         "needs distillation.enabled=true"
     )
-    if (config.trains_on_rewards or config.distillation.as_reward) and not val_only:
+    if config.has_advantages and not val_only:
         yield from _advantages(config)
+    yield from _kl_in_reward(config)
     yield from _critic(config)
 
 
@@ -109,12 +110,28 @@ def _advantages(config: Config) -> Rules:
     yield f"{key}.lam", decays, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
 
 
+def _kl_in_reward(config: Config) -> Rules:
+    section, key = config.algorithm, "algorithm.use_kl_in_reward"
+    rewards = config.has_advantages or config.trainer.val_only
+    yield key, rewards or not section.use_kl_in_reward, (
+        "needs rewards: distillation.enabled=false, distillation.use_task_rewards=true or distillation.as_reward=true; "
+        f"{ARR}.actor.use_kl_loss=true needs none"
+    )
+    yield (
+        "algorithm.kl_ctrl.kl_coef", section.kl_ctrl.kl_coef > 0 or not section.adapts_kl_coef,
+        "must be above 0 with algorithm.kl_ctrl.type=adaptive, which multiplies it",
+    )
+
+
 def _critic(config: Config) -> Rules:
     warmup, key = config.trainer.critic_warmup, "trainer.critic_warmup"
     yield key, not warmup or config.uses_critic or config.trainer.val_only, "needs algorithm.adv_estimator=gae"
     if not config.uses_critic:
         return
-    yield key, not warmup or not config.distillation.enabled, "must be 0 with distillation.enabled=true"
+    alone = not config.distillation.enabled or config.distillation.as_reward
+    yield key, not warmup or alone, (
+        "must be 0 with distillation.enabled=true, unless the teacher teaches through rewards alone (as_reward)"
+    )
     section, longest = config.resolved_critic, config.max_sequence_length
     size, data = section.fsdp_config.fsdp_size, config.data
     yield (
@@ -303,10 +320,6 @@ def _loss(config: Config) -> Rules:
         yield (
             f"{key}.as_reward", plain,
             "minimises no divergence: leave loss_mode, tail, loss_fn and use_policy_gradient of this section out",
-        )
-        yield (
-            "algorithm.adv_estimator", config.algorithm.adv_estimator not in ("remax", "gae"),
-            f"must be another one with {key}.as_reward=true: greedy answers and critics know task rewards alone",
         )
     used = DIVERGENCES.keys() & (set(weights) or {mode})
     takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}

@@ -133,7 +133,10 @@ VALUES: dict[str, Read] = {
         f"{section}.{name}": spelled(f"{section}.{name}", values)
         for section in TRAINED for name, values in TRAINED_VALUES.items()
     },
-    f"{ARR}.actor.kl_loss_type": spelled(f"{ARR}.actor.kl_loss_type", {"low_var_kl": "k3", "mse": "k2"}),
+    f"{ARR}.actor.kl_loss_type": spelled(f"{ARR}.actor.kl_loss_type", {
+        "low_var_kl": "k3", "mse": "k2", "kl+": "k1+", "low_var_kl+": "k3+",
+    }),
+    "algorithm.kl_penalty": spelled("algorithm.kl_penalty", {"kl": "k1", "low_var_kl": "k3", "mse": "k2"}),
     f"{ARR}.rollout.name": spelled(f"{ARR}.rollout.name", {"sglang": "vllm", "trtllm": "vllm"}),
     f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
     "distillation.loss_mode": LOSS_MODE,
@@ -327,7 +330,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         *_of_trained("profiler.*", "qat.*", "fsdp_config.qat.*", "model.mtp.*", "model.tiled_mlp.*"),
         f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.rollout.profiler.*", f"{ARR}.ref.profiler.*",
         f"{ARR}.actor.router_replay.*", "global_profiler.*", "transfer_queue.*", "skip.*", "trainer.v1.*",
-        "algorithm.kl_ctrl.*", "algorithm.kl_penalty",
         "algorithm.pf_ppo.*", "reward_model.model.*", "reward_model.rollout.*", *(f"reward_model.{name}" for name in (
             "model_path", "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu",
             "use_dynamic_bsz", "param_offload", "megatron.*", "max_length", "ulysses_sequence_parallel_size",
@@ -385,7 +387,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ARR}.rollout.trace.backend": (NOTHING, "trace.json has the spans of every run"),
     f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "an answer is one turn"),
     f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
-    "algorithm.use_kl_in_reward": (NOTHING, "the KL to the reference policy is a term of the loss: actor.use_kl_loss"),
     f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are to the student that drew the answers, as it is computed here"),
     f"{CORRECTION}.loss_type": (("ppo_clip",), "is for the bypass mode"),
     "critic.enable": ((None,), "there is a critic where algorithm.adv_estimator needs one"),

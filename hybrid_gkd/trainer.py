@@ -81,11 +81,12 @@ class GKDTrainer(PPOTrainer):
         scoring = self._pending[rollout.step]
         if any(step == rollout.step for step, _ in self._kept):  # no generation follows the last rollouts
             self._submit_kept()
-        self._submit(rollout.step, [s for s in rollout.sequences if s.index not in scoring])
-        unknown = len(scoring) - len(rollout.sequences)
+        loss, factor = self.config.distillation, distillation_factor(self.config, rollout.step, self.total_steps)
+        answers = rollout.sequences + (rollout.greedy if loss.as_reward else ())
+        self._submit(rollout.step, [s for s in answers if s.index not in scoring])
+        unknown = len(scoring) - len(answers)
         if unknown:
             raise TrainingError(f"{unknown} sequences at the teacher belong to no rollout")
-        loss, factor = self.config.distillation, distillation_factor(self.config, rollout.step, self.total_steps)
         if loss.as_reward:
             metrics = self._train_on_log_ratio(rollout, scoring, factor)
         else:
@@ -126,20 +127,21 @@ class GKDTrainer(PPOTrainer):
 
     def _train_on_log_ratio(self, rollout: Rollout, scoring: Scoring, factor: float) -> dict[str, float]:
         """Train on advantages from the teacher's log-ratio of each sampled token, and from rewards if asked for."""
-        sequences = [TrainSequence(sequence=s) for s in rollout.sequences]
+        answers = [TrainSequence(sequence=s) for s in (*rollout.sequences, *rollout.greedy)]
         with self.clock.span("update_actor"):
-            logprobs = self._logprobs(sequences)  # while the teacher scores
+            answers = self._with_old_logprobs(answers)  # while the teacher scores
         with self.clock.span("wait_prev_teacher"):
-            scores = self._take_scores(scoring, len(sequences))
-        scored = [dataclasses.replace(item, teacher=scores[item.sequence.index]) for item in sequences]
+            scores = self._take_scores(scoring, len(answers))
+        answers = [dataclasses.replace(item, teacher=scores[item.sequence.index]) for item in answers]
+        sequences, greedy = answers[: len(rollout.sequences)], answers[len(rollout.sequences) :]
         coef = self.config.distillation.distillation_loss_coef * factor
-        rewards, metrics = teacher_rewards(self.config, scored, logprobs, coef)
-        sequences, found = self._with_advantages(rollout, rewards)
-        sequences = [
-            dataclasses.replace(item, teacher=scores[item.sequence.index], old_logprobs=old)
-            for item, old in zip(sequences, logprobs, strict=True)
-        ]
-        sequences = self._with_reference(sequences)
+        rewards, metrics = teacher_rewards(self.config, sequences, coef)
+        if greedy:
+            rewards += teacher_rewards(self.config, greedy, coef)[0]
+        sequences, found = self._with_advantages(rollout, sequences, rewards)
+        if rollout.step <= self.config.trainer.critic_warmup:
+            return metrics | found
+        sequences = self.reference.with_logprobs(sequences)
         with self.clock.span("update_actor"):
             sequences, weights = self._with_logprobs(sequences)
             return self._train(sequences) | metrics | found | weights
@@ -150,7 +152,7 @@ class GKDTrainer(PPOTrainer):
         sequences, metrics = [TrainSequence(sequence=s) for s in rollout.sequences], dict[str, float]()
         if loss.use_task_rewards:
             sequences, metrics = self._with_advantages(rollout)
-        sequences = self._with_reference(sequences)
+        sequences = self.reference.with_logprobs(sequences)
         with self.clock.span("update_actor"):
             policy_loss = loss.use_task_rewards or loss.use_policy_gradient
             sequences, weights = self._with_logprobs(sequences, policy_loss=policy_loss)

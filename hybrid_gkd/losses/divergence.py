@@ -132,6 +132,23 @@ def k3(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
+def absolute(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """|log q - log p|, [T] and [T] -> [T]. As a loss it has the gradient of sum |q - p|, twice the total variation
+    distance, in expectation over q: no token pulls more than any other."""
+    return k1(teacher_logprobs, student_logprobs).abs()
+
+
+def k1_plus(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """The value of k1, unbiased for KL(q || p), with the gradient of k2, which is that of KL(q || p) in expectation."""
+    return _straight_through(k1(teacher_logprobs, student_logprobs))
+
+
+def k3_plus(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
+    """The value of k3, unbiased and never negative, with the gradient of k2; see `k1_plus`."""
+    log_ratio = k1(teacher_logprobs, student_logprobs)
+    return _straight_through(log_ratio, (-log_ratio).expm1() + log_ratio)
+
+
 def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """The w of grad E_q[v] = E_q[w grad log q], where v is "k1", "k2" or "k3"; [T] and [T] -> [T], without gradient.
 
@@ -194,6 +211,12 @@ def check_loss_fn(function: Callable[..., Tensor], *, tail: str) -> None:
 def support_mass(logprobs: Tensor) -> Tensor:
     """The probability mass on the given ids, [T, K] -> [T]: P of a teacher, Q of a student."""
     return logprobs.exp().sum(-1)
+
+
+def _straight_through(log_ratio: Tensor, value: Tensor | None = None) -> Tensor:
+    """`value`, or the log-ratio itself, with the gradient of log_ratio^2 / 2."""
+    gradient = log_ratio.square() / 2
+    return (log_ratio if value is None else value).detach() + (gradient - gradient.detach())
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

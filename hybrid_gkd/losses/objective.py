@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
-from hybrid_gkd.losses.table import DIVERGENCES, policy_loss, user_divergence
+from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, policy_loss, user_divergence
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import ActorConfig, DistillationConfig
@@ -53,7 +53,7 @@ class Objective:
         self._policy_loss = policy_loss(actor.policy_loss.loss_mode)
         self._policy_options = {key: options[key] for key in self._policy_loss.options}
         self._entropy_coeff = actor.entropy_coeff
-        self._reference_kl, self._kl_loss_coef = DIVERGENCES[actor.kl_loss_type], actor.kl_loss_coef
+        self._reference_kl, self._kl_loss_coef = KL_LOSSES[actor.kl_loss_type], actor.kl_loss_coef
         weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
         self._terms = [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
         if config.loss_fn is not None:

@@ -1,4 +1,4 @@
-"""The divergences of `distillation.loss_mode` and the policy losses of `actor.policy_loss.loss_mode`.
+"""The divergences of `distillation.loss_mode` and `actor.kl_loss_type`, the policy losses of `policy_loss.loss_mode`.
 
 A new one is a function in divergence.py or policy.py and a row here.
 
@@ -47,6 +47,16 @@ DIVERGENCES: Mapping[str, Divergence] = {
     "k2": Divergence(f"{_HERE}:k2", "sampled"),
     "k3": Divergence(f"{_HERE}:k3", "sampled"),
 }
+
+
+KL_LOSSES: Mapping[str, Divergence] = {
+    "k2": DIVERGENCES["k2"],
+    "k3": DIVERGENCES["k3"],
+    "k1+": Divergence(f"{_HERE}:k1_plus", "sampled"),
+    "k3+": Divergence(f"{_HERE}:k3_plus", "sampled"),
+    "abs": Divergence(f"{_HERE}:absolute", "sampled"),
+}
+"""Between student and reference policy, which takes the teacher's place."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
@@ -28,6 +30,7 @@ from hybrid_gkd.ppo.best import best_to_resume, new_best
 from hybrid_gkd.ppo.critic import CriticTurn
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
+from hybrid_gkd.ppo.reference import ReferenceTurn
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.scoring import Reward, Scorer, decode
@@ -48,8 +51,6 @@ from hybrid_gkd.waiting import Timeout
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import numpy as np
 
     from hybrid_gkd.workers.group import WorkerGroup
 
@@ -122,6 +123,7 @@ class PPOTrainer:
         )
         self.batches = Batches(config, config.actor_rollout_ref.actor, group)
         self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
+        self.reference = ReferenceTurn(config, group, self.clock, self.batches)
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
@@ -161,6 +163,7 @@ class PPOTrainer:
         """Update, publish, validate, report, save; without what takes time that a requested stop does not have."""
         metrics = self._unreported = self._update_actor(rollout)
         self.step, self._weights_are_whole = rollout.step, True
+        self.reference.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
         if not ends_here:
             self._publish_weights()
@@ -192,53 +195,53 @@ class PPOTrainer:
         sequences, metrics = self._with_advantages(rollout)
         if rollout.step <= self.config.trainer.critic_warmup:
             return metrics
-        sequences = self._with_reference(sequences)
+        sequences = self.reference.with_logprobs(sequences)
         with self.clock.span("update_actor"):
             sequences, weights = self._with_logprobs(sequences)
             return self._train(sequences) | metrics | weights
 
     def _with_advantages(
-        self, rollout: Rollout, of_tokens: Arrays | None = None
+        self, rollout: Rollout, sequences: list[TrainSequence] | None = None, of_tokens: Arrays | None = None
     ) -> tuple[list[TrainSequence], dict[str, float]]:
-        """The sequences of a rollout with advantages, from their rewards and from rewards of tokens; metrics."""
-        if of_tokens is not None and not self.config.trains_on_rewards:
-            return with_advantages(self.config, rollout, [], of_tokens=of_tokens)
-        assert self.scorer is not None
-        pairs = answers_to_score(rollout)
-        scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.sequences)])
+        """The sequences of a rollout, of which `sequences` may know more, with advantages; metrics.
+
+        Of rewards of the responses, `of_tokens` and a critic's values; see the function `with_advantages`.
+        """
+        sequences = sequences or [TrainSequence(sequence=sequence) for sequence in rollout.sequences]
+        scores, metrics = list[float](), dict[str, float]()
+        if of_tokens is None or self.config.trains_on_rewards:
+            assert self.scorer is not None
+            pairs = answers_to_score(rollout)
+            scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.sequences)])
+        if self.config.algorithm.use_kl_in_reward:
+            with self.clock.span("update_actor"):
+                sequences = self._with_old_logprobs(sequences)
+            sequences, of_tokens, found = self.reference.penalised(sequences, of_tokens)
+            metrics |= found
         values = None if self.critic is None else self.critic.values(rollout)
-        sequences, found = with_advantages(self.config, rollout, scores, values, of_tokens)
+        sequences, found = with_advantages(self.config, rollout, sequences, scores, values, of_tokens)
         if self.critic is None:
             return sequences, metrics | found
         with self._changing_weights(steps=self.critic.steps):
             return sequences, metrics | found | self.critic.update(sequences)
 
-    def _with_reference(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
-        """The same with the log-probabilities of the reference policy, where there is one."""
-        if not self.config.uses_reference:
-            return sequences
-        with self.clock.span("ref"):
-            found = self.group.compute_ref_logprobs([tuple(share) for share in self.batches.plan(sequences)])
-        return [dataclasses.replace(item, ref_logprobs=found[item.sequence.index]) for item in sequences]
-
     def _with_logprobs(
         self, sequences: list[TrainSequence], *, policy_loss: bool = True
     ) -> tuple[list[TrainSequence], dict[str, float]]:
         """The same with old log-probabilities, for a policy loss in several steps, and importance weights; metrics."""
-        section = self.config.algorithm
-        known = [item.old_logprobs for item in sequences if item.old_logprobs is not None]
-        policy_loss = policy_loss and num_updates(self.config, 1) > 1
+        section, policy_loss = self.config.algorithm, policy_loss and num_updates(self.config, 1) > 1
         if not (section.compares_logprobs or policy_loss):
             return sequences, {}
-        logprobs = known or self._logprobs(sequences)
-        if policy_loss:
-            sequences = [dataclasses.replace(s, old_logprobs=x) for s, x in zip(sequences, logprobs, strict=True)]
+        known = self._with_old_logprobs(sequences)
+        sequences, logprobs = known if policy_loss else sequences, [np.asarray(item.old_logprobs) for item in known]
         return with_rollout_correction(section, sequences, logprobs) if section.compares_logprobs else (sequences, {})
 
-    def _logprobs(self, sequences: list[TrainSequence]) -> Arrays:
-        """Of the sampled tokens of each under the present weights, float32 [R]."""
+    def _with_old_logprobs(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
+        """The same with log-probabilities of the sampled tokens under the present weights, unless they have them."""
+        if all(item.old_logprobs is not None for item in sequences):
+            return sequences
         found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(sequences)])
-        return [found[item.sequence.index] for item in sequences]
+        return [dataclasses.replace(item, old_logprobs=found[item.sequence.index]) for item in sequences]
 
     def _generate(self, step: int) -> Rollout:
         """Draw `rollout.n` responses to each prompt of the step's batch."""
@@ -262,12 +265,12 @@ class PPOTrainer:
         return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered, greedy=greedy)
 
     def _greedy_answers(self, prompts: tuple[Prompt, ...], step: int) -> tuple[Sequence, ...]:
-        """One to each prompt, in their order."""
+        """One to each prompt, in their order; their indices are those behind the responses'."""
         sampling = SamplingParams(max_tokens=self.config.data.max_response_length, temperature=0.0)
-        found: list[Sequence] = []
-        for finished in self.group.generate(self._requests(prompts, 1, step), sampling):
+        found, drawn = list[Sequence](), len(prompts) * self.config.actor_rollout_ref.rollout.n
+        for finished in self._drawn(prompts, self._requests(prompts, 1, step), sampling, None):
             self._rollouts.progress()
-            found += finished
+            found += [dataclasses.replace(sequence, index=drawn + sequence.index) for sequence in finished]
         return tuple(sorted(found, key=lambda sequence: sequence.index))
 
     def _drawn(
@@ -426,7 +429,8 @@ class PPOTrainer:
     def _write_checkpoint(self) -> None:
         data = data_state(self.config, len(self.train_prompts))
         state = TrainerState(
-            step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings, best=self.best
+            step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings, best=self.best,
+            kl_coef=self.reference.state,
         )
         model, sums = self.config.actor_rollout_ref.model, dict[str, FileSum]()
         with self.store.writing(state, sums) as folder:
@@ -439,4 +443,5 @@ class PPOTrainer:
         self.step = self._saved_step = state.step
         self.first_metrics = dict(state.first_metrics)
         self.best = best_to_resume(self.config, state, self.store)
+        self.reference.resume(state.kl_coef)
         self.checkpoint = folder

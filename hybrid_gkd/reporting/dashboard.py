@@ -101,6 +101,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Reward", ("reward/mean", "reward/std", "reward/greedy")),
         Panel("Reward, each function", ("reward/<name>/mean",)),
         Panel("Reward from the teacher", ("reward/teacher",)),
+        Panel("KL in the reward", ("reward/kl",)),
+        Panel("Coefficient of the KL in the reward", ("reward/kl_coef",)),
         Panel("Responses on which a reward function failed", ("reward/failures",)),
         Panel("Policy loss", ("actor/pg_loss",)),
         Panel("Share clipped", ("actor/pg_clipfrac*",)),
@@ -127,12 +129,8 @@ def _validates(run: Config) -> bool:
     return bool(run.data.val_files)
 
 
-def _has_advantages(run: Config) -> bool:
-    return run.trains_on_rewards or run.distillation.as_reward
-
-
 def _has_policy_loss(run: Config) -> bool:
-    return _has_advantages(run) or run.distillation.use_policy_gradient
+    return run.has_advantages or run.distillation.use_policy_gradient
 
 
 def _has_parts(run: Config) -> bool:
@@ -177,18 +175,19 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     ),
     "actor/distillation/": _distils,
     "actor/kl_loss": _distils,
-    "actor/ref_kl": lambda run: run.uses_reference,
+    "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
     "actor/importance/effective": lambda run: run.algorithm.rollout_is_threshold is not None,
     "actor/importance/rejected": lambda run: run.algorithm.rollout_rs is not None,
     "actor/importance/": lambda run: run.algorithm.compares_logprobs,
-    "actor/pg_loss": _has_advantages,
+    "actor/pg_loss": lambda run: run.has_advantages,
     "actor/pg_clipfrac": _has_policy_loss,
     "actor/ppo_kl": _has_policy_loss,
     "critic/": lambda run: run.uses_critic,
     "reward/<name>/mean": lambda run: run.trains_on_rewards and _has_parts(run),
     "reward/failures": lambda run: run.trains_on_rewards and _can_fail(run),
-    "reward/greedy": needs_greedy_answers,
+    "reward/greedy": lambda run: run.trains_on_rewards and needs_greedy_answers(run),
+    "reward/kl": lambda run: run.algorithm.use_kl_in_reward,
     "reward/teacher": lambda run: _distils(run) and run.distillation.as_reward,
     "reward/": lambda run: run.trains_on_rewards,
     "teacher/": _distils,

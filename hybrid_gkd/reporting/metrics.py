@@ -103,6 +103,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "prompt_length/max": ("tokens", "Longest prompt"),
     "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
     "reward/teacher": ("nats/token", "log p - log q of the sampled tokens (distillation.as_reward), mean, unclamped"),
+    "reward/kl": ("nats/token", "KL(student, reference policy) in the rewards (algorithm.use_kl_in_reward)"),
+    "reward/kl_coef": ("", "Its coefficient in this step (algorithm.kl_ctrl)"),
     "reward/greedy": ("", "Mean reward of the greedy answers (algorithm.adv_estimator=remax)"),
     "reward/std": ("", "Standard deviation of the same"),
     "reward/<name>/mean": (

@@ -485,22 +485,24 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
 
 
 def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
-    """A reward that the random student can reach, computed in processes; one row's is a failure."""
+    """A reward that the random student can reach, computed in processes; one row's is a failure. The KL to the
+    reference is taken off it, with a coefficient that a resumed run goes on with."""
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    long = len(solution_str)\n"
         "    return {'score': long % 7 / 7 if long else None, 'characters': long}\n"
     )
-    code, _, errors, seen = run_watched(
-        arguments(
-            world, tmp_path, "distillation.enabled=false", "actor_rollout_ref.teacher.model.path=null",
-            "actor_rollout_ref.rollout.n=4", f"reward.custom_reward_function.path={reward}",
-            "reward.functions={custom: 1.0, length: 0.1}", "reward.score_on_error=0", "reward.num_workers=2",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
-            "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", *HF,
-        )
+    control = {"type": "adaptive", "kl_coef": 0.1, "target_kl": 1e-3, "horizon": 320}
+    wanted = arguments(
+        world, tmp_path, "distillation.enabled=false", "actor_rollout_ref.teacher.model.path=null",
+        "actor_rollout_ref.rollout.n=4", f"reward.custom_reward_function.path={reward}",
+        "reward.functions={custom: 1.0, length: 0.1}", "reward.score_on_error=0", "reward.num_workers=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
+        "trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=true",
+        *(f"algorithm.kl_ctrl.{key}={value}" for key, value in control.items()), *HF,
     )
+    code, _, errors, seen = run_watched([*wanted, "trainer.total_training_steps=2"])
     refuse_strangers(seen)
     assert code == 0, errors
     rows = rows_of(tmp_path)
@@ -512,6 +514,18 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
     assert 0 <= rows[1]["reward/failures"] < 1
     assert rows[1]["actor/ppo_kl"] != 0  # four optimizer steps on one rollout
     assert "actor/kl_loss" not in rows[1]
+    code, _, errors = run([
+        *wanted, "trainer.total_training_steps=3", "trainer.allow_changed_config=true", "trainer.test_freq=0",
+        "trainer.save_freq=0",
+    ])  # fmt: skip
+    assert code == 0, errors
+    rows, coef = rows_of(tmp_path), 0.1
+    assert rows[1]["reward/kl"] == pytest.approx(0, abs=1e-6)
+    assert "actor/ref_kl" not in rows[1]
+    for step in range(1, 4):
+        assert rows[step]["reward/kl_coef"] == coef
+        coef *= 1 + min(max(rows[step]["reward/kl"] / 1e-3 - 1, -0.2), 0.2) * 32 / 320
+    assert coef != pytest.approx(0.1 * 0.98**3)  # the KL has grown beyond its target
 
 
 def test_dry_run_prints_the_configuration_and_the_plan(world, tmp_path):

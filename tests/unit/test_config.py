@@ -269,7 +269,6 @@ def test_settings_of_the_policy_loss_that_do_not_go_together(override, parts):
     ("overrides", "parts"),
     [
         (["distillation.loss_mode=jsd"], ["distillation.as_reward", "leave loss_mode"]),
-        (["algorithm.adv_estimator=remax"], ["algorithm.adv_estimator", "as_reward", "remax"]),
         (["distillation.temperature=0.5"], ["distillation.temperature", "rollout.temperature", "0.5"]),
         (["algorithm.adv_estimator=grpo"], ["actor_rollout_ref.rollout.n", "at least 2"]),
     ],

@@ -331,6 +331,70 @@ def test_the_teacher_as_a_reward_of_each_token():
     assert metrics["reward/mean"] == 0.5
 
 
+def test_the_teacher_as_a_reward_beside_the_greedy_answer():
+    """Which the teacher scores too: a token is compared with what the greedy answer has from its position on."""
+    trainer, group, _ = make(
+        GKDTrainer, "distillation.as_reward=true", "algorithm.adv_estimator=remax", REWARDS[1],
+        "distillation.use_task_rewards=true", teacher=LocalTeacher(scores),
+    )
+    drawn, lengths = group.generate, [3, 1, 2, 2, 1, 2]  # one greedy answer of three tokens, and two of two
+
+    def respond(request, version):
+        return np.zeros(2 + (request.index == 0) if group.greedy else lengths[request.index], np.int32)
+
+    def generate(requests, sampling):
+        group.greedy = sampling.temperature == 0
+        yield from drawn(requests, sampling)
+
+    group._respond, group.generate = respond, generate
+    rollout = trainer._generate(1)
+    assert [sequence.index for sequence in rollout.greedy] == [6, 7, 8]
+    metrics = trainer._update_actor(rollout)
+    assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
+    assert metrics["reward/greedy"] == pytest.approx(2 / 3)  # answers of two tokens are right
+    assert len(group.trained[-1]) == 6
+    for item in group.trained[-1]:
+        index, length = item.sequence.index, lengths[item.sequence.index]
+        right = [float(length == 2), float(index >= GROUP_SIZE)]  # of the answer and of the greedy one
+        other = 3 if index < GROUP_SIZE else 2
+        left = [max(length - at, 0) - max(other - at, 0) for at in range(length)]
+        want = right[0] - right[1] + (-0.5 - np.log(0.5)) * np.array(left)
+        np.testing.assert_allclose(item.advantages, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_teacher_as_a_reward_for_a_critic_to_learn():
+    """Its values are 1/4; of its warm-up only the critic learns."""
+    overrides = ["distillation.as_reward=true", "algorithm.adv_estimator=gae", "algorithm.lam=0.5", REWARDS[1]]
+    log_ratio = -0.5 - np.log(0.5)
+    for more, score in ([], 0.0), (["distillation.use_task_rewards=true"], 1.0):
+        group, metrics = update_at_once(*overrides, *more)
+        (items,) = [[i for share in batch for part in share for m in part.micro_batches for i in m]
+                    for batch in group.critic_updates]  # fmt: skip
+        for item in items:
+            if len(item.sequence.response_ids) == 2:  # right, where that counts
+                last = log_ratio + score - 0.25
+                first = log_ratio + 0.25 - 0.25 + 0.5 * last
+                np.testing.assert_allclose(item.returns, np.array([first, last]) + 0.25, rtol=1e-5)
+        assert metrics["critic/values/mean"] == 0.25
+        assert all(item.advantages is not None for item in group.trained[-1])
+    group, metrics = update_at_once(*overrides, "trainer.critic_warmup=1")
+    assert (len(group.critic_updates), group.trained) == (1, [])
+    assert metrics.keys() >= {"reward/teacher", "critic/vf_loss"}
+
+
+def test_the_kl_to_the_reference_beside_the_teacher_as_a_reward():
+    for more in ([], ["actor_rollout_ref.actor.use_kl_loss=true"]):
+        group, _ = update_at_once(
+            "distillation.as_reward=true", "algorithm.norm_adv_by_std_in_grpo=false", *more,
+            "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5",
+        )
+        assert (group.num_forwards, group.events.count(("ref",))) == (1, 1)
+        token = -0.5 - np.log(0.5) - 0.5 * (np.log(0.5) - np.log(0.125))
+        for item in group.trained[-1]:  # sums of one and of two tokens' rewards, relative to their mean
+            np.testing.assert_allclose(item.advantages, token / 2 * (1 if item.sequence.index % 2 else -1), rtol=1e-5)
+            assert (item.ref_logprobs is not None) == bool(more)
+
+
 def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
     group, metrics = update_at_once(
         "distillation.as_reward=true", "distillation.loss_max_clamp=0.1", "algorithm.norm_adv_by_std_in_grpo=false"

@@ -25,7 +25,6 @@ OWN = [
 ]
 
 REFUSED_HERE = (
-    "algorithm.use_kl_in_reward=True",  # in the loss alone
     "reward_model.enable=True", "reward.reward_model.enable=True",  # no reward model
     "reward_model.sandbox_fusion.url=http*", "reward.sandbox_fusion.url=http*",  # no code is run for a reward
     "trainer.logger=[[]swanlab]",  # no tracker that there is
@@ -115,6 +114,11 @@ def test_docs_page_is_the_tables():
         ("distillation.teacher_model.model_path=big", {f"{ARR}.teacher.model.path": "big"}),
         ("+distillation.teacher_models.x.model_path=big", {f"{ARR}.teacher.model.path": "big"}),
         ("+ray_kwargs.ray_init.num_cpus=8", {"ray_init.num_cpus": 8}),
+        (f"{ARR}.actor.kl_loss_type=low_var_kl+", {f"{ARR}.actor.kl_loss_type": "k3+"}),
+        (
+            "algorithm={use_kl_in_reward: true, kl_penalty: kl, kl_ctrl: {type: adaptive}}",
+            {"algorithm.kl_penalty": "k1", "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.horizon": 10000},
+        ),
         (f"{ARR}.actor.tis_imp_ratio_cap=2", {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": 2.0}),
         ("algorithm.rollout_correction.rollout_is_threshold=3", {"algorithm.rollout_is_threshold": None}),
         (

@@ -1,7 +1,10 @@
 """The divergences against closed forms and against plain autograd on full logits. CPU, a few seconds."""
 
+import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,11 @@ from hypothesis import strategies as st
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.divergence import TAIL_FLOOR, forward_kl, jsd, k1, k2, k3, reverse_kl, score_weight, support_mass
 from hybrid_gkd.losses.head import head_loss, logprobs_of_ids
+from hybrid_gkd.losses.table import KL_LOSSES
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+VERL_KL = json.loads((Path(__file__).parents[1] / "ppo" / "verl_kl.json").read_text())
+"""`how` in the file says how the numbers were made."""
 
 TAILS = ["bucket", "none", "renormalise"]
 LOSSES = ["forward_kl", "reverse_kl", "jsd 0.1", "jsd 0.5", "jsd 0.9"]
@@ -454,3 +462,23 @@ def test_refuses():
         jsd(torch.zeros(2, 3), torch.zeros(2, 3), beta=1.5, tail="none")
     with pytest.raises(ValueError, match="one shape"):
         k2(torch.zeros(2), torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", VERL_KL["losses"])
+def test_the_kl_to_a_reference_has_verls_values_and_gradients(kind):
+    student, reference = (torch.tensor(np.concatenate(VERL_KL[name])) for name in ("logprobs", "ref_logprobs"))
+    values = KL_LOSSES[kind].function(reference, student.requires_grad_())
+    (gradients,) = torch.autograd.grad(values.sum(), student)
+    for found, expected in ((values, "values"), (gradients, "gradients")):
+        torch.testing.assert_close(found, torch.tensor(VERL_KL["losses"][kind][expected]).double(), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k1+", "k3+", "abs"])
+def test_in_the_mean_over_its_samples_a_loss_has_the_gradient_of_its_distance(kind):
+    """KL(q || p), and of abs twice the total variation distance; k1 would have none, k3 has another one's."""
+    generator = torch.Generator().manual_seed(0)
+    p, logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    p, q = p.log_softmax(0), logits.requires_grad_().log_softmax(0)
+    (found,) = torch.autograd.grad((q.exp().detach() * KL_LOSSES[kind].function(p, q)).sum(), logits, retain_graph=True)
+    distance = (q.exp() - p.exp()).abs() if kind == "abs" else q.exp() * (q - p)
+    torch.testing.assert_close(found, torch.autograd.grad(distance.sum(), logits)[0])

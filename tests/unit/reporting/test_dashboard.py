@@ -70,6 +70,9 @@ SWITCHED_ON = {  # what is switched on -> what then has a panel, all names that 
         "actor/ref_kl", "timing/ref", "memory/reference/ref_params_gb", "memory/rollout/ref_params_gb",
         "perf/copy/ref_params_",
     ]),
+    "a reference policy in the rewards": (
+        (*PPO, "algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"), ["reward/kl", "timing/ref"],
+    ),
     "adapters": (("actor_rollout_ref.model.lora_rank=8",), ["memory/update/frozen_", "perf/copy/frozen_params_"]),
     "a schedule": (
         ("distillation.distillation_loss_coef_schedule=linear", "distillation.use_task_rewards=true", *REWARDED),
