@@ -129,6 +129,8 @@ class WandbConfig:
     workspace: bool = True
     """Make the workspace `hybrid_gkd`, the dashboard of docs/dashboards.md, in a project that has none of that name.
     An offline run makes none; python -m hybrid_gkd.reporting.dashboard makes or updates it later."""
+    log_report: bool = False
+    """Log report.html as an artifact `report-<run id>` when the run ends: about 1 MB, with the warnings of run.log."""
 
 
 @dataclass

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.reporting.report.command import write
+from hybrid_gkd.reporting.report.page import REPORT
 from hybrid_gkd.types import GENERATION_COLUMNS, Generation, RunInfo
 from hybrid_gkd.waiting import Timeout, waiting
 
@@ -40,7 +42,7 @@ class Wandb:
     def __init__(self, info: RunInfo):
         import wandb  # takes a second, and may be missing
 
-        self._wandb, self._samples_are_new = wandb, False
+        self._wandb, self._samples_are_new, self._run_dir = wandb, False, info.run_dir
         section = info.config["trainer"]["wandb"]
         offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun")
         if "WANDB_MODE" not in os.environ:
@@ -56,6 +58,7 @@ class Wandb:
                 resume="allow" if resumes and not offline else None, settings=settings, entity=section["entity"],
                 group=section["group"], tags=section["tags"] or None, notes=section["notes"],
             )
+        self._offline, self._logs_report = offline, False
         try:
             id_file.write_text(self._run.id + "\n")
             for name, best in BEST.items():
@@ -74,6 +77,7 @@ class Wandb:
                 if section["workspace"]:
                     arguments = (self._run.entity, self._run.project, info.run_dir)
                     threading.Thread(target=_make_workspace, args=arguments, name="workspace", daemon=True).start()
+            self._logs_report = section["log_report"]
         except BaseException:
             self.close(failed=True)
             raise
@@ -92,6 +96,8 @@ class Wandb:
         try:
             if self._samples_are_new:
                 self._run.log(self._take_samples())
+            if self._logs_report:
+                self._log_report()
             with waiting("wandb to upload what is left", Timeout(WANDB_FINISH_SECONDS)):
                 self._run.finish(exit_code=1 if failed else 0)
         finally:
@@ -101,6 +107,22 @@ class Wandb:
             except SystemExit as error:
                 if error.code == 128 + signal.SIGTERM:  # this process's own handler, at this very moment
                     raise
+
+    def _log_report(self) -> None:
+        """A report of the run at its end, written for this. What goes wrong costs the artifact, with a warning."""
+        try:
+            # Else wandb copies it to a folder of the user's; here, an offline run has it until `wandb sync` reads it.
+            page = write([self._run_dir], Path(self._run.settings.sync_dir) / REPORT)
+            artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
+            artifact.add_file(str(page), policy="immutable")
+            logged = self._run.log_artifact(artifact)
+            if not self._offline:
+                with waiting("wandb to upload the report", Timeout(WANDB_FINISH_SECONDS)):
+                    logged.wait(round(WANDB_FINISH_SECONDS))
+        except Exception as error:  # of wandb, the network, the disk: no reason to lose what the run has logged
+            logger.warning(
+                "trainer.wandb.log_report: the report is not in wandb: %s: %s", type(error).__name__, error
+            )
 
     def _take_samples(self) -> dict[str, Any]:
         is_new, self._samples_are_new = self._samples_are_new, False

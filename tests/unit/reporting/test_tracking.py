@@ -34,11 +34,14 @@ from hybrid_gkd.types import Generation, RunInfo
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0, data_source="sums", sample=3)
 
 
-def info(run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False, console="auto") -> RunInfo:
+def info(
+    run_dir: Path = Path("unused"), *, total_steps=10, start_step=0, resume=False, console="auto", log_report=False
+) -> RunInfo:
     return RunInfo(
         project_name="gkd", experiment_name="unit", run_dir=run_dir,
         config={
-            "distillation": {"topk": 64}, "trainer": {"console": console, "wandb": asdict(WandbConfig(notes="n"))},
+            "distillation": {"topk": 64},
+            "trainer": {"console": console, "wandb": asdict(WandbConfig(notes="n", log_report=log_report))},
             "data": {"max_response_length": 120},
         },
         total_steps=total_steps, start_step=start_step, resume=resume,
@@ -54,7 +57,7 @@ def run_steps(run_dir: Path, steps, **kwargs) -> None:
         for step in steps:
             tracker.log_generations([SAMPLE], step)
             tracker.log_lengths([1, 3, 3], step)
-            tracker.log_tokens([{"tokens": []}], step)
+            tracker.log_tokens([{"prompt": "", "response": "", "num_tokens": 0, "tokens": []}], step)
             tracker.log({"actor/kl_loss": step / 10}, step)
 
 
@@ -430,6 +433,16 @@ def wandb_history(folder: Path) -> tuple[dict[str, object], list[dict[str, objec
     return config, rows, exit_code
 
 
+def wandb_artifacts(folder: Path) -> list[tuple[str, str, list[str]]]:
+    """Name, type and files of the artifacts that `wandb sync` uploads."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = [Record.FromString(data) for path in folder.glob("run-*.wandb") for data in wandb_records(path)]
+    found = [record.request.log_artifact.artifact for record in records if record.HasField("request")]
+    found += [record.artifact for record in records if record.HasField("artifact")]
+    return [(each.name, each.type, [file.local_path for file in each.manifest.contents]) for each in found]
+
+
 def wandb_processes() -> list[int]:
     """Child processes of this one that belong to wandb."""
     listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
@@ -451,7 +464,7 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     caplog.set_level(logging.INFO, "hybrid_gkd")
     with pytest.raises(RuntimeError, match="training broke"):
         fail_after_step_3(tmp_path)
-    run_steps(tmp_path, [3, 4], loggers=["jsonl", "wandb"], start_step=2, resume=True)
+    run_steps(tmp_path, [3, 4], loggers=["jsonl", "wandb"], start_step=2, resume=True, log_report=True)
     assert wandb_processes() == []
 
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
@@ -468,6 +481,23 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     assert rows[3]["actor/kl_loss"] == 0.4
     assert [row.get("val/generations/nrows") for row in rows[2:]] == [3, 4], "the earlier samples are not in the table"
     assert f"wandb sync {second}" in caplog.text
+
+    page, run_id = second / "report.html", second.name.split("-")[3]
+    reports = [[each for each in wandb_artifacts(folder) if each[1] == "report"] for folder in (first, second)]
+    assert reports == [[], [(f"report-{run_id}", "report", [str(page)])]]
+    assert '"step":4' in page.read_text()
+
+
+@pytest.mark.slow
+def test_a_report_that_cannot_be_written_costs_the_artifact_and_not_the_run(no_wandb_login, tmp_path, caplog):
+    pytest.importorskip("wandb")
+    with make(tmp_path, ["jsonl", "wandb"], log_report=True) as tracker:
+        tracker.log({"actor/kl_loss": 0.1}, 1)
+        (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+        (folder / "report.html").mkdir()
+    assert "trainer.wandb.log_report: the report is not in wandb: IsADirectoryError" in caplog.text
+    _, rows, exit_code = wandb_history(folder)
+    assert (len(rows), exit_code) == (1, 0)
 
 
 @pytest.mark.slow
