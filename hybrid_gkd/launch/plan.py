@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
+import os
+import socket
 import statistics
+from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.launch.inputs import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import ModelSpec, critic_spec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.workers.placement import Placement
 
 
@@ -94,7 +99,7 @@ def time_plan(config: Config, steps: int, done: int) -> str:
     if taken is None:
         return f"{todo}; how long they take is known after a run with these settings in {config.run_dir}"
     total = datetime.timedelta(seconds=round((steps - done) * taken))
-    return f"{todo}, about {total} at {taken:.2f} s each, as in the run there; loading comes on top"
+    return f"{todo}, about {total} at {taken:.2f} s each, as in the run there"
 
 
 def earlier_step_seconds(config: Config) -> float | None:
@@ -107,6 +112,64 @@ def earlier_step_seconds(config: Config) -> float | None:
     names = ("timing/step", "timing/testing", "timing/save_checkpoint")
     seconds = [sum(row.get(name, 0.0) for name in names) for row in rows if "timing/step" in row]
     return statistics.mean(seconds[1:] or seconds) if seconds else None  # the first one also warms up
+
+
+def loading_plan(config: Config, *, device: str, engine: str) -> str:
+    """The weights that a start reads, and how long the last start that loaded the same took."""
+    sizes = {path: _weight_bytes(path) for path in _models(config)}
+    missing = [path for path, size in sizes.items() if not size]
+    total = sum(sizes.values())
+    size = f"{total / GIB:.1f} GiB" if total > GIB / 10 else f"{total / 2**20:.1f} MiB"
+    known = f"{size} of weights to read" if total else ""
+    fetched = f"not on this machine yet: {', '.join(missing)}" if missing else ""
+    last = _last_loading(config, what_is_loaded(config, device=device, engine=engine))
+    took = "how long it takes is known after a start with these models"
+    if last is not None:
+        when = datetime.datetime.fromtimestamp(last[0]).strftime("%Y-%m-%d %H:%M")
+        took = f"it took {last[1]:.0f} s last time ({when})"
+    return f"loading: {'; '.join(filter(None, (known, fetched, took)))}"
+
+
+def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any]:
+    """What starts.jsonl keeps of a start, so that the time to load can be told before the next one."""
+    workers = [config.world_size, config.rollout_world_size]
+    models = [os.path.abspath(path) if os.path.isdir(path) else path for path in _models(config)]
+    return {"host": socket.gethostname(), "device": device, "engine": engine, "workers": workers, "models": models}
+
+
+def _models(config: Config) -> list[str]:
+    """Folders or hub ids of the models that a start loads."""
+    arr = config.actor_rollout_ref
+    own_teacher = config.distillation.enabled and arr.teacher.server_ip is None
+    others = [arr.teacher.model.path or ""] * own_teacher + [config.critic_model.path] * config.uses_critic
+    return [arr.model.path, *others, *[config.ref_model.path] * config.has_reference_model]
+
+
+def _weight_bytes(path: str) -> int:
+    """Of a model's files on this machine; 0 for a hub id whose weights are not there."""
+    folder = path
+    if not os.path.isdir(path):
+        from huggingface_hub import try_to_load_from_cache  # takes a moment
+
+        found = try_to_load_from_cache(path, "config.json")
+        folder = os.path.dirname(found) if isinstance(found, str) else ""
+    for suffix in WEIGHT_SUFFIXES:  # a folder may have the same weights in several formats
+        files = list(Path(folder).glob(f"*{suffix}")) if folder else []
+        if files:
+            return sum(file.stat().st_size for file in files)
+    return 0
+
+
+def _last_loading(config: Config, loaded: dict[str, Any]) -> tuple[float, float] | None:
+    """When the last start of this project that loaded the same began, and the seconds until it could train."""
+    found = list[tuple[float, float]]()
+    for file in config.experiment_dir.parent.glob(f"*/{STARTS}"):
+        start: dict[str, Any] = {}
+        for row in read_json_lines(file):
+            start = row if "start" in row else start
+            if "ready" in row and start.get("loaded") == loaded:
+                found.append((start["start"], row["ready"] - start["start"]))
+    return max(found, default=None)
 
 
 def _pace(config: Config) -> list[Any]:

@@ -23,7 +23,7 @@ from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.folders import check_folders, try_to_write
-from hybrid_gkd.launch.plan import disk_bytes, memory_plan, placement_plan, time_plan
+from hybrid_gkd.launch.plan import disk_bytes, loading_plan, memory_plan, placement_plan, time_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.policy import check_policy_loss
@@ -159,6 +159,7 @@ def plan(facts: Facts) -> str:
     lines = [places, memory_plan(facts.config, facts.spec, device=facts.device)]
     if facts.steps:
         lines.append(time_plan(facts.config, facts.steps, facts.steps_done))
+    lines.append(loading_plan(facts.config, device=facts.device, engine=facts.engine))
     return "\n".join(lines)
 
 

@@ -21,7 +21,15 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.fit import check_own_answers
-from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, memory_by_phase, placement_plan, time_plan
+from hybrid_gkd.launch.plan import (
+    check_free_memory,
+    checkpoint_bytes,
+    loading_plan,
+    memory_by_phase,
+    placement_plan,
+    time_plan,
+    what_is_loaded,
+)
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
@@ -98,7 +106,8 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
         keep_config(config)
         if not config.trainer.val_only:
             stack.enter_context(report_kept(config.run_dir))
-        about = {"step": facts.steps_done, "total_steps": facts.steps, **about}
+        loaded = what_is_loaded(config, device=facts.device, engine=facts.engine)
+        about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping)
             is_ready()
@@ -122,7 +131,8 @@ def who_is_where(facts: Facts) -> list[str]:
     models = [f"student: {arr.model.path}"]
     if facts.config.distillation.enabled and arr.teacher.server_ip is None:
         models.append(f"teacher's model: {arr.teacher.model.path}")
-    times = [time_plan(facts.config, facts.steps, facts.steps_done)] if facts.steps else []
+    times = [loading_plan(facts.config, device=facts.device, engine=facts.engine)]
+    times += [time_plan(facts.config, facts.steps, facts.steps_done)] if facts.steps else []
     return [*models, *lines.splitlines(), *times, f"run folder: {facts.config.run_dir}"]
 
 

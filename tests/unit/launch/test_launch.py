@@ -20,6 +20,7 @@ from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors,
 from hybrid_gkd.launch import fit, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources
+from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.teacher import teacher_environment
@@ -226,6 +227,26 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
     caplog.clear()
     check_all(runnable(tmp_path, "actor_rollout_ref.rollout.n=4"))
     assert "about" not in caplog.text
+
+
+def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(tmp_path):
+    config = runnable(tmp_path)
+    size = f"{sum(file.stat().st_size for file in tmp_path.glob('**/model.safetensors')) / 2**20:.1f} MiB"
+    unknown = f"loading: {size} of weights to read; how long it takes is known after a start with these models"
+    assert loading_plan(config, device="cpu", engine="hf") == unknown
+    rows = []
+    for start, seconds in ((1000, 50), (2000, 42), (3000, None)):  # the last one did not get so far
+        rows.append({"start": start, "loaded": what_is_loaded(config, device="cpu", engine="hf")})
+        rows += [{"ready": start + seconds}] if seconds else []
+    other = config.run_dir.parent / "another_run"
+    other.mkdir(parents=True)
+    (other / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert f"loading: {size} of weights to read; it took 42 s last time (" in loading_plan(
+        config, device="cpu", engine="hf"
+    )
+    assert loading_plan(config, device="cpu", engine="vllm") == unknown
+    config.actor_rollout_ref.model.path = "org/no-such-model"
+    assert "loading: not on this machine yet: org/no-such-model; " in loading_plan(config, device="cpu", engine="hf")
 
 
 def test_more_positions_by_override_are_enough(tmp_path):
