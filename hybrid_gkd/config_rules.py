@@ -32,24 +32,10 @@ def field_rules(section: Any, prefix: str = "") -> Rules:
 def rules_between_fields(config: Config) -> Rules:
     """The rules between fields, in the order in which they are reported."""
     arr, data, longest = config.actor_rollout_ref, config.data, config.max_sequence_length
-    actor, fsdp_size = arr.actor, arr.actor.fsdp_config.fsdp_size
-    val_only = config.trainer.val_only
+    fsdp_size, val_only = arr.actor.fsdp_config.fsdp_size, config.trainer.val_only
     yield "data.train_files", data.train_files or val_only, "must name at least one file"
     yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
-    yield (
-        f"{ARR}.actor.ppo_max_token_len_per_gpu",
-        actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
-        f"must be at least {LENGTHS} ({data.max_prompt_length} + {data.max_response_length} = {longest})",
-    )
-    yield (
-        f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
-        actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
-        "must be given when use_dynamic_bsz is false; with use_dynamic_bsz=true it is not needed",
-    )
-    yield (
-        f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
-        f"must be at most data.train_batch_size ({data.train_batch_size})",
-    )
+    yield from _batches(config)
     yield (
         f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
         f"must be at least {LENGTHS} ({longest})",
@@ -94,6 +80,24 @@ def rules_between_fields(config: Config) -> Rules:
         yield from _advantages(config)
     yield from _kl_in_reward(config)
     yield from _critic(config)
+
+
+def _batches(config: Config) -> Rules:
+    actor, data, longest = config.actor_rollout_ref.actor, config.data, config.max_sequence_length
+    yield (
+        f"{ARR}.actor.ppo_max_token_len_per_gpu",
+        actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
+        f"must be at least {LENGTHS} ({data.max_prompt_length} + {data.max_response_length} = {longest})",
+    )
+    yield (
+        f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
+        actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
+        "must be given when use_dynamic_bsz is false; with use_dynamic_bsz=true it is not needed",
+    )
+    yield (
+        f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
+        f"must be at most data.train_batch_size ({data.train_batch_size})",
+    )
 
 
 def _advantages(config: Config) -> Rules:

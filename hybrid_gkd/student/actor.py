@@ -67,8 +67,8 @@ class Actor(TrainedModel):
             values["teacher_logprobs"] = joined([t.logprobs for t in teacher])
             values["teacher_tail"] = joined([t.tail_logprobs for t in teacher])
             values["teacher_sampled"] = joined([t.sampled_logprobs for t in teacher])
-            factors = [np.full(len(i.sequence.response_ids), i.teacher_weight, np.float32) for i in micro_batch]
             if any(item.teacher_weight != 1 for item in micro_batch):
+                factors = [np.full(len(i.sequence.response_ids), i.teacher_weight, np.float32) for i in micro_batch]
                 values["teacher_weights"] = joined(factors)
         for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_weights"):
             found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
