@@ -153,9 +153,9 @@ def _gradient(
     inside = -tl.sum(tl.load(grad_logprobs + column, mask=k < K, other=0.0), 0)
     factor = inside
     if TAIL:
-        pull = tl.load(grad_logprobs + TAIL)
-        inside -= pull
-        factor = inside + pull * tl.exp(tl.minimum(-tl.load(logprobs + TAIL), TAIL_LIMIT))
+        tail_gradient = tl.load(grad_logprobs + TAIL)
+        inside -= tail_gradient
+        factor = inside + tail_gradient * tl.exp(tl.minimum(-tl.load(logprobs + TAIL), TAIL_LIMIT))
     # An id that occurs twice: every occurrence writes the same value, made of all their gradients.
     gradient = tl.zeros([K_BLOCK], tl.float32)
     is_inside = k < TAIL

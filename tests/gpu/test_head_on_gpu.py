@@ -79,6 +79,29 @@ def test_against_float64(dtype, rows, dim, vocab, num_ids, chunk_rows, temperatu
     torch.testing.assert_close(parts["entropy"].double(), entropy, rtol=RELATIVE_ERROR[dtype][0], atol=0)
 
 
+@pytest.mark.parametrize("dtype", RELATIVE_ERROR)
+@pytest.mark.parametrize("tail_topk", [None, 63])
+def test_a_loss_of_the_entropy(dtype, tail_topk):
+    hidden, weight, ids, _ = inputs(300, 896, 50257, 64, dtype)
+    weights = torch.linspace(-1, 2, 300, device="cuda")
+
+    def loss_fn(logprobs, rows):
+        return -logprobs[:, 0], {}
+
+    loss, _ = head_loss(
+        hidden, weight, ids, loss_fn, temperature=0.8, entropy_weights=weights,
+        **({} if tail_topk is None else {"tail_topk": tail_topk}),
+    )
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logprobs = (exact[0] @ exact[1].T / 0.8).log_softmax(1)
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    want = (weights * entropy).sum() - logprobs.gather(1, ids[:, :1]).sum()
+    found, expected = torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(want, exact)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip((loss, *found), (want, *expected), strict=True)]
+    print(f"{dtype} tail_topk={tail_topk}: relative errors " + " ".join(f"{e:.1e}" for e in errors))
+    assert all(error < bound for error, bound in zip(errors, RELATIVE_ERROR[dtype], strict=True)), errors
+
+
 def test_repeated_ids():
     hidden, weight, _, teacher = inputs(20, 64, 5000, 6, torch.float32)
     ids = torch.randint(3, (20, 6), device="cuda") + 4094  # within and beyond the first block
