@@ -1,0 +1,122 @@
+"""Critic, reference policy and adapters on one GPU, with every offload: who is where, what is kept, what resumes.
+
+    bash tests/run.sh -m gpu tests/gpu/test_ppo_on_gpu.py
+"""
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.testing import make_tokenizer
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TrainSequence
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+ACTOR, VOCAB = "actor_rollout_ref.actor", 32000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """About 100M parameters with random weights."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train(group, steps, first):
+    """Metrics of so many steps, each with a rollout, and the reference's log-probabilities of fixed sequences."""
+    rng = np.random.default_rng(0)
+    requests = [
+        GenerationRequest(index=i, prompt_ids=rng.integers(0, VOCAB, 50 + i).astype(np.int32), seed=i)
+        for i in range(16)
+    ]
+    rows, reference = [], []
+    for step in range(first, first + steps):
+        group.publish(step)
+        sampling = SamplingParams(max_tokens=64, logprobs=True)
+        found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
+        items = [TrainSequence(sequence=sequence) for sequence in found]
+        shares = [(tuple(items),)]
+        old, ref = group.compute_logprobs(shares), group.compute_ref_logprobs(shares)
+        difference = np.concatenate([np.abs(s.logprobs - old[s.index]) for s in found])
+        assert difference.mean() < 0.015  # the engine's bf16 kernels against the actor's
+        reference.append(np.mean(np.concatenate([old[s.index] - ref[s.index] for s in found])))
+        advantages = [np.linspace(-1, 1, len(s.response_ids)).astype(np.float32) for s in found]
+        items = [
+            replace(item, advantages=a, old_logprobs=old[item.sequence.index], ref_logprobs=ref[item.sequence.index])
+            for item, a in zip(items, advantages, strict=True)
+        ]
+        row = {}
+        if group.config.uses_critic:
+            values = group.compute_values(shares)
+            items = [
+                replace(item, values=values[item.sequence.index], returns=np.ones_like(item.advantages))
+                for item in items
+            ]
+            row |= group.update_critic(batches(items))[0]
+        rows.append(row | group.update(batches(items))[0])
+    return rows, reference
+
+
+def batches(items):
+    num_tokens = sum(len(item.sequence.response_ids) for item in items)
+    return [[MiniBatch(micro_batches=(tuple(items[:8]), tuple(items[8:])), num_tokens=num_tokens)]]
+
+
+@pytest.mark.parametrize("which", ["critic", "lora"])
+def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
+    own = {
+        "critic": [
+            "algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "critic.fsdp_config.param_offload=true",
+            "critic.fsdp_config.optimizer_offload=true",
+        ],
+        "lora": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=16"],
+    }[which]  # fmt: skip
+    fsdp = f"{ACTOR}.fsdp_config"
+    config = load_config([
+        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}",
+        "data.max_prompt_length=128", "data.max_response_length=128", "trainer.device=cuda",
+        "distillation.enabled=false", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2000000000",
+        "actor_rollout_ref.rollout.verify_weights=true", f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.entropy_coeff=0.01", f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true", *own,
+    ])  # fmt: skip
+    found = []
+    for resumes in (False, True):
+        with ray_cluster(config, "cuda"), contextlib.closing(
+            WorkerGroup(config, device="cuda", num_updates=8, num_critic_updates=8, stop_token_ids=[256])
+        ) as group:
+            if resumes:
+                group.load_checkpoint(tmp_path / "checkpoint")
+                rows, _ = train(group, 2, 2)
+            else:
+                rows, reference = train(group, 2, 0)
+                group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
+                rows, _ = train(group, 2, 2)
+            found.append(rows)
+            memory = group.memory_metrics()
+    print(which, found, memory)
+    assert abs(reference[0]) < 1e-6  # the student is the reference at first
+    assert abs(reference[1]) > 1e-4
+    assert memory["memory/rollout/actor_rest_gb"] < 0.3
+    on_device = {name.split("/")[2] for name in memory if name.startswith("memory/rollout/")}
+    assert not on_device & {"params_gb", "critic_params_gb", "critic_optimizer_gb", "ref_params_gb"}, on_device
+    if which == "critic":
+        assert found[0][1]["critic/vf_loss"] < found[0][0]["critic/vf_loss"]
+    for one, other in zip(*found, strict=True):
+        for name in one.keys() & {"actor/loss", "actor/grad_norm", "actor/ref_kl", "critic/vf_loss"}:
+            assert one[name] == pytest.approx(other[name], rel=2e-2), name
