@@ -42,14 +42,23 @@ SAY_EVERY = 10.0
 
 @contextlib.contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """A process group of this process, which the sharded model needs."""
+    """A process group of this process, which the sharded model needs, and sums in an order that is always the same.
+
+    The same seed then gives the same model, on a GPU too, as long as the GPU's type and the libraries stay the same.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS picks kernels that are not deterministic
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     with tempfile.NamedTemporaryFile() as meeting:
         dist.init_process_group(backend, store=dist.FileStore(meeting.name, 1), rank=0, world_size=1)
         try:
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it: it would only take time
             yield
         finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.utils.deterministic.fill_uninitialized_memory = before[1]
             dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ GOODS = {
     "seeds": "packets", "badges": "folders",
 }  # fmt: skip
 PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
-LARGEST = 999
+LARGEST = 99
 """No amount is larger."""
 HELD_OUT_TEMPLATES, VALIDATION_PROMPTS = 8, 32
 """One in so many templates is held out; of the others, one in so many prompts is for validation."""
