@@ -265,6 +265,16 @@ class RolloutConfig:
 
 
 @dataclass
+class TeacherEngineKwargs:
+    """Arguments handed to the scoring engine of a local service as they are."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """For `vllm.LLM(...)`, such as quantization: fp8."""
+    hf: dict[str, Any] = field(default_factory=dict)
+    """For `AutoModelForCausalLM.from_pretrained(...)`, with backend=hf."""
+
+
+@dataclass
 class TeacherModelConfig:
     """The model of a teacher that this run starts itself."""
 
@@ -305,6 +315,9 @@ class TeacherConfig:
     """Further attempts for a request that was not answered or not answered well."""
     backend: Literal["auto", "vllm", "hf"] = "auto"
     """Scoring engine of a local service; auto = vllm where it is installed."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of a local service's weights; auto = as stored, float32 on the CPU, where there is no other."""
+    engine_kwargs: TeacherEngineKwargs = field(default_factory=TeacherEngineKwargs)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
     tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)

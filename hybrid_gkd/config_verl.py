@@ -217,6 +217,7 @@ RENAMED: dict[str, Read] = {
             "inference.tensor_model_parallel_size": spelled(f"{TEACHER}.tensor_model_parallel_size"),
             "inference.gpu_memory_utilization": spelled(f"{TEACHER}.gpu_memory_utilization"),
             "inference.max_model_len": spelled(f"{TEACHER}.max_model_len"),
+            "inference.dtype": spelled(f"{TEACHER}.dtype"),
         }.items()
     },
     "reward_model.num_workers": spelled("reward.num_workers"),

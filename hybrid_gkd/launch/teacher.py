@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ def make_teacher_process(config: Config, device: str) -> TeacherProcess:
     options = [
         f"--backend={section.backend}", f"--device={teacher_device}", f"--gpu-memory-utilization={share}",
         f"--tp-size={section.tensor_model_parallel_size}",
-        f"--max-model-len={section.max_model_len or config.max_sequence_length + 1}",
+        f"--max-model-len={section.max_model_len or config.max_sequence_length + 1}", f"--dtype={section.dtype}",
+        f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
     ]
     if config.actor_rollout_ref.model.trust_remote_code:
         options.append("--trust-remote-code")

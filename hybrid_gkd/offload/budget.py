@@ -225,7 +225,8 @@ def teacher_share(config: Config, *, total_bytes: int) -> float:
     spec = model_spec(
         teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
     )
-    per_gpu = (2 * spec.parameters + TEACHER_TOKENS * spec.kv_bytes_per_token) / teacher.tensor_model_parallel_size
+    weights = (4 if teacher.dtype == "float32" else 2) * spec.parameters
+    per_gpu = (weights + TEACHER_TOKENS * spec.kv_bytes_per_token) / teacher.tensor_model_parallel_size
     return math.ceil(100 * (per_gpu + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
 
 

@@ -183,3 +183,18 @@ def test_folder_without_a_model_is_named(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(Exception, match=str(Path(tmp_path))):
         load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "message"),
+    [
+        ("hf", '{"vllm": {"quantization": "fp8"}}', "--engine-kwargs vllm: the engine is hf"),
+        ("vllm", '{"vllm": {"enable_prefix_caching": true}}', "--engine-kwargs vllm enable_prefix_caching: has an opt"),
+        ("hf", '{"hf": {"no_such_argument": 1}}', "cannot be loaded: .*no_such_argument"),
+        ("vllm", '{"vllm": {"no_such_argument": 1}}', "cannot load the model: .*no_such_argument"),
+    ],
+)
+def test_arguments_reach_their_engine_or_are_refused(backend, given, message, model_path):
+    options = EngineOptions(ckpt_path=model_path, backend=backend, device="cpu", max_model_len=64, engine_kwargs=given)
+    with pytest.raises(ModelError, match=message):
+        in_own_process(load_engine, options)

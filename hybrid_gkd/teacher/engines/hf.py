@@ -160,7 +160,7 @@ def _load(options: EngineOptions, attention: str | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             options.ckpt_path, trust_remote_code=options.trust_remote_code, attn_implementation=attention,
             dtype=torch.float32 if options.device == "cpu" else options.dtype,
-            device_map="auto" if options.device == "cuda" else None,
+            device_map="auto" if options.device == "cuda" else None, **options.arguments_of("hf"),
         ).eval()
     except Exception as error:  # whatever a broken folder, too small a GPU or another attention raises
         raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {first_line(error)}") from error

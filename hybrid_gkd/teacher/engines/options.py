@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -12,6 +13,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def engine_arguments(text: str) -> str:
+    """A JSON object of objects, as it is."""
+    given = json.loads(text)
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+        raise argparse.ArgumentTypeError(f'must be {{"vllm": {{...}}}} or {{"hf": {{...}}}}, got {text}')
+    return text
 
 
 def option(default: Any, help: str, **keywords: Any) -> Any:
@@ -30,8 +39,16 @@ class EngineOptions:
     max_model_len: int | None = option(None, "longest prompt and response together, in tokens", type=positive)
     gpu_memory_utilization: float = option(0.9, "share of GPU memory (vllm)", type=float)
     dtype: str = option("auto", "auto: as stored; float32 on the CPU")
+    engine_kwargs: str = option(
+        "{}", 'JSON, more arguments: {"vllm": {...}} for vllm.LLM, {"hf": {...}} for from_pretrained',
+        type=engine_arguments,
+    )
     device: str = option("auto", "auto: the GPU if there is one", choices=["auto", "cpu", "cuda"])
     trust_remote_code: bool = option(False, "run code from the model folder", action="store_true")
+
+    def arguments_of(self, engine: str) -> dict[str, Any]:
+        """What `engine_kwargs` has for an engine."""
+        return dict(json.loads(self.engine_kwargs).get(engine, {}))
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:

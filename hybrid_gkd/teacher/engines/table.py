@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 
 import torch
 
@@ -14,6 +15,14 @@ from hybrid_gkd.teacher.engines.options import EngineOptions
 
 ENGINES = {"hf": "HFScoringEngine", "vllm": "VLLMScoringEngine"}
 """The classes by the names of their modules."""
+OWN_ARGUMENTS = {
+    "hf": {"attn_implementation", "dtype", "torch_dtype", "device_map", "trust_remote_code"},
+    "vllm": {
+        "model", "tokenizer", "runner", "dtype", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len",
+        "enable_prefix_caching", "enable_chunked_prefill", "worker_extension_cls", "trust_remote_code",
+    },
+}  # fmt: skip
+"""Arguments of the engines that have an option of their own, or a value that scoring depends on."""
 
 
 def load_engine(options: EngineOptions) -> ScoringEngine:
@@ -29,5 +38,18 @@ def load_engine(options: EngineOptions) -> ScoringEngine:
         raise ModelError(f"--dtype {options.dtype}: on the CPU the engines compute in float32")
     if backend == "hf" and options.tp_size > 1:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
+    _check_arguments(options, backend)
     module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}")
     return getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
+
+
+def _check_arguments(options: EngineOptions, backend: str) -> None:
+    """Raises ModelError for arguments of an engine that does not run, and for those that are not free."""
+    for name in json.loads(options.engine_kwargs):
+        given = options.arguments_of(name)
+        if given and name != backend:
+            raise ModelError(f"--engine-kwargs {name}: the engine is {backend}")
+        if fixed := sorted(given.keys() & OWN_ARGUMENTS[backend]):
+            raise ModelError(
+                f"--engine-kwargs {name} {', '.join(fixed)}: has an option of its own, or a value that scoring needs"
+            )

@@ -47,16 +47,17 @@ class VLLMScoringEngine(ScoringEngine):
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # all processes of the engine are on this machine
             llm_class = vllm_compat.import_llm(device)
             vllm_compat.keep_raw_prompt_logprobs()
-            llm = llm_class(
-                model=options.ckpt_path, trust_remote_code=options.trust_remote_code, generation_config="vllm",
-                tensor_parallel_size=options.tp_size, gpu_memory_utilization=options.gpu_memory_utilization,
-                enable_prefix_caching=False, enable_chunked_prefill=True,
-                max_num_batched_tokens=TOKENS_PER_STEP[device],
-                worker_extension_cls=f"{__name__}.WorkerExtension",
+            arguments = {
+                "model": options.ckpt_path, "trust_remote_code": options.trust_remote_code, "generation_config": "vllm",
+                "tensor_parallel_size": options.tp_size, "gpu_memory_utilization": options.gpu_memory_utilization,
+                "enable_prefix_caching": False, "enable_chunked_prefill": True,
+                "max_num_batched_tokens": TOKENS_PER_STEP[device],
+                "worker_extension_cls": f"{__name__}.WorkerExtension",
                 **limits,
                 **vllm_compat.scoring_engine_args(device, config),
                 **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
-            )
+            }  # fmt: skip
+            llm = llm_class(**(arguments | options.arguments_of("vllm")))
             self._engine = llm.llm_engine
             self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
             self._check_scores()
