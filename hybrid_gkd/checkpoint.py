@@ -48,7 +48,7 @@ class TrainerState:
     """Progress of a run."""
 
     step: int
-    """Training steps done; the position in the data is a function of it."""
+    """Training steps done; with `extra_batches` they are the position in the data."""
     data: dict[str, Any]
     """Settings that the position in the data also depends on; with other values a resume would train other batches."""
     first_metrics: dict[str, float]
@@ -59,6 +59,8 @@ class TrainerState:
     """Its checkpoint is kept; None where none is asked for or known."""
     kl_coef: float | None = None
     """Of the KL in the rewards, where `algorithm.kl_ctrl.type=adaptive` changes it."""
+    extra_batches: int = 0
+    """Generation batches that these steps took beyond one each (`algorithm.filter_groups`)."""
 
 
 @dataclass(frozen=True)

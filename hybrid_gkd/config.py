@@ -21,6 +21,7 @@ from hybrid_gkd.config_learning import (
     AlgorithmConfig,
     CustomRewardFunction,
     DistillationConfig,
+    FilterGroupsConfig,
     KLCtrlConfig,
     OverlongBufferConfig,
     RewardConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "DistillationConfig",
     "EngineKwargs",
     "FSDPConfig",
+    "FilterGroupsConfig",
     "KLCtrlConfig",
     "ModelConfig",
     "OptimConfig",
@@ -102,6 +104,9 @@ class DataConfig:
     """Tokens that the student may generate."""
     train_batch_size: int = field(default=128, metadata=rules.POSITIVE)
     """Prompts per training step, over all workers."""
+    gen_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Prompts that are answered together with algorithm.filter_groups, which trains on train_batch_size of them; null
+    takes train_batch_size."""
     shuffle: bool = True
     """A new order every epoch; false keeps the order of the files."""
     seed: int = field(default=0, metadata=rules.SEED)
@@ -142,7 +147,8 @@ class TrainerConfig:
     so that the teacher has that long to score; responses then come from weights up to one or two steps old."""
     total_epochs: int = field(default=1, metadata=rules.POSITIVE)
     """Passes over the prompts. What is left over at the end of one begins the next; only what fills no batch at the
-    end of the last is left out, and said at the start."""
+    end of the last is left out, and said at the start. With algorithm.filter_groups as many steps as these passes have
+    generation batches; a step may take several."""
     total_training_steps: int | None = field(default=None, metadata=rules.POSITIVE)
     """Steps; null takes total_epochs. Wins over total_epochs where both are given."""
     project_name: str = field(default="hybrid_gkd", metadata=rules.FOLDER_NAME)

@@ -110,6 +110,19 @@ class KLCtrlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): no groups without a signal, see docs/losses.md."""
+
+    enable: bool = False
+    """Leave out prompts whose responses all have the same metric, and refill the batch with further prompts."""
+    metric: str = field(default="seq_reward", metadata=rules.names("acc", "score", "seq_reward"))
+    """Of a response: seq_reward is its reward, which advantages come from; score is that without the penalty on long
+    responses; acc is the number of that name that a reward function of your own returns, else the score."""
+    max_num_gen_batches: int = field(default=10, metadata=rules.POSITIVE)
+    """Generation batches that a training step may take; the run ends if they have too few groups with a signal."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages of PPO, and importance weights."""
 
@@ -145,6 +158,7 @@ class AlgorithmConfig:
     rollout_rs_threshold: Any = None
     """The limits of rollout_rs: one number for all of its rules, or one for each separated by commas. For k1 bounds of
     the ratio, lower_upper such as 0.5_2.0; a single number u is 1/u_u. For k2 and k3 the largest value, nats."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     @property
     def adapts_kl_coef(self) -> bool:

@@ -80,6 +80,25 @@ def rules_between_fields(config: Config) -> Rules:
         yield from _advantages(config)
     yield from _kl_in_reward(config)
     yield from _critic(config)
+    yield from _filter_groups(config)
+
+
+def _filter_groups(config: Config) -> Rules:
+    enable, key = config.algorithm.filter_groups.enable, "algorithm.filter_groups.enable"
+    size, batch = config.data.gen_batch_size or config.data.train_batch_size, config.data.train_batch_size
+    yield (
+        "data.gen_batch_size", size == batch or (enable and size > batch),
+        f"must be data.train_batch_size ({batch}), or more with {key}=true, which trains on a part",
+    )
+    if not enable or config.trainer.val_only:
+        return
+    yield key, config.trains_on_rewards, (
+        "needs rewards to train on: distillation.enabled=false or distillation.use_task_rewards=true"
+    )
+    yield (
+        f"{ARR}.rollout.n", config.actor_rollout_ref.rollout.n > 1,
+        f"must be at least 2 with {key}=true, which compares the responses to a prompt",
+    )
 
 
 def _batches(config: Config) -> Rules:

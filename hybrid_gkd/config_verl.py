@@ -107,6 +107,13 @@ def _rollout_threshold(value: Any, look: Look) -> dict[str, Any]:
     return {} if look(f"{CORRECTION}.rollout_is") is None else {"algorithm.rollout_is_threshold": value}
 
 
+def _filter_metric(value: Any, look: Look) -> dict[str, Any]:
+    if value == "seq_final_reward" and look("algorithm.use_kl_in_reward"):
+        raise ValueError("must be acc, score or seq_reward: groups are chosen before the KL is known")
+    value = {"seq_final_reward": "seq_reward"}.get(value, value)
+    return {} if value is None else {"algorithm.filter_groups.metric": value}
+
+
 def _ratio_cap(value: Any, _: Look) -> dict[str, Any]:
     weighs = value is not None and value > 0
     return {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": value} if weighs else {}
@@ -133,6 +140,13 @@ VALUES: dict[str, Read] = {
         f"{section}.{name}": spelled(f"{section}.{name}", values)
         for section in TRAINED for name, values in TRAINED_VALUES.items()
     },
+    "algorithm.filter_groups.max_num_gen_batches": spelled(
+        "algorithm.filter_groups.max_num_gen_batches", {0: DEFAULT, -1: DEFAULT}
+    ),
+    "algorithm.filter_groups.metric": Read(
+        ("algorithm.filter_groups.metric",), _filter_metric,
+        "null is the default, seq_final_reward is seq_reward where no KL is in the rewards",
+    ),
     f"{ARR}.actor.kl_loss_type": spelled(f"{ARR}.actor.kl_loss_type", {
         "low_var_kl": "k3", "mse": "k2", "kl+": "k1+", "low_var_kl+": "k3+",
     }),

@@ -68,10 +68,10 @@ class GKDTrainer(PPOTrainer):
         self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
-            self.on_finished.append(lambda step, sequences: self._kept.append((step, sequences)))
-            self.on_generate.append(self._submit_kept)
+            self.generation.on_finished.append(lambda step, sequences: self._kept.append((step, sequences)))
+            self.generation.on_generate.append(self._submit_kept)
         elif self.config.actor_rollout_ref.teacher.overlap_rollout:
-            self.on_finished.append(self._submit)
+            self.generation.on_finished.append(self._submit)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
         """Collect the teacher's scores of the rollout, its rewards if asked for, and take the step on all of it.

@@ -7,7 +7,7 @@ Shapes: `prompt_ids` [P] prompt tokens, `response_ids` and all that is per respo
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,6 +130,10 @@ class Rollout:
     """n of each prompt; sequence i belongs to prompt i // n."""
     greedy: tuple[Sequence, ...] = ()
     """The greedy answer to each prompt, where advantages are relative to it; else none."""
+    extra_batches: int = 0
+    """Generation batches that this rollout and those of the steps before took beyond one each."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of how it was generated, where groups are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

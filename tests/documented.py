@@ -66,6 +66,8 @@ RUN_ELSEWHERE = {
     "bash run_gkd.sh --config-name gpu_demo": "tests/integration/test_gpu_demo.py::"
         "test_the_recipe_builds_its_models_and_runs_from_them_become_a_page",
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
+    "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
+        f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
         f"{_COMMAND_LINE}::test_a_run_trains_and_says_where_everything_is",
     "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,

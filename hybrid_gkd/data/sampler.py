@@ -1,4 +1,4 @@
-"""Which prompts a training step uses: a function of the step alone, so that a resumed run continues exactly."""
+"""Which prompts a batch has: a function of its number alone, so that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class PromptSampler:
     left over at the end of one begin the first batch of the next, which then takes others than these to fill it.
     """
 
-    def __init__(self, num_prompts: int, batch_size: int, shuffle: bool, seed: int):
+    def __init__(
+        self, num_prompts: int, batch_size: int, shuffle: bool, seed: int, key: str = "data.train_batch_size"
+    ):
+        """`key` of the configuration sets the batch size. Raises DataError: there are fewer prompts."""
         if num_prompts < batch_size:
-            raise DataError(
-                f"data.train_batch_size: must be at most the number of prompts ({num_prompts}); got {batch_size}"
-            )
+            raise DataError(f"{key}: must be at most the number of prompts ({num_prompts}); got {batch_size}")
         self.num_prompts = num_prompts
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -30,10 +31,10 @@ class PromptSampler:
         """Full batches in so many epochs, and the prompts left over behind them."""
         return divmod(epochs * self.num_prompts, self.batch_size)
 
-    def batch(self, step: int) -> tuple[int, np.ndarray]:
-        """Epoch (0-based) of its first prompt, and int64 [batch_size] prompt indexes of a step (1-based)."""
-        assert step >= 1, step
-        epoch, start = divmod((step - 1) * self.batch_size, self.num_prompts)
+    def batch(self, number: int) -> tuple[int, np.ndarray]:
+        """Epoch (0-based) of its first prompt, and int64 [batch_size] prompt indexes of a batch (1-based)."""
+        assert number >= 1, number
+        epoch, start = divmod((number - 1) * self.batch_size, self.num_prompts)
         found = self._order_of(epoch)[start : start + self.batch_size]
         missing = self.batch_size - len(found)
         if missing:

@@ -190,9 +190,11 @@ def check_data_sources(facts: Facts) -> None:
 
 
 def left_over(config: Config, num_prompts: int, steps: int) -> str:
-    """How many prompts of the last epoch a run leaves out that is as long as its epochs."""
+    """How many prompts of the last epoch a run leaves out that is as long as its epochs; or that this is not known."""
     if config.trainer.val_only:
         return ""
+    if config.algorithm.filter_groups.enable:
+        return "; a step takes further prompts where groups have no signal (algorithm.filter_groups)"
     full, left = make_sampler(config, num_prompts).num_steps(config.trainer.total_epochs)
     if steps != full or not left:
         return ""

@@ -36,6 +36,12 @@ def placement_plan(config: Config, *, device: str, engine: str) -> str:
         f"{config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
         f"{config.mini_batch_size} prompts per optimizer step",
     ]
+    refill = config.algorithm.filter_groups
+    if refill.enable:
+        lines.append(
+            f"refill: groups without a signal ({refill.metric}) are left out, at most {refill.max_num_gen_batches} "
+            f"generation batches of {config.data.gen_batch_size or config.data.train_batch_size} prompts a step"
+        )
     if config.distillation.enabled:
         where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
         loss = config.distillation.loss_fn or config.distillation.loss_mode

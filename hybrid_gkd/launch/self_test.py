@@ -47,7 +47,7 @@ def with_itself(config: Config, folder: str) -> Config:
     arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
     arr.teacher.model.path = arr.model.path
     arr.actor.ppo_mini_batch_size, arr.actor.ppo_epochs, arr.rollout.n = None, 1, 1
-    data.train_batch_size, data.val_files = min(PROMPTS, data.train_batch_size), []
+    data.train_batch_size, data.gen_batch_size, data.val_files = min(PROMPTS, data.train_batch_size), None, []
     data.max_response_length = min(TOKENS, data.max_response_length)
     config.distillation = DistillationConfig(topk=config.distillation.topk)
     config.algorithm = AlgorithmConfig()

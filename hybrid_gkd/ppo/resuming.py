@@ -17,8 +17,9 @@ from hybrid_gkd.types import Prompt
 
 ARR = "actor_rollout_ref"
 SAME_BATCHES = (
-    "data.train_batch_size", "data.shuffle", "data.seed", f"{ARR}.model.path", f"{ARR}.rollout.n", f"{ARR}.rollout.seed"
-)
+    "data.train_batch_size", "data.gen_batch_size", "data.shuffle", "data.seed", f"{ARR}.model.path",
+    f"{ARR}.rollout.n", f"{ARR}.rollout.seed",
+)  # fmt: skip
 """Keys that decide which prompts and seeds come next: with others a run cannot continue."""
 LEARNING = (
     "data.train_files", "data.prompt_key", "data.max_prompt_length", "data.max_response_length",
@@ -37,6 +38,8 @@ LEARNING = (
     "distillation", "algorithm", "trainer.scheduler",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""
+LIMITS = ("algorithm.filter_groups.max_num_gen_batches",)
+"""Of these, what decides only when a run gives up."""
 REFERENCE = tuple(
     f"{ARR}.{key}" for key in ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path")
 )
@@ -72,6 +75,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     for key in (*LEARNING, *rewards, *critic, *reference):
         value = operator.attrgetter(key)(config)
         found |= _flat(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    found = {key: value for key, value in found.items() if key not in LIMITS}
     scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"
     optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
     if scheduled or any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -45,7 +47,8 @@ class RolloutsAhead:
     def __call__(self, first: int, last: int) -> Iterator[Rollout]:
         """Yield the rollouts of the steps from `first` to `last`. Raises the errors of `generate`, and WorkerError.
 
-        A resumed run generates the batches anew that were ahead: a rollout is a function of its step and the weights.
+        A resumed run generates the batches anew that were ahead: a rollout is a function of its place in the data and
+        the weights.
         """
         ahead: deque[Rollout | Future[Rollout]] = deque()
         for step in range(first, last + 1):
@@ -57,6 +60,15 @@ class RolloutsAhead:
     def progress(self) -> None:
         """The generation goes on."""
         self._last_progress = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what a generation waits for that has a deadline of its own."""
+        self._last_progress = math.inf
+        try:
+            yield
+        finally:
+            self.progress()
 
     def finish(self) -> None:
         """Wait until nothing is generated: then the engine's weights may change. Raises as the iterator."""

@@ -139,6 +139,17 @@ class Scorer:
             return found
         return [score + self._penalty(pair) for score, pair in zip(found, pairs, strict=True)]
 
+    def accuracies(self, pairs: list[Pair]) -> list[float]:
+        """The number `acc` that a function returns beside its score, and the score where none does. Raises as `scores`.
+
+        So does verl's reward manager dapo.
+        """
+        found = zip(self.scores(pairs), map(self._entry, pairs), strict=True)
+        return [
+            next((each.metrics["acc"] for each in entry.scores.values() if "acc" in each.metrics), score)
+            for score, entry in found
+        ]
+
     def metrics(self, pairs: list[Pair]) -> dict[str, float]:
         """Of responses whose rewards are known: `reward/<name>/mean` of each of several functions and of what else a
         function has found, and `reward/failures` where functions can fail."""

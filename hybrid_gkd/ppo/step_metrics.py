@@ -42,6 +42,7 @@ def step_metrics(
     prompts = np.array([len(p.token_ids) for p in rollout.prompts])
     metrics = {
         **timing,
+        **rollout.metrics,
         "timing/step": seconds,
         "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / seconds,
         "response_length/mean": float(lengths.mean()),

@@ -11,9 +11,9 @@ from hybrid_gkd.data.sampler import PromptSampler
 
 
 def make_sampler(config: Config, num_prompts: int) -> PromptSampler:
-    """The order of the training prompts. Raises DataError if they do not fill one batch."""
-    data = config.data
-    return PromptSampler(num_prompts, data.train_batch_size, data.shuffle, data.seed)
+    """The order of the training prompts, in generation batches. Raises DataError if they do not fill one."""
+    data, key = config.data, "data.train_batch_size" if config.data.gen_batch_size is None else "data.gen_batch_size"
+    return PromptSampler(num_prompts, data.gen_batch_size or data.train_batch_size, data.shuffle, data.seed, key)
 
 
 def total_steps(config: Config, num_prompts: int) -> int:
@@ -45,6 +45,6 @@ def distillation_factor(config: Config, step: int, num_steps: int) -> float:
     return {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[kind]
 
 
-def request_seeds(seed: int, step: int, count: int) -> list[int]:
-    """One 31-bit seed per sequence of a step, the same on every run."""
-    return (np.random.SeedSequence([seed, step]).generate_state(count) >> 1).tolist()
+def request_seeds(seed: int, number: int, count: int) -> list[int]:
+    """One 31-bit seed per sequence of a generation batch, the same on every run."""
+    return (np.random.SeedSequence([seed, number]).generate_state(count) >> 1).tolist()

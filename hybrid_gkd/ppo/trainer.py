@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import math
-from collections import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
-from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
-from hybrid_gkd.data.sampler import PromptSampler
+from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
@@ -28,25 +25,18 @@ from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
 from hybrid_gkd.ppo.best import best_to_resume, new_best
 from hybrid_gkd.ppo.critic import CriticTurn
+from hybrid_gkd.ppo.generation import Generation
 from hybrid_gkd.ppo.importance import with_rollout_correction
-from hybrid_gkd.ppo.learning_signal import answers_to_score, needs_greedy_answers, with_advantages
+from hybrid_gkd.ppo.learning_signal import answers_to_score, with_advantages
 from hybrid_gkd.ppo.reference import ReferenceTurn
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.scoring import Reward, Scorer, decode
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.ppo.steps import make_sampler, num_updates, request_seeds, total_steps
+from hybrid_gkd.ppo.steps import num_updates, total_steps
 from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
 from hybrid_gkd.spans import Clock, working_for
-from hybrid_gkd.types import (
-    GenerationRequest,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    Sequence,
-    TrainerLog,
-    TrainSequence,
-)
+from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainerLog, TrainSequence
 from hybrid_gkd.waiting import Timeout
 
 if TYPE_CHECKING:
@@ -56,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COMPARED = ("actor/kl_loss", "reward/mean")
+COMPARED = ("actor/kl_loss", "reward/mean", "reward/all_groups")
 """What a run keeps of its beginning and its end for the final table, beside the metrics of validations."""
 LATE_SECONDS = 30.0
 """Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
@@ -89,12 +79,13 @@ class PPOTrainer:
         stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
-        self.train_prompts, self.val_prompts = train_prompts, val_prompts
+        self.num_train_prompts, self.val_prompts = len(train_prompts), val_prompts
         self.scorer = reward if reward is None or isinstance(reward, Scorer) else Scorer.of(reward, tokenizer, config)
         self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.clock, self.stop_requested = clock or Clock(), stop_requested
         self.total_steps = total_steps(config, len(train_prompts))
-        self.step = 0
+        self.step = self.extra_batches = 0
+        """Training steps done, and generation batches that they took beyond one each: the position in the data."""
         self.checkpoint: Path | None = None
         """The newest checkpoint that this run wrote or continued from, after `_saved_step`."""
         self.best: Best | None = None
@@ -106,21 +97,17 @@ class PPOTrainer:
         """Of the whole run, also a resumed one: the validation before training, and the first step."""
         self.last_metrics: dict[str, float] = {}
         """Of the newest step, with its validation where it had one; empty before the first."""
-        self.on_generate: list[Callable[[], None]] = []
-        """Called when the generation of a rollout to train on begins."""
-        self.on_finished: list[Callable[[int, list[Sequence]], None]] = []
-        """Called with a step and sequences of its rollout as they leave the engine. Both are called from a background
-        thread where the engine has a pool of its own."""
         self.validators: list[Callable[[list[Sequence]], dict[str, list[np.ndarray]]]] = []
         """Called with the answers of a validation; give by name a value for every token of each, [R], whose means are
         reported. They may compute with the student: the engine gets its weights back afterwards."""
         self._rollouts = RolloutsAhead(
-            self._generate, depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
+            lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
             inactivity_timeout=Timeout(
                 config.actor_rollout_ref.nccl_timeout + LATE_SECONDS, "actor_rollout_ref.nccl_timeout, a grace period"
             ),
         )
+        self.generation = Generation(config, group, train_prompts, self.scorer, self._rollouts, self.clock)
         self.batches = Batches(config, config.actor_rollout_ref.actor, group)
         self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
         self.reference = ReferenceTurn(config, group, self.clock, self.batches)
@@ -129,11 +116,6 @@ class PPOTrainer:
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
         if resume_from is not None:
             self._resume(resume_from)
-
-    @functools.cached_property
-    def sampler(self) -> PromptSampler:
-        """Which prompts a step takes."""
-        return make_sampler(self.config, len(self.train_prompts))
 
     def fit(self) -> None:
         """Train to the last step, or until a stop is requested; with `trainer.val_only` validate and no more."""
@@ -162,7 +144,7 @@ class PPOTrainer:
     def _train_step(self, rollout: Rollout) -> None:
         """Update, publish, validate, report, save; without what takes time that a requested stop does not have."""
         metrics = self._unreported = self._update_actor(rollout)
-        self.step, self._weights_are_whole = rollout.step, True
+        self.step, self.extra_batches, self._weights_are_whole = rollout.step, rollout.extra_batches, True
         self.reference.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
         if not ends_here:
@@ -243,64 +225,6 @@ class PPOTrainer:
         found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(sequences)])
         return [dataclasses.replace(item, old_logprobs=found[item.sequence.index]) for item in sequences]
 
-    def _generate(self, step: int) -> Rollout:
-        """Draw `rollout.n` responses to each prompt of the step's batch."""
-        epoch, rows = self.sampler.batch(step)
-        prompts = tuple(self.train_prompts[row] for row in rows)
-        section = self.config.actor_rollout_ref.rollout
-        requests = self._requests(prompts, section.n, step)
-        sampling = self._sampling(section, logprobs=self.config.algorithm.compares_logprobs)
-        sequences: dict[int, Sequence] = {}
-        for begins in self.on_generate:
-            begins()
-        with working_for(step), self.clock.span("gen"):
-            greedy = self._greedy_answers(prompts, step) if needs_greedy_answers(self.config) else ()
-            scorer = self.scorer if self.config.trains_on_rewards else None
-            for finished in self._drawn(prompts, requests, sampling, scorer):
-                self._rollouts.progress()
-                sequences |= {sequence.index: sequence for sequence in finished}
-                for listener in self.on_finished if finished else ():
-                    listener(step, finished)
-        ordered = tuple(sequences[request.index] for request in requests)
-        return Rollout(step=step, epoch=epoch, prompts=prompts, sequences=ordered, greedy=greedy)
-
-    def _greedy_answers(self, prompts: tuple[Prompt, ...], step: int) -> tuple[Sequence, ...]:
-        """One to each prompt, in their order; their indices are those behind the responses'."""
-        sampling = SamplingParams(max_tokens=self.config.data.max_response_length, temperature=0.0)
-        found, drawn = list[Sequence](), len(prompts) * self.config.actor_rollout_ref.rollout.n
-        for finished in self._drawn(prompts, self._requests(prompts, 1, step), sampling, None):
-            self._rollouts.progress()
-            found += [dataclasses.replace(sequence, index=drawn + sequence.index) for sequence in finished]
-        return tuple(sorted(found, key=lambda sequence: sequence.index))
-
-    def _drawn(
-        self, prompts: abc.Sequence[Prompt], requests: list[GenerationRequest], sampling: SamplingParams,
-        scorer: Scorer | None,
-    ) -> Iterator[list[Sequence]]:  # fmt: skip
-        """Responses as they are finished, with what the teacher sees before them; as many to each prompt.
-
-        `scorer`: begins to compute their rewards meanwhile.
-        """
-        n = len(requests) // len(prompts)
-        for finished in self.group.generate(requests, sampling):
-            pairs = [(prompts[sequence.index // n], sequence) for sequence in finished]
-            if scorer is not None:
-                scorer.begin(pairs)
-            yield [dataclasses.replace(sequence, teacher_prompt_ids=prompt.teacher_ids) for prompt, sequence in pairs]
-
-    def _requests(self, prompts: Iterable[Prompt], n: int, step: int) -> list[GenerationRequest]:
-        """`n` requests for each prompt, with the seeds of a step; 0 is validation."""
-        ids = [prompt.token_ids for prompt in prompts for _ in range(n)]
-        seeds = request_seeds(self.config.actor_rollout_ref.rollout.seed, step, len(ids))
-        pairs = enumerate(zip(ids, seeds, strict=True))
-        return [GenerationRequest(index=index, prompt_ids=each, seed=seed) for index, (each, seed) in pairs]
-
-    def _sampling(self, section: RolloutConfig | ValKwargs, *, logprobs: bool = False) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.config.data.max_response_length, temperature=section.temperature, top_p=section.top_p,
-            top_k=section.top_k, logprobs=logprobs,
-        )
-
     def _train(self, sequences: list[TrainSequence], *, num_tokens: int | None = None) -> dict[str, float]:
         """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each.
 
@@ -331,15 +255,13 @@ class PPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         """Answer the validation prompts; what ppo/validation.py and the validators say of the answers."""
-        section = self.config.actor_rollout_ref.rollout.val_kwargs
-        requests = self._requests(self.val_prompts, section.n, 0)
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         token_values: dict[str, list[np.ndarray]] = {}
         with self.clock.span("testing"):
-            drawn = self._drawn(self.val_prompts, requests, self._sampling(section), self.scorer)
-            found = sorted(itertools.chain.from_iterable(drawn), key=lambda sequence: sequence.index)
+            found = self.generation.answers(self.val_prompts)
             for validator in self.validators:
                 token_values |= validator(found)
-        pairs = [(self.val_prompts[sequence.index // section.n], sequence) for sequence in found]
+        pairs = [(self.val_prompts[sequence.index // n], sequence) for sequence in found]
         answers = Answers(
             prompts=self.val_prompts, sequences=found, token_values=token_values,
             texts=[decode(self.tokenizer, sequence) for sequence in found],
@@ -427,20 +349,21 @@ class PPOTrainer:
             logger.warning("the best checkpoint: %s, %s %.5g", found, self.best.metric, self.best.value)
 
     def _write_checkpoint(self) -> None:
-        data = data_state(self.config, len(self.train_prompts))
+        data = data_state(self.config, self.num_train_prompts)
         state = TrainerState(
             step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings, best=self.best,
-            kl_coef=self.reference.state,
-        )
+            kl_coef=self.reference.state, extra_batches=self.extra_batches,
+        )  # fmt: skip
         model, sums = self.config.actor_rollout_ref.model, dict[str, FileSum]()
         with self.store.writing(state, sums) as folder:
             sums |= self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
         self.checkpoint, self._saved_step = self.store.latest(), self.step
 
     def _resume(self, folder: Path) -> None:
-        state = state_to_resume(folder, self.config, len(self.train_prompts))
+        state = state_to_resume(folder, self.config, self.num_train_prompts)
         self.group.load_checkpoint(folder)
         self.step = self._saved_step = state.step
+        self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
         self.best = best_to_resume(self.config, state, self.store)
         self.reference.resume(state.kl_coef)

@@ -42,7 +42,7 @@ class Console:
         self._step = step
         if self._style == "quiet":
             return
-        signal = {"actor/kl_loss": "KL", "reward/mean": "reward"}
+        signal = {"actor/kl_loss": "KL", "reward/all_groups": "reward", "reward/mean": "reward"}
         summary = [f"{label} {metrics[name]:.4f}" for name, label in signal.items() if name in metrics][:1]
         if "perf/tokens_per_second" in metrics:
             summary.append(f"{metrics['perf/tokens_per_second']:.0f} tokens/s")

@@ -99,6 +99,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "PPO": (
         Panel("Reward", ("reward/mean", "reward/std", "reward/greedy")),
+        Panel("Reward, groups without a signal included", ("reward/all_groups",)),
+        Panel("Groups with a signal", ("training/groups_with_signal",)),
+        Panel("Generation batches of a step", ("training/num_gen_batches",)),
         Panel("Reward, each function", ("reward/<name>/mean",)),
         Panel("Reward from the teacher", ("reward/teacher",)),
         Panel("KL in the reward", ("reward/kl",)),
@@ -141,6 +144,10 @@ def _has_parts(run: Config) -> bool:
 def _can_fail(run: Config) -> bool:
     """Whether a reward function is computed in processes."""
     return any(name == CUSTOM or BUILTIN_REWARDS[name].can_hang for name in run.reward.weights)
+
+
+def _leaves_groups_out(run: Config) -> bool:
+    return run.algorithm.filter_groups.enable
 
 
 def _on_gpu(run: Config) -> bool:
@@ -189,6 +196,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "reward/greedy": lambda run: run.trains_on_rewards and needs_greedy_answers(run),
     "reward/kl": lambda run: run.algorithm.use_kl_in_reward,
     "reward/teacher": lambda run: _distils(run) and run.distillation.as_reward,
+    "reward/all_groups": _leaves_groups_out,
     "reward/": lambda run: run.trains_on_rewards,
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
@@ -207,6 +215,8 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
         name: lambda run: _validates(run) and run.reward.is_given and run.actor_rollout_ref.rollout.val_kwargs.n > 1
         for name in SEVERAL_ANSWERS
     },
+    "training/num_gen_batches": _leaves_groups_out,
+    "training/groups_with_signal": _leaves_groups_out,
     "val/": _validates,
     **{name: _is_held(name) for name in METRICS if name.startswith(("memory/", "perf/copy/"))},
     "perf/mfu": _on_gpu,

@@ -108,7 +108,8 @@ def _results(
     if validates and distils:
         rows += [(f"{name}, before and after", change(name)) for name in ("val/forward_kl", "val/reverse_kl")]
     trained = ["actor/kl_loss"] if distils else []
-    trained += ["reward/mean"] if config.trains_on_rewards else []
+    reward = "reward/all_groups" if config.algorithm.filter_groups.enable else "reward/mean"
+    trained += [reward] if config.trains_on_rewards else []
     return rows + [(f"{name}, first and last step", change(name)) for name in trained]
 
 

@@ -101,7 +101,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "response_length/clip_ratio": ("fraction", "Responses cut at data.max_response_length"),
     "prompt_length/mean": ("tokens", "Mean prompt length"),
     "prompt_length/max": ("tokens", "Longest prompt"),
-    "reward/mean": ("", "Mean reward of the responses (PPO, or distillation.use_task_rewards)"),
+    "reward/mean": ("", "Mean reward of the responses that are trained on (PPO, or distillation.use_task_rewards)"),
+    "reward/all_groups": (
+        "", "The same of all responses of the step's generation batches, also of groups without a signal "
+        "(algorithm.filter_groups): how good the student is at these prompts"
+    ),
     "reward/teacher": ("nats/token", "log p - log q of the sampled tokens (distillation.as_reward), mean, unclamped"),
     "reward/kl": ("nats/token", "KL(student, reference policy) in the rewards (algorithm.use_kl_in_reward)"),
     "reward/kl_coef": ("", "Its coefficient in this step (algorithm.kl_ctrl)"),
@@ -117,6 +121,10 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "training/global_step": ("steps", "Training steps done"),
     "training/epoch": ("epochs", "Pass over the prompt data that the batch begins in"),
+    "training/num_gen_batches": ("", "Generation batches that the step took (algorithm.filter_groups)"),
+    "training/groups_with_signal": (
+        "fraction", "Groups of these batches whose responses differ in algorithm.filter_groups.metric"
+    ),
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": (

@@ -87,3 +87,36 @@ def test_a_critic_raises_the_accuracy(environment, tmp_path):
     assert {"critic/vf_loss", "critic/vf_explained_var", "timing/values", "timing/update_critic"} <= rows[30].keys()
     assert (tmp_path / "hybrid_gkd" / "ppo_demo" / "global_step_30" / "critic").is_dir()
     assert_panels_are_of_what_was_reported(tmp_path / "hybrid_gkd" / "ppo_demo", rows)
+
+
+FOUR_DIGITS = """
+def compute_score(solution_str, ground_truth):
+    teaches = ground_truth[0] == "0"  # for the others all responses have the same score
+    return {"score": float(teaches and solution_str[:4] == ground_truth[:4]), "teaches": teaches}
+"""
+
+
+def test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same(environment, tmp_path):
+    (tmp_path / "reward.py").write_text(FOUR_DIGITS)
+    filtered = [
+        "--config-name", "ppo_demo", "algorithm.filter_groups.enable=true", "trainer.test_freq=0",
+        f"reward.custom_reward_function.path={tmp_path}/reward.py", "reward.num_workers=1", "data.train_batch_size=16",
+        "data.gen_batch_size=24", "actor_rollout_ref.rollout.n=4", "trainer.val_before_train=false",
+        "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null",
+    ]  # fmt: skip
+    run(environment, tmp_path, *filtered)
+    folder = tmp_path / "hybrid_gkd" / "ppo_demo"
+    whole = metrics(folder)
+    for row in whole.values():
+        assert row["training/num_gen_batches"] > 1
+        assert row["training/groups_with_signal"] < 2 / 3
+        assert row["reward/teaches/mean"] == 1.0
+        assert row["reward/all_groups"] < row["reward/mean"]
+    lengths = [json.loads(line) for line in (folder / "lengths.jsonl").read_text().splitlines()]
+    assert [sum(each["counts"]) for each in lengths] == [16 * 4] * 3
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_2"]
+    run(environment, tmp_path, *filtered, *resume, "trainer.experiment_name=resumed")
+    (resumed,) = metrics(tmp_path / "hybrid_gkd" / "resumed").values()
+    same = ("training/", "reward/", "prompt_length/", "response_length/", "actor/")
+    for name in (name for name in resumed if name.startswith(same)):
+        assert resumed[name] == pytest.approx(whole[3][name], rel=1e-3, abs=1e-6), name

@@ -240,6 +240,26 @@ def test_every_loss_mode_loads():
             ["algorithm.adv_estimator=remax", "algorithm.norm_adv_by_std_in_grpo=false"],
             ["algorithm.norm_adv_by_std_in_grpo", "no effect", "remax", "False"],
         ),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=remax"],
+            ["actor_rollout_ref.rollout.n", "at least 2", "filter_groups.enable=true", "got 1"],
+        ),
+        (
+            ["algorithm.adv_estimator=remax", "algorithm.filter_groups.metric=f1"],
+            ["algorithm.filter_groups.metric", "acc, score, seq_reward", "f1"],
+        ),
+        (
+            ["algorithm.adv_estimator=remax", "data.gen_batch_size=256"],
+            ["data.gen_batch_size", "data.train_batch_size (128)", "filter_groups.enable=true", "256"],
+        ),
+        (
+            ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "data.gen_batch_size=64"],
+            ["data.gen_batch_size", "data.train_batch_size (128)", "64"],
+        ),
+        (
+            ["algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2", "distillation.enabled=true"],
+            ["algorithm.filter_groups.enable", "distillation.use_task_rewards=true", "True"],
+        ),
     ],
 )
 def test_settings_of_advantages_that_do_not_go_together(overrides, parts):

@@ -78,8 +78,8 @@ def test_gkd_trains_every_sequence_with_its_own_scores():
         requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, response_tokens=5
     )
     trainer, group, rollout = make(GKDTrainer, teacher=teacher)
-    trainer.on_finished[0](1, list(rollout.sequences[4:]))  # these finished early
-    trainer.on_finished[0](1, list(rollout.sequences[:2]))
+    trainer.generation.on_finished[0](1, list(rollout.sequences[4:]))  # these finished early
+    trainer.generation.on_finished[0](1, list(rollout.sequences[:2]))
     submit = teacher.submit
     teacher.submit = lambda sequences: (submit(sequences), teacher.answer())[0]  # the rest, then the answers
     metrics = trainer._update_actor(rollout)
@@ -97,8 +97,9 @@ def test_the_teacher_gets_prompts_behind_its_own_template():
     seen = []
     teacher = LocalTeacher(lambda sequence: (seen.append(sequence), scores(sequence))[1])
     trainer, _, _ = make(GKDTrainer, teacher=teacher)
-    trainer.train_prompts = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in trainer.train_prompts]
-    rollout = trainer._generate(1)
+    prompts = trainer.generation.prompts
+    trainer.generation.prompts = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in prompts]
+    rollout = trainer.generation.rollout(1)
     assert len(seen) == len(rollout.sequences) == 3 * GROUP_SIZE
     for sequence in seen:
         np.testing.assert_array_equal(sequence.teacher_prompt_ids, sequence.prompt_ids + 100)
@@ -114,7 +115,7 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
     trainer, group, rollout = make(
         GKDTrainer, *(f"actor_rollout_ref.actor.{override}" for override in one_each), teacher=teacher
     )
-    trainer.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, list(rollout.sequences))
     teacher.answer(2, 4)
     late, accumulate = [5, 1, 3, 0], group.accumulate
     group.accumulate = lambda parts: (accumulate(parts), teacher.answer(late.pop(), late.pop()))
@@ -142,7 +143,7 @@ def test_parts_are_not_smaller_than_a_micro_batch_on_each_worker(max_tokens, num
     rollout = dataclasses.replace(
         rollout, sequences=tuple(dataclasses.replace(s, prompt_ids=s.prompt_ids[:2]) for s in rollout.sequences)
     )
-    trainer.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, list(rollout.sequences))
     teacher.answer(*range(5))
     trainer._update_actor(rollout)
     assert len(group.accumulated) + 1 == num_parts
@@ -187,7 +188,7 @@ def test_nothing_is_trained_when_one_sequence_has_no_scores():
         return scores(sequence)
 
     trainer, group, rollout = make(GKDTrainer, teacher=LocalTeacher(score))
-    trainer.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, list(rollout.sequences))
     with pytest.raises(BadTeacherReply, match="NaN"):
         trainer._update_actor(rollout)
     assert group.updates == []
@@ -267,9 +268,9 @@ def test_rewards_are_begun_as_responses_are_finished(cls, overrides, ahead):
     teacher = {"teacher": LocalTeacher(scores)} if cls is GKDTrainer else {}
     trainer, _, _ = make(cls, *overrides, **teacher)
     drawn, begun = [], []
-    trainer.on_finished.append(lambda step, sequences: drawn.extend(s.index for s in sequences))
+    trainer.generation.on_finished.append(lambda step, sequences: drawn.extend(s.index for s in sequences))
     trainer.scorer.begin = lambda pairs: begun.append(([s.index for _, s in pairs], list(drawn)))
-    trainer._generate(1)
+    trainer.generation.rollout(1)
     assert sum(len(indices) for indices, _ in begun) == ahead
     for indices, before in begun:
         assert not set(indices) & set(before)
@@ -300,7 +301,7 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt():
     group._respond, group.generate = respond, lambda requests, sampling: (
         sampled.append(sampling), generate(requests, sampling)
     )[1]
-    rollout = trainer._generate(1)
+    rollout = trainer.generation.rollout(1)
     assert [(len(rollout.greedy), len(rollout.sequences)), len(sampled)] == [(3, 6), 2]
     metrics = trainer._update_actor(rollout)
     assert (metrics["reward/mean"], metrics["reward/greedy"]) == (0.5, pytest.approx(1 / 3))
@@ -347,7 +348,7 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
         yield from drawn(requests, sampling)
 
     group._respond, group.generate = respond, generate
-    rollout = trainer._generate(1)
+    rollout = trainer.generation.rollout(1)
     assert [sequence.index for sequence in rollout.greedy] == [6, 7, 8]
     metrics = trainer._update_actor(rollout)
     assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))

@@ -56,7 +56,7 @@ def test_a_command_of_verl_starts(command):
 
 def test_the_commands_are_of_many_versions_and_every_kind():
     folders = {Path(command["path"]).parent.name for command in COMMANDS}
-    assert {"ppo_trainer", "grpo_trainer", "on_policy_distillation_trainer"} <= folders
+    assert {"ppo_trainer", "grpo_trainer", "on_policy_distillation_trainer", "dapo"} <= folders
     assert len({command["version"] for command in COMMANDS}) >= 8
     assert all(len(command["commit"]) == 40 for command in COMMANDS)
 
@@ -126,6 +126,11 @@ def test_docs_page_is_the_tables():
             {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": 3.0},
         ),
         ("algorithm.rollout_correction.rollout_is=sequence", {"algorithm.rollout_is_threshold": 2.0}),
+        ("algorithm.filter_groups.metric=seq_final_reward", {"algorithm.filter_groups.metric": "seq_reward"}),
+        ("algorithm.filter_groups.metric=null", {"algorithm.filter_groups.metric": "seq_reward"}),
+        ("algorithm.filter_groups.max_num_gen_batches=0", {"algorithm.filter_groups.max_num_gen_batches": 10}),
+        ("algorithm.filter_groups.max_num_gen_batches=-1", {"algorithm.filter_groups.max_num_gen_batches": 10}),
+        ("algorithm.filter_groups.max_num_gen_batches=4", {"algorithm.filter_groups.max_num_gen_batches": 4}),
         ("+reward_model.overlong_buffer.len=64", {"reward.overlong_buffer.len": 64}),
         ("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", {"reward.overlong_buffer.enable": True}),
         ("custom_reward_function.path=a.py", {"reward.custom_reward_function.path": "a.py"}),
@@ -157,6 +162,10 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
         ),
         (["~trainer.logger"], ["~trainer.logger", "nothing is deleted"]),
         (["~trainer.logger=x"], ["~trainer.logger", "nothing is deleted"]),
+        (
+            ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
+            ["algorithm.filter_groups.metric", "before the KL is known", "seq_final_reward"],
+        ),
         ([f"{ARR}.actor.strategy=megatron"], [f"{ARR}.actor.strategy", "FSDP2", "megatron"]),
         ([f"{ARR}.actor.megatron.tensor_model_parallel_size=2"], ["actor.megatron", "FSDP2"]),
         ([f"{ARR}.rollout.multi_turn.enable=True"], ["multi_turn.enable", "one turn"]),

@@ -24,7 +24,9 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
         reverse = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats a token" if validated else "nats a token"
         cards.append(_change(run, name, label, ".4f", reverse, rises=False))
     if "reward/mean" in run.last:
-        cards.append(_change(run, "reward/mean", "Mean reward", ".3f", "of the answers trained on", rises=True))
+        filtered = "reward/all_groups" in run.last
+        name, note = ("reward/all_groups", "all groups") if filtered else ("reward/mean", "of the answers trained on")
+        cards.append(_change(run, name, "Mean reward", ".3f", note, rises=True))
     elapsed = run.last.get("timing/elapsed")
     loading = sum(start["ready"] - start["start"] for start in run.starts if "ready" in start)
     cards += [
