@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_report import COLUMNS, read_all, report
+from results_report import COLUMNS, is_validation, read_all, report
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
@@ -216,7 +216,7 @@ def curve(metrics: list[dict[str, float]], answers: int) -> list[dict[str, float
 def thinned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """All validations, and every so many of the other rows."""
     every = max(1, len(rows) // MOST_ROWS)
-    return [row for i, row in enumerate(rows) if "val/accuracy" in row or i % every == 0]
+    return [row for i, row in enumerate(rows) if is_validation(row) or i % every == 0]
 
 
 def store(file: Path, head: dict[str, Any], rows: list[dict[str, float]]) -> None:
@@ -262,13 +262,18 @@ def run_all(args: argparse.Namespace) -> None:
         paths=paths, device=device, steps=steps, sft_minutes=args.sft_minutes, results=args.results.absolute(),
         overrides=tuple(args.overrides),
     )  # fmt: skip
-    found, models = read_all(settings.results), models_key(paths)
+    train_missing(wanted(args.only, args.seeds), settings, stored_runs(settings), deadline)
+
+
+def stored_runs(settings: Settings) -> set[tuple[str, int]]:
+    """Names and seeds of what is there. Raises SystemExit: runs of other models."""
+    found, models = read_all(settings.results), models_key(settings.paths)
     if other := sorted({str(each.head["models"]) for each in found} - {models}):
         raise SystemExit(
             f"{settings.results} holds runs of other models ({', '.join(other)}, here {models}), which cannot be "
             "compared: --models takes the folder of theirs, --results another folder for these"
         )
-    train_missing(wanted(args.only, args.seeds), settings, {(each.name, each.seed) for each in found}, deadline)
+    return {(each.name, each.seed) for each in found}
 
 
 def train_missing(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import csv
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 COLUMNS = (
     "step", "minutes", "answer_tokens", "val/accuracy", "val/forward_kl", "val/reverse_kl", "val/response_length",
@@ -25,6 +26,19 @@ point of a curve is a run that ends there. Minutes are those of training steps, 
 Learning rates are the recipe's, a tenth of it for PPO and GRPO; none was searched for."""
 TRL = "TRL generates by transformers here: compare it at equal tokens, not at equal minutes."
 Row = dict[str, float]
+AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
+
+
+class Panel(NamedTuple):
+    """Curves of a picture: a metric, in the unit of its label, over one of AXES."""
+
+    axis: str
+    metric: str
+    label: str
+    unit: float = 1.0
+
+
+ACCURACY = tuple(Panel(axis, "val/accuracy", "accuracy on held-out problems, %", 100) for axis in AXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +58,20 @@ class Stored:
 
     def accuracies(self, axis: str) -> list[tuple[float, float]]:
         """(minutes or answer tokens, accuracy in %) at every validation."""
-        return [(row[axis], 100 * row["val/accuracy"]) for row in self.rows if "val/accuracy" in row]
+        return [(x, 100 * y) for x, y in self.points(axis, "val/accuracy")]
+
+    def points(self, axis: str, metric: str) -> list[tuple[float, float]]:
+        """(minutes or answer tokens, metric) where it was measured."""
+        return [(row[axis], row[metric]) for row in self.rows if metric in row]
 
     def end(self, axis: str) -> float:
-        """Where the curve ends."""
-        return self.accuracies(axis)[-1][0]
+        """Where the last validation was."""
+        return [row[axis] for row in self.rows if is_validation(row)][-1]
+
+
+def is_validation(row: Mapping[str, float]) -> bool:
+    """Whether held-out prompts were answered then."""
+    return any(name.startswith("val/") for name in row)
 
 
 def read_all(folder: Path) -> list[Stored]:
@@ -62,7 +85,7 @@ def read(file: Path) -> Stored:
     head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
     table = csv.DictReader([line for line in lines if not line.startswith("# ")])
     rows = [{key: float(value) for key, value in row.items() if value} for row in table]
-    if not {"run", "seed", "models", "device"} <= head.keys() or not any("val/accuracy" in row for row in rows):
+    if not {"run", "seed", "models", "device"} <= head.keys() or not any(map(is_validation, rows)):
         raise SystemExit(f"{file} is no stored run: it needs `# run`, `# seed`, `# models`, `# device` and validations")
     return Stored(head, rows)
 
@@ -104,27 +127,29 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def chart(runs: dict[str, list[Stored]], titles: dict[str, str]) -> dict[str, Any]:
-    """A Vega-Lite specification: accuracy by minutes and by answer tokens, a thin line for every seed."""
-    names = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
-    panels = []
-    for axis, (label, unit) in names.items():
+def chart(
+    runs: dict[str, list[Stored]], titles: dict[str, str], panels: Sequence[Panel] = ACCURACY
+) -> dict[str, Any]:
+    """A Vega-Lite specification: the panels side by side, a thin line for every seed."""
+    drawn = []
+    for panel in panels:
+        label, unit = AXES[panel.axis]
         values = [
-            {"x": x * unit, "accuracy": y, "run": titles[name], "seed": run.seed}
-            for name, each in runs.items() for run in each for x, y in run.accuracies(axis)
+            {"x": x * unit, "y": y * panel.unit, "run": titles[name], "seed": run.seed}
+            for name, each in runs.items() for run in each for x, y in run.points(panel.axis, panel.metric)
         ]  # fmt: skip
         color = {"field": "run", "type": "nominal", "title": None, "sort": [titles[name] for name in runs]}
-        panels.append({
+        drawn.append({
             "data": {"values": values}, "width": 360, "height": 280,
             "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.4},
             "encoding": {
                 "x": {"field": "x", "type": "quantitative", "title": label},
-                "y": {"field": "accuracy", "type": "quantitative", "title": "accuracy on held-out problems, %"},
+                "y": {"field": "y", "type": "quantitative", "title": panel.label},
                 "color": color, "detail": {"field": "seed", "type": "nominal"},
             },
         })  # fmt: skip
     return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "background": "white", "hconcat": panels,
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "background": "white", "hconcat": drawn,
         "config": {"range": {"category": {"scheme": "tableau10"}}},
     }  # fmt: skip
 
@@ -171,13 +196,18 @@ def groups(runs: dict[str, list[Stored]]) -> dict[str, dict[str, list[Stored]]]:
     return {kind: some for kind, some in (("methods", methods), ("variants", variants)) if some}
 
 
-def report(found: list[Stored], titles: dict[str, str], docs: Path, conclusions: Path) -> None:
-    """Write the page and its pictures. Raises SystemExit where there is nothing to show or nothing to compare."""
+def by_name(found: list[Stored], titles: dict[str, str]) -> dict[str, list[Stored]]:
+    """The runs in the order of their titles. Raises SystemExit: there are none, or some without a title."""
     if not found:
-        raise SystemExit("no runs are stored: python benchmarks/results.py run")
+        raise SystemExit("no runs are stored: the same command with run makes them")
     if unknown := sorted({run.name for run in found} - titles.keys()):
         raise SystemExit(f"stored runs that the list does not have: {', '.join(unknown)}")
-    runs = {name: each for name in titles if (each := [run for run in found if run.name == name])}
+    return {name: each for name in titles if (each := [run for run in found if run.name == name])}
+
+
+def report(found: list[Stored], titles: dict[str, str], docs: Path, conclusions: Path) -> None:
+    """Write the page and its pictures. Raises SystemExit where there is nothing to show or nothing to compare."""
+    runs = by_name(found, titles)
     text = page(runs, titles, conclusions.read_text() if conclusions.exists() else "")
     for kind, some in groups(runs).items():
         draw(chart(some, titles), docs / f"results_{kind}.svg")

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import abc
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -167,6 +168,8 @@ def _fill(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> No
     import torch
     import transformers
 
+    from hybrid_gkd.demo import sft
+
     began = time.monotonic()
     tokenizer = make_tokenizer(recipe, seed)
     train, val = make_data(recipe, seed)
@@ -181,18 +184,25 @@ def _fill(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> No
     for name, model_recipe, folder in (
         ("teacher", recipe.teacher, paths.teacher), ("student", recipe.student, paths.student),
     ):  # fmt: skip
-        manifest[name] = _make_model(name, folder, model_recipe, recipe, tokenizer, seed, device)
+        probe = sft.encode(_rows(recipe.texts(PROBE, seed), model_recipe.training.batch_size), tokenizer)
+        batches = _batches(recipe, model_recipe, tokenizer, seed, device)
+        manifest[name] = train_model(
+            name, folder, model_recipe, tokenizer, batches, seed=seed, device=device, probe=probe
+        )
         manifest[name] |= held_out_accuracy(folder, val, device)
         logger.info("%s: %s", name, manifest[name])
     manifest["build_seconds"] = round(time.monotonic() - began, 1)
     paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _make_model(
-    name: str, folder: Path, shape: ModelRecipe, recipe: GPUDemoRecipe, tokenizer: Qwen2Tokenizer, seed: int,
-    device: str,
-) -> dict[str, Any]:
-    """Write a trained model; what the manifest says of its training."""
+def train_model(
+    name: str, folder: Path, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, batches: Iterator[list[Sequence]], *,
+    seed: int, device: str, probe: abc.Sequence[Sequence] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Make a model, train it on the batches and write it; what a manifest says of its training.
+
+    `probe`: as for `sft.train`.
+    """
     import torch
 
     from hybrid_gkd.demo import sft
@@ -204,10 +214,9 @@ def _make_model(
     with no_progress_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    probe = sft.encode(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
     with sft.alone(where), no_progress_bars():
         training = sft.SFT(folder, shape.training, device=where)
-        steps = sft.train(training, name, _batches(recipe, shape, tokenizer, seed, device), probe)
+        steps = sft.train(training, name, batches, list(probe))
         training.export(folder)
     return {
         "parameters": sum(p.numel() for p in model.parameters()), "sft_steps": steps, "sft_tokens": training.tokens,
@@ -236,7 +245,13 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def make_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
-    """Byte-level BPE trained on texts of the task; digits are tokens of their own, as in Qwen's tokenizers."""
+    """`learn_tokenizer` on texts of the task."""
+    texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
+    return learn_tokenizer(texts, recipe.vocab_size)
+
+
+def learn_tokenizer(texts: Iterator[str], vocab_size: int) -> Qwen2Tokenizer:
+    """Byte-level BPE trained on texts; digits are tokens of their own, as in Qwen's tokenizers."""
     from tokenizers import Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE
 
@@ -245,10 +260,9 @@ def make_tokenizer(recipe: GPUDemoRecipe, seed: int) -> Qwen2Tokenizer:
     learner.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
     num_special = len(base)
     trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocab_size - num_special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size - num_special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
-    texts = (f"{p.prompt}\n{p.solution}" for p in islice(recipe.texts(TOKENIZER, seed), 5000))
     learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     return models.make_tokenizer(learned["vocab"], [tuple(pair) for pair in learned["merges"]])

@@ -1,18 +1,23 @@
 """docs/results.md from stored runs: equal tokens, equal minutes, and what is refused."""
 
+import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import hybrid_gkd
 from hybrid_gkd.config import Config
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
+from hybrid_gkd.errors import DataError
 from hybrid_gkd.reporting.metrics import METRICS
 
 sys.path.insert(0, str(Path(hybrid_gkd.__file__).parents[1] / "benchmarks"))
 import results  # type: ignore[import-not-found]
+import results_gsm8k
 import results_report
 
 TITLES = {name: run.title for name, run in results.RUNS.items()}
@@ -134,3 +139,49 @@ def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     assert len({results.RUNS[name].overrides for name in programs}) == len(programs)
     assert results.wanted(["opd_k1", "opd", "grpo"], None)[:4] == [("grpo", 0), ("opd", 0), ("opd_k1", 0), ("grpo", 1)]
     assert set(results_report.METHODS) <= results.RUNS.keys()
+
+
+def test_runs_on_gsm8k_measure_divergence_and_no_accuracy(tmp_path):
+    for device, recipe in results_gsm8k.RECIPES.items():
+        settings = results_gsm8k.settings_of(DemoPaths.under(tmp_path), recipe, device, tmp_path, None)
+        for name in results_gsm8k.ONLY:
+            assert results.obstacle(results.RUNS[name], settings) is None
+            config = load_config(
+                results.program_overrides(results.RUNS[name], 0, settings, tmp_path), config_name="gpu_demo"
+            )
+            assert config.distillation.enabled
+            assert not config.reward.is_given
+            assert config.trainer.total_training_steps == recipe.steps
+    for seed, ends in ((0, (0.5, 0.7)), (1, (0.3, 0.9))):
+        rows = [
+            {"step": step, "minutes": step, "answer_tokens": step * 1e6, "val/forward_kl": f, "val/reverse_kl": r}
+            for step, (f, r) in enumerate([(1.0, 2.0), ends])
+        ]
+        results.store(tmp_path / f"opd-{seed}.csv", HEAD | {"run": "opd", "seed": seed}, rows)
+    results_gsm8k.report(results_report.read_all(tmp_path), tmp_path, tmp_path / "conclusions.md")
+    page = (tmp_path / "results_gsm8k.md").read_text()
+    expected = "1.000 (1.000 to 1.000) -> 0.400 (0.300 to 0.500) | 2.000 (2.000 to 2.000) -> 0.800 (0.700 to 0.900)"
+    assert f"| on-policy distillation (`opd`) | 2 | 1.00 (1.00 to 1.00) | {expected} |" in page
+    assert "held-out KL(teacher, student)" in (tmp_path / "results_gsm8k.svg").read_text()
+
+
+@pytest.mark.slow
+def test_the_models_of_gsm8k_are_trained_on_its_solutions(tmp_path):
+    texts = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(40)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    small = results_gsm8k.RECIPES["cpu"]
+    shape = replace(small.student, training=replace(small.student.training, max_steps=3, batch_size=8))
+    recipe = replace(small, vocab_size=300, num_train=32, num_val=4, teacher=shape, student=shape)
+    root = tmp_path / "models"
+    root.mkdir()
+    paths = DemoPaths.under(root)
+    results_gsm8k.fill(paths, recipe, f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl", "cpu")
+    rows = [json.loads(line) for line in paths.train.read_text().splitlines()]
+    assert rows == [{"prompt": row["question"], "answer": row["answer"]} for row in texts[:32]]
+    assert len(paths.val.read_text().splitlines()) == 4
+    manifest = json.loads(paths.manifest.read_text())
+    assert [manifest[name]["sft_steps"] for name in ("teacher", "student")] == [3, 3]
+    assert (paths.teacher / "model.safetensors").is_file()
+    with pytest.raises(DataError, match="question"):
+        results_gsm8k.read(str(paths.train), "--train")
