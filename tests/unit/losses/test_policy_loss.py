@@ -1,4 +1,4 @@
-"""Policy losses against values computed by hand, and against numbers that verl's functions gave."""
+"""Policy losses against values computed by hand, and against numbers that verl's and TRL's functions gave."""
 
 import json
 import math
@@ -16,8 +16,20 @@ from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.types import Sequence, TrainSequence
 
 VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text())
-"""`how` in the file says how the numbers were made."""
+TRL = json.loads(Path(__file__).with_name("trl_policy_losses.json").read_text())
+"""`how` in the files says how the numbers were made."""
 LENGTHS = [len(row) for row in VERL["logprobs"]]
+FROM_TRL = {
+    # its loss: what it is here, and the bounds that it was given
+    "grpo": ("vanilla seq-mean-token-mean", {}),
+    "bnpo": ("vanilla token-mean", {}),
+    "dr_grpo": ("vanilla seq-mean-token-sum-norm", {}),
+    "dapo": ("vanilla token-mean", {}),
+    "dapo delta": ("vanilla token-mean", {"clip_ratio_c": 2.0}),
+    "gspo": ("gspo seq-mean-token-mean", {}),
+    "cispo": ("cispo token-mean", {"clip_ratio_low": 1.0}),  # TRL's has no lower bound
+    "rloo": ("vanilla seq-mean-token-sum", {}),
+}
 
 # ratio, advantage -> loss, dloss/dlogprob, clipped (clip_ratio 0.2)
 CASES = [
@@ -70,8 +82,8 @@ def test_refuses():
         vanilla(torch.zeros(3), torch.zeros(3), torch.zeros(3), clip_ratio_low=0.2, clip_ratio_high=0.0)
 
 
-def flat(name):
-    return torch.tensor([value for row in VERL[name] for value in row], dtype=torch.float64)
+def flat(rows):
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
 
 
 def config(*overrides):
@@ -96,24 +108,43 @@ def factors(mode, weights=None, *more):
     return torch.from_numpy(np.concatenate(each).astype(np.float64)) / sum(LENGTHS)
 
 
-@pytest.mark.parametrize("case", VERL["losses"])
-def test_same_loss_and_gradient_as_verl(case):
+def loss_and_gradient(case, logprobs, old, advantages, settings):
+    """Of all tokens, by "<policy loss> <aggregation>", from those of each response."""
     name, mode = case.split()
-    want, row = VERL["losses"][case], policy_loss(name)
-    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0} | want["settings"]
+    row = policy_loss(name)
     options = {key: settings[key] for key in row.options}
-    logprobs, old, numbers = flat("logprobs").requires_grad_(), flat("old_logprobs"), np.repeat(range(6), LENGTHS)
+    logprobs, old, numbers = flat(logprobs).requires_grad_(), flat(old), np.repeat(range(6), LENGTHS)
     if row.of_sequences:
         means = [part.mean() for part in (logprobs.detach() - old).split(LENGTHS)]
         options["sequence_log_ratio"] = torch.stack(means)[numbers]
-    loss, _ = row.function(logprobs, old, flat("advantages"), **options)
-    # verl's constant norm leaves out the mean over sequences that the name speaks of, and TRL has.
-    scale = len(LENGTHS) if mode == "seq-mean-token-sum-norm" else 1
-    total = (loss * factors(mode)).sum() * scale
+    loss, _ = row.function(logprobs, old, flat(advantages), **options)
+    total = (loss * factors(mode)).sum()
     total.backward()
-    assert total.item() == pytest.approx(want["loss"], rel=1e-6)
-    expected = torch.tensor([value for row in want["gradient"] for value in row], dtype=torch.float64)
-    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-6, atol=1e-9)
+    return total.item(), logprobs.grad
+
+
+@pytest.mark.parametrize("case", VERL["losses"])
+def test_same_loss_and_gradient_as_verl(case):
+    want = VERL["losses"][case]
+    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0} | want["settings"]
+    loss, gradient = loss_and_gradient(case, VERL["logprobs"], VERL["old_logprobs"], VERL["advantages"], settings)
+    # verl's constant norm leaves out the mean over sequences that the name speaks of, and TRL has.
+    scale = len(LENGTHS) if case.endswith("seq-mean-token-sum-norm") else 1
+    assert loss * scale == pytest.approx(want["loss"], rel=1e-6)
+    torch.testing.assert_close(gradient * scale, flat(want["gradient"]), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", TRL["losses"])
+def test_same_loss_and_gradient_as_trl(name):
+    want, (case, bounds) = TRL["losses"][name], FROM_TRL[name]
+    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": math.inf} | bounds
+    # TRL's rloo clips the ratio of the whole response: the same as long as the weights are those that drew it.
+    old = TRL["logprobs" if name == "rloo" else "old_logprobs"]
+    advantages = [[value] * length for value, length in zip(TRL["advantages"], LENGTHS, strict=True)]
+    loss, gradient = loss_and_gradient(case, TRL["logprobs"], old, advantages, settings)
+    if name != "rloo":  # whose value sums no tokens
+        assert loss == pytest.approx(want["loss"], rel=1e-6)
+    torch.testing.assert_close(gradient, flat(want["gradient"]), rtol=1e-6, atol=1e-9)
 
 
 def test_dual_clip_bounds_a_ratio_that_only_grows():

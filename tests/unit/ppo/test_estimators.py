@@ -1,4 +1,4 @@
-"""Advantage estimators against direct formulas and against numbers that verl's functions gave."""
+"""Advantage estimators against direct formulas and against numbers that verl's and TRL's functions gave."""
 
 import dataclasses
 import json
@@ -9,10 +9,17 @@ import pytest
 
 from hybrid_gkd.config_learning import ADV_ESTIMATORS, AlgorithmConfig
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.ppo.advantages import ESTIMATORS, check_estimator, load_estimator, token_rewards
+from hybrid_gkd.ppo.advantages import (
+    ESTIMATORS,
+    check_estimator,
+    group_relative_advantages,
+    load_estimator,
+    token_rewards,
+)
 
 VERL = json.loads(Path(__file__).with_name("verl_estimators.json").read_text())
-"""`how` in the file says how the numbers were made."""
+TRL = json.loads(Path(__file__).with_name("trl_advantages.json").read_text())
+"""`how` in the files says how the numbers were made."""
 N, LENGTHS = 2, [2, 4, 1, 3]
 SCORES = np.array([1.0, 0.0, 0.25, 0.75])
 MEAN = np.array([0.5, 0.5, 0.5, 0.5])
@@ -50,6 +57,20 @@ def test_same_numbers_as_verl(name):
             np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
     else:
         assert returns is None
+
+
+@pytest.mark.parametrize("name", TRL["advantages"])
+def test_same_numbers_as_trl(name):
+    estimator, _, without = name.partition("_without_")
+    rewards = token_rewards(np.array(TRL["rewards"]), [2] * len(TRL["rewards"]))
+    advantages, _ = estimate(estimator, rewards, TRL["n"], norm_adv_by_std_in_grpo=not without)
+    # TRL adds 1e-4 to a standard deviation, verl and this program 1e-6; those here are 0.14 and more.
+    tolerance = 1e-3 if name == "grpo" else 1e-6
+    expected = TRL["advantages"][name]["advantages"]
+    np.testing.assert_allclose([each[-1] for each in advantages], expected, rtol=tolerance, atol=1e-7)
+    if name == "grpo":
+        found = group_relative_advantages(np.array(TRL["rewards"]), TRL["n"], norm_by_std=True, eps=1e-4)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def whitened(values):
