@@ -4,15 +4,17 @@
     python benchmarks/losses.py --folder outputs/losses --draw     # draws the runs that are there
     python benchmarks/losses.py --folder outputs/losses --only k2 k3 --seeds 0
 
-Every run is the program itself on config/demo.yaml with the overrides of RUNS; its seed decides the order of the
-prompts and what is sampled, models and data are the same. Table and plot come from the runs' metrics.jsonl alone: means
-over the seeds, with the lowest and the highest in the table. The plot is written to docs/losses.svg, the table printed.
+Every run is the program itself on config/demo.yaml, or the recipe that it names, with the overrides of RUNS; its seed
+decides the order of the prompts and what is sampled, models and data are the same. Table and plot come from the runs'
+metrics.jsonl alone: means over the seeds, with the lowest and the highest in the table. The plot is written to
+docs/losses.svg, the table printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "distillation.mixed_weights.forward_kl=0.5 distillation.mixed_weights.reverse_kl=0.5"
 GROUPS = "data.train_batch_size=32 actor_rollout_ref.rollout.n=4"  # the recipe's 128 answers, four to a prompt
 POLICY = "distillation.use_policy_gradient=true"
+WEAK, CONSTANT = "--config-name weak_teacher", "distillation.distillation_loss_coef_schedule=constant"
 RUNS = {
-    # name: overrides of config/demo.yaml
+    # name: overrides of config/demo.yaml, or another recipe and overrides of it
     "forward_kl": "distillation.loss_mode=forward_kl",
     "reverse_kl": "distillation.loss_mode=reverse_kl",
     "jsd": "distillation.loss_mode=jsd",
@@ -45,6 +48,11 @@ RUNS = {
         for mode in ("forward_kl", "reverse_kl")
         for tail in ("bucket", "none", "renormalise")
     },
+    # A teacher that is to be surpassed, both signals and each alone.
+    "weak_teacher": WEAK,
+    "weak_teacher_distillation": f"{WEAK} {CONSTANT} distillation.use_task_rewards=false",
+    "weak_teacher_rewards": f"{WEAK} distillation.enabled=false",
+    "weak_teacher_rewards_slow": f"{WEAK} distillation.enabled=false actor_rollout_ref.actor.optim.lr=5e-4",
 }
 PLOTTED = ("forward_kl", "reverse_kl", "jsd", "mixed", "k1_policy", "k2", "k3", "rewards")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")  # Okabe and Ito
@@ -57,7 +65,7 @@ LAST_STEPS = 10
 
 
 def train(name: str, seed: int, folder: Path) -> None:
-    """One run; the program's own error ends this one."""
+    """One run; the program's own error ends this one. Of two --config-name the last counts."""
     command = [
         sys.executable, "-m", "hybrid_gkd", "--config-name", "demo", *RUNS[name].split(), "trainer.test_freq=10",
         "trainer.save_freq=0", f"trainer.experiment_name={name}_{seed}", f"trainer.default_local_dir={folder}",
@@ -73,11 +81,11 @@ def read(name: str, seeds: list[int], folder: Path) -> list[Run]:
 
 
 def ends(run: Run) -> list[float]:
-    """Accuracy, both divergences, entropy and gradient norm at the end of a run."""
-    last = [row for row in run if KL in row][-LAST_STEPS:]
+    """Accuracy, both divergences (NaN without a teacher), entropy and gradient norm at the end of a run."""
+    last = [row for row in run if "actor/loss" in row][-LAST_STEPS:]
     names = (KL, "actor/distillation/reverse_kl", "actor/entropy", "actor/grad_norm")
     accuracy = [row[ACCURACY] for row in run if ACCURACY in row][-1]
-    return [100 * accuracy, *(sum(row[name] for row in last) / len(last) for name in names)]
+    return [100 * accuracy, *(sum(row.get(name, math.nan) for row in last) / len(last) for name in names)]
 
 
 def table(runs: dict[str, list[Run]]) -> str:
@@ -90,7 +98,7 @@ def table(runs: dict[str, list[Run]]) -> str:
         cells = []
         for digits, values in zip((1, 3, 3, 3, 2), zip(*map(ends, each), strict=True), strict=True):
             mean, low, high = (f"{x:.{digits}f}" for x in (sum(values) / len(values), min(values), max(values)))
-            cells.append(mean if low == high else f"{mean} ({low} to {high})")
+            cells.append("—" if mean == "nan" else mean if low == high else f"{mean} ({low} to {high})")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -68,6 +68,8 @@ RUN_ELSEWHERE = {
     "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
     "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
         f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",
+    "bash run_gkd.sh --config-name weak_teacher":
+        f"{_RECIPES}::test_a_policy_gradient_of_the_teacher_beside_task_rewards",
     f"bash run_gkd.sh {QWEN} {LARGE} {FILES} trainer.experiment_name=first":
         f"{_COMMAND_LINE}::test_a_run_trains_and_says_where_everything_is",
     "bash run_gkd.sh trainer.scheduler=one_step_off": _AHEAD,

@@ -1,11 +1,10 @@
-"""`python -m hybrid_gkd.demo [sorting|gpu_demo]`: build the models and data of a demo."""
+"""`python -m hybrid_gkd.demo [sorting|weak_teacher|gpu_demo]`: build the models and data of a demo."""
 
 import argparse
 import logging
 import sys
 
-from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo
-from hybrid_gkd.demo.sorting import build_demo
+from hybrid_gkd.demo import gpu_demo, sorting
 from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.errors import HybridGKDError
 
@@ -13,20 +12,22 @@ from hybrid_gkd.errors import HybridGKDError
 def main() -> int:
     """Build what the command line asks for; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.demo", description="Build a demo's models and data.")
-    parser.add_argument("demo", nargs="?", choices=("sorting", "gpu_demo"), default="sorting")
+    parser.add_argument("demo", nargs="?", choices=(*sorting.RECIPES, "gpu_demo"), default="sorting")
     parser.add_argument("--out", help="folder to build (default: one in the user's cache)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="build again even if the demo is there")
-    parser.add_argument("--device", choices=tuple(RECIPES), help="of gpu_demo; on cpu it is small")
+    parser.add_argument("--device", choices=tuple(gpu_demo.RECIPES), help="of gpu_demo; on cpu it is small")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if args.device and args.demo == "sorting":
+    if args.device and args.demo != "gpu_demo":
         parser.error("--device is for gpu_demo; the sorting demo is built on the CPU")
     try:
-        if args.demo == "sorting":
-            paths = build_demo(args.out, args.seed, force=args.force)
+        if args.demo == "gpu_demo":
+            device = args.device or visible_device()
+            paths = gpu_demo.build_gpu_demo(device, args.out, args.seed, force=args.force)
         else:
-            paths = build_gpu_demo(args.device or visible_device(), args.out, args.seed, force=args.force)
+            recipe = sorting.RECIPES[args.demo]
+            paths = sorting.build_demo(args.out, args.seed, force=args.force, recipe=recipe)
     except HybridGKDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

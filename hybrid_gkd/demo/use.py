@@ -1,7 +1,8 @@
 """What a configuration has to do with the demos: where they are, which it uses. Builds nothing until it is asked to.
 
-In YAML, `${demo:student}` is the sorting demo's student, `${demo:gpu_demo,student}` that of the word problems, for the
-device of the configuration; `${by_device:a,b}` is a with a GPU and b without one.
+In YAML, `${demo:student}` is the sorting demo's student, `${demo:weak_teacher,student}` that of the one with a weak
+teacher, `${demo:gpu_demo,student}` that of the word problems, for the device of the configuration; `${by_device:a,b}`
+is a with a GPU and b without one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.demo import sorting
 from hybrid_gkd.demo.folders import DemoPaths, teacher_accuracy
 from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo, gpu_demo_dir
-from hybrid_gkd.demo.sorting import build_demo, demo_dir
 
 
 def register_resolvers() -> None:
@@ -26,14 +27,17 @@ def register_resolvers() -> None:
 
 
 def demo_path(*names: str, _root_: Any) -> str:
-    """Where a demo keeps a part: ("student",) of the sorting demo, ("gpu_demo", "student") of the other.
+    """Where a demo keeps a part: ("student",) of the sorting demo, ("gpu_demo", "student") of another.
 
     Raises ValueError for a demo or a part that there is not.
     """
     *demo, part = names
-    if demo not in ([], ["gpu_demo"]) or part not in DemoPaths.__slots__:
-        raise ValueError(f"${{demo:{','.join(names)}}}: there is ${{demo:PART}} and ${{demo:gpu_demo,PART}}")
-    return str(getattr(DemoPaths.under(gpu_demo_dir(_device(_root_)) if demo else demo_dir()), part))
+    name = ",".join(demo) or "sorting"
+    if name not in ("gpu_demo", *sorting.RECIPES) or part not in DemoPaths.__slots__:
+        known = "${demo:PART} and, as DEMO, weak_teacher and gpu_demo of ${demo:DEMO,PART}"
+        raise ValueError(f"${{demo:{','.join(names)}}}: there is {known}")
+    root = gpu_demo_dir(_device(_root_)) if name == "gpu_demo" else sorting.demo_dir(recipe=sorting.RECIPES[name])
+    return str(getattr(DemoPaths.under(root), part))
 
 
 def by_device(on_gpu: Any, without: Any, *, _root_: Any) -> Any:
@@ -54,7 +58,10 @@ def visible_device() -> str:
 
 def used_demos(config: Config) -> dict[Path, Callable[[], DemoPaths]]:
     """Folder -> what builds it, of the demos whose models or files the configuration names."""
-    known: dict[Path, Callable[[], DemoPaths]] = {demo_dir(): build_demo}
+    known: dict[Path, Callable[[], DemoPaths]] = {
+        sorting.demo_dir(recipe=recipe): partial(sorting.build_demo, recipe=recipe)
+        for recipe in sorting.RECIPES.values()
+    }
     known |= {gpu_demo_dir(device): partial(build_gpu_demo, device) for device in RECIPES}
     arr = config.actor_rollout_ref
     paths = [arr.model.path, arr.teacher.model.path, *config.data.train_files, *config.data.val_files]

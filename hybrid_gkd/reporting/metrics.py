@@ -110,7 +110,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/kl": ("nats/token", "KL(student, reference policy) in the rewards (algorithm.use_kl_in_reward)"),
     "reward/kl_coef": ("", "Its coefficient in this step (algorithm.kl_ctrl)"),
     "reward/greedy": ("", "Mean reward of the greedy answers (algorithm.adv_estimator=remax)"),
-    "reward/std": ("", "Standard deviation of the same"),
+    "reward/std": ("", "Standard deviation of the responses' rewards"),
     "reward/<name>/mean": (
         "", "Mean of one of several functions (reward.functions), without its weight; of a further number that a "
         "function of your own returns; of the penalty on long responses (overlong)"

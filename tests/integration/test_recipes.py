@@ -50,16 +50,18 @@ def test_the_embedded_default_brings_the_student_close_to_its_teacher(environmen
 
 
 def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_path):
-    """Everything a loss can need at once: teacher, rewards, old log-probabilities, several steps per rollout."""
+    """Everything a loss can need at once, from the weak teacher's recipe: rewards, a coefficient that falls, old
+    log-probabilities, several steps per rollout."""
     run(
-        environment, tmp_path, "--config-name", "demo", "trainer.total_training_steps=2", "trainer.test_freq=0",
-        "trainer.save_freq=0", "trainer.val_before_train=false", "trainer.logger=[jsonl]", "trainer.n_gpus_per_node=2",
-        "distillation.loss_mode=k1", "distillation.use_policy_gradient=true", "distillation.use_task_rewards=true",
-        "distillation.loss_max_clamp=5", "data.train_batch_size=32", "actor_rollout_ref.rollout.n=4",
+        environment, tmp_path, "--config-name", "weak_teacher", "trainer.total_training_steps=2",
+        "trainer.test_freq=0", "trainer.save_freq=0", "trainer.val_before_train=false", "trainer.logger=[jsonl]",
+        "trainer.n_gpus_per_node=2", "distillation.loss_mode=k1", "distillation.use_policy_gradient=true",
+        "distillation.loss_max_clamp=5", "data.train_batch_size=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
         "actor_rollout_ref.rollout.name=hf",
     )
-    rows = metrics(tmp_path / "hybrid_gkd" / "demo")
+    folder = tmp_path / "hybrid_gkd" / "weak_teacher"
+    rows = metrics(folder)
     assert sorted(rows) == [1, 2]
     for row in rows.values():
         loss = row["actor/pg_loss"] - row["actor/loss"]
@@ -67,6 +69,10 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
         assert 0 < row["actor/distillation/clamp_share"] < 1
         assert {"reward/mean", "actor/pg_clipfrac", "actor/distillation/overlap_ratio"} <= row.keys()
         assert row["actor/ppo_kl"] != 0  # the second mini-batch is no longer trained at the rollout's weights
+    coefficients = [rows[step]["actor/distillation/coef"] for step in (1, 2)]
+    assert coefficients == pytest.approx([0.3, 0.15])
+    start = json.loads((folder / "starts.jsonl").read_text().splitlines()[0])
+    assert 0.7 <= start["teacher_accuracy"] <= 0.9
 
 
 def test_ppo_raises_the_accuracy(environment, tmp_path):

@@ -4,7 +4,9 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
+from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo import sorting as demo
+from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError
 
 SMALL = demo.DemoRecipe(num_train=300, num_val=50)
@@ -66,6 +68,15 @@ def test_the_folder_is_named_by_recipe_and_seed(monkeypatch, tmp_path):
     assert default.parent == tmp_path / "hybrid_gkd"
     assert default == demo.demo_dir(0, demo.DemoRecipe())
     assert len({default, demo.demo_dir(1), demo.demo_dir(0, replace(SMALL, version=2)), demo.demo_dir(0, SMALL)}) == 4
+
+
+def test_the_weak_teacher_has_the_data_and_the_student_of_the_demo(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert replace(demo.WEAK_TEACHER, teacher=demo.DemoRecipe().teacher) == demo.DemoRecipe()
+    config = load_config(config_name="weak_teacher")
+    root = demo.demo_dir(recipe=demo.WEAK_TEACHER)
+    assert list(used_demos(config)) == [root]
+    assert config.actor_rollout_ref.teacher.model.path == str(root / "teacher")
 
 
 def test_a_folder_that_is_no_demo_is_refused_and_left_alone(tmp_path):
