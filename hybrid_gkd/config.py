@@ -291,6 +291,12 @@ class Config:
         return self.uses_reference and not (arr.model.has_lora and arr.ref.model.path is None)
 
     @property
+    def ref_topk(self) -> int:
+        """Candidates per position that the reference policy is asked for; 0: of the sampled token alone."""
+        arr = self.actor_rollout_ref
+        return arr.ref.topk if arr.actor.use_kl_loss and arr.actor.kl_loss_type == "full" else 0
+
+    @property
     def ref_model(self) -> ModelConfig:
         """The folder of the reference policy, and how it is loaded."""
         student, own = self.actor_rollout_ref.model, self.actor_rollout_ref.ref.model.path

@@ -153,7 +153,8 @@ class ActorConfig:
     """Factor of that KL."""
     kl_loss_type: str = field(default="k3", metadata=KL_LOSS)
     """Its estimate from the sampled token, see docs/losses.md: k2, half the squared log-ratio (verl: mse), k3 (verl:
-    low_var_kl), k1+ and k3+, the values of k1 and k3 with the gradient of k2, or abs."""
+    low_var_kl), k1+ and k3+, the values of k1 and k3 with the gradient of k2, or abs. full is the KL itself on the
+    ref.topk most likely tokens of the reference and all others as one; not beside a teacher."""
     entropy_coeff: float = 0.0
     """This times the entropy of the student's distribution is taken off a token's loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -351,6 +352,8 @@ class RefConfig:
     frozen and never saved."""
 
     model: RefModelConfig = field(default_factory=RefModelConfig)
+    topk: int = field(default=64, metadata=rules.POSITIVE)
+    """Its candidates per position, for actor.kl_loss_type=full."""
 
 
 @dataclass

@@ -219,6 +219,11 @@ def _policy_loss(config: Config) -> Rules:
         f"goes together with {key}.loss_agg_mode={constant}",
     )
     yield (
+        f"{key}.kl_loss_type", not (config.ref_topk and config.distillation.enabled),
+        "must be another one with distillation.enabled=true: the head sums the vocabulary outside of one set of "
+        "candidates, the teacher's",
+    )
+    yield (
         f"{key}.loss_agg_mode", actor.policy_loss.loss_mode != "gspo" or mode == "seq-mean-token-mean",
         f"must be seq-mean-token-mean with {key}.policy_loss.loss_mode=gspo, a mean over sequences",
     )

@@ -257,6 +257,11 @@ class LocalGroup(RecordingGroup):
             return self.actor.compute_ref_logprobs(micro_batches[0])
         return self.reference.compute_logprobs(micro_batches[0])
 
+    def compute_ref_topk(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, TeacherTopK]:
+        if not self.config.has_reference_model:
+            return self.actor.compute_ref_topk(micro_batches[0])
+        return self.reference.compute_topk(micro_batches[0], num_ids=self.actor.num_ids)
+
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         return self.critic.compute_values(micro_batches[0])
 

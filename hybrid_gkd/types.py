@@ -110,6 +110,8 @@ class TrainSequence:
     """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""
     ref_logprobs: np.ndarray | None = None
     """Of the response tokens under the reference policy; None without one."""
+    ref_topk: TeacherTopK | None = None
+    """The reference policy's scores, with actor.kl_loss_type=full."""
     loss_weights: np.ndarray | None = None
     """Factors of the tokens' losses: importance weights and `loss_agg_mode`; None is 1, and 0 is not trained on."""
     values: np.ndarray | None = None

@@ -69,6 +69,9 @@ def reference(facts: Facts) -> str:
     path = config.actor_rollout_ref.ref.model.path
     if not config.uses_reference:
         return "none is needed"
+    if config.ref_topk > len(facts.tokenizer):
+        rule = f"must be at most the {len(facts.tokenizer)} tokens of the vocabulary"
+        raise ConfigError("actor_rollout_ref.ref.topk", rule, config.ref_topk)
     if not config.has_reference_model:
         return f"the student's {config.ref_model.path} without its LoRA adapters"
     if path is None:

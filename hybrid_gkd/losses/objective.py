@@ -33,6 +33,8 @@ class Targets:
     advantages: Tensor | None = None  # [R], from rewards
     old_logprobs: Tensor | None = None  # [R], see `TrainSequence`
     ref_logprobs: Tensor | None = None  # [R], of the sampled token under the reference policy
+    ref_topk_logprobs: Tensor | None = None  # [R, K], of the reference's candidates, in the teacher's place
+    ref_tail: Tensor | None = None  # [R], log of the reference's mass outside of them
     loss_weights: Tensor | None = None  # [R], factors of the loss
     sequence: Tensor | None = None  # [R], int64, the number of the token's sequence, ascending from 0
     sequence_log_ratio: Tensor | None = None  # [R], see `Objective.with_sequence_ratios`
@@ -67,9 +69,10 @@ class Objective:
         teacher = {"teacher_logprobs": row, "teacher_tail": none, "teacher_sampled": none} if config.enabled else {}
         self.of_sequences = self._policy_loss.of_sequences and (on_rewards or config.use_policy_gradient)
         """Whether the loss needs `with_sequence_ratios`, where there are old log-probabilities."""
-        nothing = Targets(
-            **teacher, advantages=none if on_rewards else None, ref_logprobs=none if actor.use_kl_loss else None
-        )
+        reference = {"ref_logprobs": none} if actor.use_kl_loss else {}
+        if self._reference_kl.signal == "topk":
+            reference |= {"ref_topk_logprobs": row, "ref_tail": none} if reference else {}
+        nothing = Targets(**teacher, **reference, advantages=none if on_rewards else None)
         self.reported = list(self.loss_fn(nothing)(torch.zeros(0, 3), slice(None))[1])
         """Names of the metrics of `loss_fn`."""
 
@@ -96,7 +99,7 @@ class Objective:
     def loss_fn(self, targets: Targets) -> LossFunction:
         """The loss as the head wants it. Its log-probabilities are those of the teacher's candidates [r, K] and of
         everything else together [r, 1], if there is a teacher (`tail_topk` = K of the head), and then of the sampled
-        token [r, 1], if `uses_sampled`."""
+        token [r, 1], if `uses_sampled`. The reference's candidates take the place of a teacher's."""
 
         def loss_fn(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             chunk, parts = targets[rows], dict[str, Tensor]()
@@ -111,7 +114,7 @@ class Objective:
                 parts["actor/pg_loss"] = policy
                 terms.append(policy)
             if chunk.ref_logprobs is not None:
-                parts["actor/ref_kl"] = kl = self._reference_kl.function(chunk.ref_logprobs, logprobs[:, -1])
+                parts["actor/ref_kl"] = kl = self._kl_to_reference(chunk, logprobs)
                 terms.append(self._kl_loss_coef * kl)
             loss = torch.stack(terms).sum(0)
             if chunk.loss_weights is not None:
@@ -174,6 +177,14 @@ class Objective:
             # The added term has no gradient: it makes the loss of the first pass the estimator's mean.
             return self._policy(chunk, -weight, sampled, parts) + (value - weight).detach()
         return value
+
+    def _kl_to_reference(self, chunk: Targets, logprobs: Tensor) -> Tensor:
+        """Of the sampled token as `kl_loss_type` says, or on the reference's candidates and the rest, [r]."""
+        if chunk.ref_topk_logprobs is None:
+            return self._reference_kl.function(chunk.ref_logprobs, logprobs[:, -1])
+        k = chunk.ref_topk_logprobs.shape[1]
+        tails = {"teacher_tail": chunk.ref_tail, "student_tail": logprobs[:, k]}
+        return self._reference_kl.function(chunk.ref_topk_logprobs, logprobs[:, :k], tail="bucket", **tails)
 
     def _policy(self, chunk: Targets, advantages: Tensor, sampled: Tensor, parts: dict[str, Tensor]) -> Tensor:
         old = sampled.detach() if chunk.old_logprobs is None else chunk.old_logprobs

@@ -55,8 +55,9 @@ KL_LOSSES: Mapping[str, Divergence] = {
     "k1+": Divergence(f"{_HERE}:k1_plus", "sampled"),
     "k3+": Divergence(f"{_HERE}:k3_plus", "sampled"),
     "abs": Divergence(f"{_HERE}:absolute", "sampled"),
+    "full": Divergence(f"{_HERE}:reverse_kl", "topk", ("tail",)),
 }
-"""Between student and reference policy, which takes the teacher's place."""
+"""Between student and reference policy, which takes the teacher's place; full is on its top k and the tail."""
 
 
 @dataclass(frozen=True)

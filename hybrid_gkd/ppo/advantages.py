@@ -4,8 +4,8 @@ An estimator is a plain function in `ESTIMATORS`, by the name that `algorithm.ad
 
     rewards   for each response its float [R_i] token-level rewards; a score of the whole response is on the last one
     n         responses per prompt; response j of prompt i is at i * n + j
-    values    for each response what its tokens are compared with, float [R_i]: a critic's values (gae), the reward of
-              the greedy answer at every token (remax); None for the others
+    values    for each response what its tokens are compared with, float [R_i]: a critic's values (gae), what the greedy
+              answer has from the same position on (remax; see `greedy_baseline`); None for the others
     section   the section `algorithm`
 
 It returns the advantages, float32 [R_i] each, and the returns that a critic learns, likewise, or None.
@@ -110,7 +110,7 @@ def reinforce_plus_plus_baseline(
 
 
 def remax(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, Arrays]:
-    """The sum of the rewards from a token on, minus the score of the greedy answer to the prompt (`values`).
+    """The sum of the rewards from a token on, minus that of the greedy answer to the prompt (`values`).
 
     Source: ReMax, arXiv 2310.10505, equation 8.
     """

@@ -80,9 +80,14 @@ class ReferenceTurn:
     def _scored(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
         if all(item.ref_logprobs is not None for item in sequences):
             return sequences
+        plan = [tuple(share) for share in self.batches.plan(sequences)]
         with self.clock.span("ref"):
-            found = self.group.compute_ref_logprobs([tuple(share) for share in self.batches.plan(sequences)])
-        return [dataclasses.replace(item, ref_logprobs=found[item.sequence.index]) for item in sequences]
+            if not self.config.ref_topk:
+                found = self.group.compute_ref_logprobs(plan)
+                return [dataclasses.replace(item, ref_logprobs=found[item.sequence.index]) for item in sequences]
+            scores = self.group.compute_ref_topk(plan)
+        pairs = [(item, scores[item.sequence.index]) for item in sequences]
+        return [dataclasses.replace(item, ref_logprobs=s.sampled_logprobs, ref_topk=s) for item, s in pairs]
 
 
 def next_coefficient(section: KLCtrlConfig, coef: float, kl: float, num_sequences: int) -> float:

@@ -41,7 +41,9 @@ LEARNING = (
 LIMITS = ("algorithm.filter_groups.max_num_gen_batches",)
 """Of these, what decides only when a run gives up."""
 REFERENCE = tuple(
-    f"{ARR}.{key}" for key in ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path")
+    f"{ARR}.{key}" for key in (
+        "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk",
+    )
 )
 """The same where there is a reference policy."""
 CRITIC = (

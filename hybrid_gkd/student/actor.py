@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.losses.objective import Objective, Targets
-from hybrid_gkd.student.logprob_model import LogprobModel, concat, pack_responses, sampled_logprobs
+from hybrid_gkd.student.logprob_model import LogprobModel, concat, pack_responses, sampled_logprobs, top_candidates
 from hybrid_gkd.student.trained_model import TrainedModel
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.types import TeacherTopK, TrainSequence
 
 SHOWN_CANDIDATES = 5
 """Of teacher and student, at a token of a held-out answer."""
@@ -32,6 +32,7 @@ class Actor(TrainedModel):
         arr = config.actor_rollout_ref
         self.objective = Objective(config.distillation, arr.actor)
         self.topk = config.distillation.topk if config.distillation.enabled else 0
+        self.ref_topk = config.ref_topk
         self.sampling_temperature = arr.rollout.temperature
         self.temperature = config.distillation.temperature if self.topk else self.sampling_temperature
         super().__init__(
@@ -44,7 +45,8 @@ class Actor(TrainedModel):
         """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""
         batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
         ids, targets = self._targets(micro_batch, sampled_ids)
-        topk = 0 if targets.teacher_logprobs is None else targets.teacher_logprobs.shape[1]
+        candidates = targets.teacher_logprobs if targets.ref_topk_logprobs is None else targets.ref_topk_logprobs
+        topk = 0 if candidates is None else candidates.shape[1]
         options: dict[str, Any] = {"entropy_weights": self.objective.entropy_weights(targets, len(rows), self.device)}
         if self.objective.of_sequences and targets.old_logprobs is not None:
             lengths = [len(item.sequence.response_ids) for item in micro_batch]
@@ -54,7 +56,8 @@ class Actor(TrainedModel):
                 self.objective.with_sequence_ratios(targets, sampled)
             )
         return self.model(
-            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=topk, **options
+            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=topk,
+            with_overlap=self.topk > 0, **options,
         )
 
     def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:
@@ -70,6 +73,11 @@ class Actor(TrainedModel):
             if any(item.teacher_weight != 1 for item in micro_batch):
                 factors = [np.full(len(i.sequence.response_ids), i.teacher_weight, np.float32) for i in micro_batch]
                 values["teacher_weights"] = joined(factors)
+        reference = [item.ref_topk for item in micro_batch if item.ref_topk is not None]
+        if reference:
+            columns.append(joined([each.ids for each in reference], dtype=torch.int64))
+            values["ref_topk_logprobs"] = joined([each.logprobs for each in reference])
+            values["ref_tail"] = joined([each.tail_logprobs for each in reference])
         for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_weights"):
             found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
             if found:
@@ -112,6 +120,23 @@ class Actor(TrainedModel):
         assert self.adapters is not None, "a student without adapters has no other weights"
         with self.adapters.left_out():
             return self.compute_logprobs(micro_batches)
+
+    def compute_ref_topk(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, TeacherTopK]:
+        """As `compute_ref_logprobs`, with the `ref.topk` most likely tokens."""
+        assert self.adapters is not None, "a student without adapters has no other weights"
+        self._seed()
+        with self.adapters.left_out():
+            found = top_candidates(
+                self.model, micro_batches, temperature=self.sampling_temperature, device=self.device, k=self.ref_topk,
+                num_ids=self.num_ids,
+            )
+        self.reshard()
+        return found
+
+    @property
+    def num_ids(self) -> int:
+        """Rows of its head."""
+        return int(self.model.model.config.get_text_config().vocab_size)
 
     def _names(self) -> list[str]:
         overlap = ["overlap_ratio", "overlap_rows"] if self.topk else []

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
+from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.types import TeacherTopK, TrainSequence
 
 
 class LogprobModel(nn.Module):
@@ -35,24 +36,37 @@ class LogprobModel(nn.Module):
 
     def forward(
         self, batch: PackedBatch, rows: Tensor, ids: Tensor, loss_fn: LossFunction | None = None, *,
-        temperature: float, topk: int = 0, entropy_weights: Tensor | None = None,
-        prepare: Callable[[Tensor], LossFunction] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        temperature: float, topk: int = 0, with_overlap: bool = True, entropy_weights: Tensor | None = None,
+        prepare: Callable[[Tensor], LossFunction] | None = None, num_ids: int | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]] | TopLogprobs:
         """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
         With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's. `prepare` makes the loss
-        function from the log-probabilities [R] of the last ids, for one that depends on those of other rows.
+        function from the log-probabilities [R] of the last ids, for one that depends on those of other rows. With
+        `num_ids` the `topk` most likely of the ids below it, and the log-probabilities of `ids` [R, 1] beside them.
         """
         hidden = hidden_states(self.model, batch, rows)
         weight = self.model.get_output_embeddings().weight
+        if num_ids is not None:
+            return _top_logprobs(hidden, weight, ids[:, 0], temperature=temperature, k=topk, num_ids=num_ids)
         if prepare is not None:
             loss_fn = prepare(logprobs_of_ids(hidden, weight, ids[:, -1:], temperature=temperature)[:, 0])
         if loss_fn is None:
             return logprobs_of_ids(hidden, weight, ids, temperature=temperature), {}
         return head_loss(
-            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True, overlap_topk=topk,
-            tail_topk=topk, entropy_weights=entropy_weights,
+            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True,
+            overlap_topk=topk if with_overlap else 0, tail_topk=topk, entropy_weights=entropy_weights,
         )
+
+
+def _top_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, k: int, num_ids: int
+) -> TopLogprobs:
+    if not len(hidden):
+        none = hidden.new_empty(0, k, dtype=torch.float32)
+        return TopLogprobs(none.int(), none, none.sum(1), none.sum(1))
+    temperatures = torch.full((len(hidden),), temperature, device=hidden.device)
+    return top_logprobs(hidden, lambda states: states @ weight.T, targets, temperatures, k, min(num_ids, len(weight)))
 
 
 def refuse_unsupported(model: Any) -> None:
@@ -129,6 +143,23 @@ def sampled_logprobs(
         batch, rows, ids = pack_responses(micro_batch, device)
         logprobs, _ = model(batch, rows, ids[:, None], temperature=temperature)
         result |= by_sequence(micro_batch, logprobs[:, 0])
+    return result
+
+
+@torch.no_grad()
+def top_candidates(
+    model: Any, micro_batches: tuple[tuple[TrainSequence, ...], ...], *, temperature: float, device: torch.device,
+    k: int, num_ids: int,
+) -> dict[int, TeacherTopK]:
+    """Sequence index -> the k most likely of the ids below `num_ids` at each response token, as a teacher says them."""
+    result: dict[int, TeacherTopK] = {}
+    for micro_batch in micro_batches:
+        batch, rows, ids = pack_responses(micro_batch, device)
+        found = model(batch, rows, ids[:, None], temperature=temperature, topk=k, num_ids=num_ids)
+        values = [by_sequence(micro_batch, each) for each in found]
+        for index in values[0]:
+            chosen, logprobs, tail, sampled = (each[index] for each in values)
+            result[index] = TeacherTopK(ids=chosen, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
     return result
 
 

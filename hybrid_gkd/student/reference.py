@@ -7,9 +7,9 @@ import torch
 
 from hybrid_gkd.config import Config, FSDPConfig
 from hybrid_gkd.student.loading import PATH_KEY
-from hybrid_gkd.student.logprob_model import LogprobModel, sampled_logprobs
+from hybrid_gkd.student.logprob_model import LogprobModel, sampled_logprobs, top_candidates
 from hybrid_gkd.student.sharded_model import ShardedModel
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.types import TeacherTopK, TrainSequence
 
 
 class Reference(ShardedModel):
@@ -21,7 +21,7 @@ class Reference(ShardedModel):
     section = "actor_rollout_ref.actor"
 
     def __init__(self, config: Config, *, device: torch.device):
-        self.temperature = config.actor_rollout_ref.rollout.temperature
+        self.temperature, self.topk = config.actor_rollout_ref.rollout.temperature, config.ref_topk
         # Nothing is ever added to its weights: the type in which the actor computes is all that they need.
         fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         own = config.actor_rollout_ref.ref.model.path
@@ -33,5 +33,15 @@ class Reference(ShardedModel):
     def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
         found = sampled_logprobs(self.model, micro_batches, temperature=self.temperature, device=self.device)
+        self.reshard()
+        return found
+
+    def compute_topk(
+        self, micro_batches: tuple[tuple[TrainSequence, ...], ...], *, num_ids: int
+    ) -> dict[int, TeacherTopK]:
+        """Sequence index -> its `ref.topk` most likely tokens of those below `num_ids`, as `compute_logprobs`."""
+        found = top_candidates(
+            self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk, num_ids=num_ids
+        )
         self.reshard()
         return found

@@ -22,7 +22,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.own_cluster import on_loopback, own_group, starting
 from hybrid_gkd.workers.placement import Placement, Role
@@ -196,6 +196,11 @@ class WorkerGroup:
         """Sequence index -> float32 [R], under the reference policy, over all workers."""
         parts = self.actors.call("compute_ref_logprobs", shares=micro_batches)
         return {index: values for part in parts for index, values in part.items()}
+
+    def compute_ref_topk(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, TeacherTopK]:
+        """The same with the reference's `ref.topk` most likely tokens of each position."""
+        parts = self.actors.call("compute_ref_topk", shares=micro_batches)
+        return {index: scores for part in parts for index, scores in part.items()}
 
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], what the critic expects before each response token, over all workers."""

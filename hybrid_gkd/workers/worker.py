@@ -24,7 +24,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
 from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
@@ -190,6 +190,13 @@ class Worker(GroupMember):
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_logprobs(micro_batches))
         return self.reference_updater.forward(lambda: self.reference.compute_logprobs(micro_batches))
+
+    @spanned("ref")
+    def compute_ref_topk(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, TeacherTopK]:
+        if not self.config.has_reference_model:
+            return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
+        num_ids = self.actor.num_ids
+        return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches, num_ids=num_ids))
 
     @spanned("values")
     def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:

@@ -3,6 +3,8 @@
     bash tests/run.sh -m gpu tests/gpu/test_actor_on_gpu.py
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.student.actor import Actor
+from hybrid_gkd.student.reference import Reference
 from hybrid_gkd.testing import make_tiny_model, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
@@ -50,4 +53,41 @@ def test_nothing_waits_for_the_device_before_the_last_micro_batch_is_under_way(t
         actor.update(random_batch(3))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+
+
+def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
+    """In bf16: the log-probabilities of the student itself are the reference's, so there is no distance at first."""
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
+            "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=reinforce_plus_plus",
+            "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
+            "actor_rollout_ref.ref.topk=2", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.device=cuda",
+        ]
+    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        actor = Actor(config, device=torch.device("cuda"), num_updates=3)
+        reference = Reference(config, device=torch.device("cuda"))
+        distances = []
+        for step in range(3):
+            batch = random_batch(step)
+            scores = reference.compute_topk(batch.micro_batches, num_ids=actor.num_ids)
+            plain = reference.compute_logprobs(batch.micro_batches)
+            items = []
+            for (item,) in batch.micro_batches:
+                found = scores[item.sequence.index]
+                np.testing.assert_allclose(found.sampled_logprobs, plain[item.sequence.index], atol=1e-2)
+                mass = np.exp(found.logprobs).sum(1) + np.exp(found.tail_logprobs)
+                np.testing.assert_allclose(mass, 1, atol=1e-4)
+                advantages = np.linspace(-1, 1, len(item.sequence.response_ids), dtype=np.float32)
+                items.append((dataclasses.replace(
+                    item, teacher=None, advantages=advantages, ref_logprobs=found.sampled_logprobs, ref_topk=found
+                ),))  # fmt: skip
+            metrics = actor.update(dataclasses.replace(batch, micro_batches=tuple(items)))
+            distances.append(metrics["actor/ref_kl"])
+        assert abs(distances[0]) < 1e-3
+        assert distances[1] > 1e-3
+    finally:
         dist.destroy_process_group()

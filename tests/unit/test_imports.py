@@ -44,7 +44,7 @@ FORBIDDEN = {
     "reporting": {"torch", "ray", "vllm", "wandb", "hybrid_gkd.workers"},
     "testing": {"torch", "ray", "vllm", "transformers"},
 }
-NEEDS_TRITON = {"hybrid_gkd.losses.head_triton", "hybrid_gkd.teacher.engines.topk_triton"}
+NEEDS_TRITON = {"hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton"}
 
 
 def module_name(file):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, to_device
 from hybrid_gkd.models.tokenizer import first_line
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.types import TeacherTopK
 
 log = logging.getLogger(__name__)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.errors import ModelError, TeacherError
+from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.models.tokenizer import first_line
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.types import TeacherTopK
 
 EXTRA_ARGS_KEY = "hybrid_gkd"

@@ -19,7 +19,7 @@ from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import fit, preflight, run
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.inputs import check_data_sources
+from hybrid_gkd.launch.inputs import check_data_sources, reference
 from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
@@ -30,7 +30,7 @@ from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
 from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Prompt
 from hybrid_gkd.workers.group import ray_cluster
 from hybrid_gkd.workers.placement import Placement
@@ -172,6 +172,14 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
     facts.val_prompts = prompts
     with pytest.raises(DataError, match=r"^data\.val_files: row 2 of the data has None in the column 'data_source'"):
         check_data_sources(facts)
+
+
+def test_a_reference_cannot_have_more_candidates_than_there_are_tokens():
+    actor, ref = "actor_rollout_ref.actor={use_kl_loss: true, kl_loss_type: full}", "actor_rollout_ref.ref.topk=260"
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "distillation.enabled=false", actor, ref]
+    config = load_config([*given, "reward.answer_key=a", "algorithm.adv_estimator=reinforce_plus_plus"])
+    with pytest.raises(ConfigError, match=r"^actor_rollout_ref\.ref\.topk: must be at most the 259 tokens .* got 260"):
+        reference(Facts(config, tokenizer=make_tokenizer()))
 
 
 def test_all_failures_are_said_at_once_and_what_follows_from_one_is_not(tmp_path):

@@ -411,3 +411,32 @@ def test_a_clamped_advantage_keeps_its_direction(mode):
     for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
         torch.testing.assert_close(got, expected)
     assert reported["actor/distillation/clamp_share"].item() == (weight.abs() > 0.1).sum().item()
+
+
+@pytest.mark.parametrize("topk", [6, VOCAB])
+def test_the_kl_to_a_reference_on_its_candidates_equals_full_logits(topk):
+    """And beside rewards; with the whole vocabulary it is the KL itself."""
+    problem, loss = Problem(topk=topk), config("ppo")
+    actor = ActorConfig(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.5)
+    signal = problem.targets(config("forward_kl"))
+    targets = dataclasses.replace(
+        problem.targets(loss), ref_logprobs=signal.teacher_sampled, ref_topk_logprobs=signal.teacher_logprobs,
+        ref_tail=signal.teacher_tail,
+    )
+    objective = Objective(loss, actor)
+    value, reported = head_loss(
+        problem.hidden, problem.weight, torch.cat([problem.topk_ids, problem.sampled[:, None]], 1),
+        objective.loss_fn(targets), temperature=problem.temperature, chunk_rows=5, tail_topk=topk,
+    )
+    q, p = (each.exp().gather(1, problem.topk_ids) for each in (problem.student(), problem.teacher))
+    if topk < VOCAB:
+        q, p = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], 1) for each in (q, p))
+    kl = (q * (q / p).log()).sum(-1)
+    if topk == VOCAB:
+        torch.testing.assert_close(kl, (problem.student().exp() * (problem.student() - problem.teacher)).sum(-1))
+    want = (problem.naive(loss) + 0.5 * kl).sum()
+    torch.testing.assert_close(value, want)
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(reported["actor/ref_kl"], kl.sum().detach())
+    assert sorted(objective.reported) == sorted(reported)

@@ -11,8 +11,8 @@ from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.divergence import forward_kl, jsd, kl_both_ways, reverse_kl
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.objective import Objective, Targets
+from hybrid_gkd.losses.topk import top_logprobs
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.teacher.engines.topk import top_logprobs
 from hybrid_gkd.types import TeacherTopK
 
 ROWS, VOCAB, TOPK = 64, 500, 20

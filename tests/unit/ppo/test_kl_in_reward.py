@@ -173,6 +173,11 @@ def test_a_step_that_was_not_taken_leaves_the_coefficient(tmp_path):
         (["algorithm.kl_ctrl.horizon=0"], ["algorithm.kl_ctrl.horizon", "above 0"]),
         (["algorithm.kl_ctrl={type: adaptive, kl_coef: 0}"], ["algorithm.kl_ctrl.kl_coef", "above 0", "adaptive"]),
         (["actor_rollout_ref.actor.kl_loss_type=k1"], ["kl_loss_type", "expected gradient is 0", "k1+"]),
+        (
+            ["distillation={enabled: true, as_reward: true}", "actor_rollout_ref.teacher.model.path=x",
+             "actor_rollout_ref.actor={use_kl_loss: true, kl_loss_type: full}"],
+            ["kl_loss_type", "distillation.enabled=true", "full"],
+        ),
     ],
 )
 def test_what_does_not_go_together(overrides, parts):

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config_loading import load_config
@@ -85,6 +86,37 @@ def test_another_folder_is_another_policy_and_both_decide_what_is_learned(tmp_pa
     settings = learning_settings(config, steps=2)
     assert settings["actor_rollout_ref.ref.model.path"] == str(other)
     assert not [key for key in learning_settings(make_config(model), steps=2) if "kl_loss" in key]
+
+
+@pytest.mark.parametrize("topk", [3, 259])
+def test_the_whole_distribution_of_a_reference_is_compared(topk, tmp_path):
+    """On its most likely tokens and all others as one: by the models themselves. Of 259 tokens there are no others."""
+    model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
+    full = [f"{KL}.use_kl_loss=true", f"{KL}.kl_loss_type=full", f"actor_rollout_ref.ref.topk={topk}"]
+    config = make_config(
+        model, *full, f"actor_rollout_ref.ref.model.path={other}", "actor_rollout_ref.rollout.temperature=0.7",
+    )
+    with single_process_group():
+        rows, group = train(config)
+    assert "actor/distillation/overlap_ratio" not in rows[1]
+    values, models = [], [AutoModelForCausalLM.from_pretrained(folder).double() for folder in (model, other)]
+    for item in group.trained[0]:
+        prompt, response = item.sequence.prompt_ids, item.sequence.response_ids
+        ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
+        with torch.no_grad():
+            q, p = ((m(ids).logits[0, len(prompt) - 1 : -1] / 0.7).softmax(-1) for m in models)
+        assert q.shape[1] == 259
+        p, chosen = p.topk(topk)
+        np.testing.assert_array_equal(item.ref_topk.ids[:, :3], chosen[:, :3])
+        q = q.gather(1, chosen)
+        if topk < 259:
+            q, p = (torch.cat([each, 1 - each.sum(1, keepdim=True)], 1) for each in (q, p))
+        values.append((q * (q / p).log()).sum(1))
+    assert rows[1]["actor/ref_kl"] == pytest.approx(torch.cat(values).mean().item(), rel=1e-4)
+    with single_process_group():
+        rows, _ = train(make_config(model, *full, "actor_rollout_ref.model.lora_rank=4"))
+    assert rows[1]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[2]["actor/ref_kl"] > 1e-6
 
 
 def test_it_is_on_the_device_in_its_own_phase_only(tmp_path):

@@ -97,7 +97,7 @@ def _of_logits(logits: Tensor, targets: Tensor, inverse: Tensor, k: int, num_ids
 def _select(logits: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first three of `_of_logits`."""
     if logits.device.type == "cuda":
-        from hybrid_gkd.teacher.engines import topk_triton
+        from hybrid_gkd.losses import topk_triton
 
         if 1 <= k <= topk_triton.MAX_TOPK and 64 * k <= num_ids:
             with torch.cuda.device_of(logits):  # Triton launches on the current device

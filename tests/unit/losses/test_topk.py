@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from hybrid_gkd.teacher.engines import topk
-from hybrid_gkd.teacher.engines.topk import Shard, top_logprobs
+from hybrid_gkd.losses import topk
+from hybrid_gkd.losses.topk import Shard, top_logprobs
 
 ROWS, HIDDEN, COLUMNS = 23, 6, 41
 
@@ -84,7 +84,7 @@ def test_fewer_candidates_leave_more_to_the_tail():
 
 INTERPRETED = """
 import torch
-from hybrid_gkd.teacher.engines.topk_triton import select
+from hybrid_gkd.losses.topk_triton import select
 generator = torch.Generator().manual_seed(0)
 for num_columns, num_ids, k in ((5000, 5000, 1), (9001, 8999, 64), (17001, 16400, 256)):
     logits = 3 * torch.randn(3, num_columns, generator=generator)
