@@ -6,11 +6,17 @@
 
 `run` makes the models first where they are not there yet. Each finished run is a small CSV in benchmarks/results, with
 the models, the device and the command at its head; a run that does not end within the minutes is stopped, not stored,
-and begins anew the next time. All runs of a folder must have the same models: on a GPU, models that are made again
-are not equal, so a comparison that takes several machines has to take the models along (--models FOLDER).
+and begins anew the next time. All runs of a folder must have the same models, which another type of GPU or
+other libraries do not make: then take the models along (--models FOLDER).
 
 Every run begins at the same student and trains at a constant rate, so that each point of its curve is a run that ends
-there. Runs of the program take the same number of answers; supervised ones, which generate none, train as many minutes.
+there. All train for the same minutes, those of the program and TRL's the recipe's steps at most. `--together 4` makes
+four runs at a time; those that share a GPU have to share its memory, and slow each other down alike:
+
+    python benchmarks/results.py run --together 4 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \\
+        actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=4000000000 \\
+        actor_rollout_ref.teacher.backend=hf
+
 Minutes are those of training steps: generation, scoring, update, publish; not loading, validation and saving. Those of
 training on the teacher's answers begin with the time that the teacher takes to write them.
 """
@@ -28,7 +34,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +49,7 @@ from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.errors import HybridGKDError
+from hybrid_gkd.teacher.server.supervisor import visible_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
@@ -49,6 +59,8 @@ PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=1e-4"
 AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
 WEIGHTED = "algorithm.rollout_is_threshold=2"
 SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
+LOOK_EVERY = 1.0
+"""Seconds."""
 MOST_ROWS = 60
 """Of a stored run, validations aside."""
 
@@ -99,10 +111,13 @@ class Settings:
     paths: DemoPaths
     device: str
     steps: int
-    sft_minutes: float
+    minutes: float
+    """Of training at most; supervised runs train as long. Then a run is ended, and stored as far as it came."""
     results: Path
     overrides: tuple[str, ...] = ()
     """Of the recipe, for every run."""
+    together: int = 1
+    """Runs at the same time, on the visible GPUs in turn."""
 
 
 def models_key(paths: DemoPaths) -> str:
@@ -145,7 +160,7 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
         overrides = program_overrides(run, seed, settings, folder)
         return [sys.executable, "-m", "hybrid_gkd", "--config-name", "gpu_demo", *overrides]
     script, own = {
-        "sft": ("results_sft.py", ["--answers", run.overrides, "--minutes", str(settings.sft_minutes)]),
+        "sft": ("results_sft.py", ["--answers", run.overrides, "--minutes", str(settings.minutes)]),
         "trl": ("results_trl.py", ["--steps", str(settings.steps)]),
     }[run.how]
     return [
@@ -154,31 +169,48 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
     ]  # fmt: skip
 
 
-def train(name: str, seed: int, settings: Settings, seconds: float) -> bool:
-    """Train and store one run; False if it did not end within `seconds`. Raises CalledProcessError if it failed."""
+def train(name: str, seed: int, settings: Settings, place: int, deadline: float, over: threading.Event) -> bool:
+    """Train and store one run, the `place`-th of those at the same time; False if it is not at its end at the deadline.
+
+    Raises CalledProcessError if it failed.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         command = run_command(name, seed, settings, folder)
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+        if settings.together > 1 and (gpus := visible_gpus()):
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+        process, answers = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True), None
         try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
+            answers = answers_per_step(name, settings)
+            while process.poll() is None and minutes_of(curve_so_far(folder, answers)) < settings.minutes:
+                if time.monotonic() > deadline or over.wait(LOOK_EVERY):
+                    return False
+            code = process.poll()
         finally:
             stop(process)
         if code:
             raise subprocess.CalledProcessError(code, command)
-        (metrics,) = folder.rglob("metrics.jsonl")
-        answers = answers_per_step(name, settings)
-        rows = thinned(curve([json.loads(line) for line in metrics.read_text().splitlines()], answers))
+        rows = thinned(curve_so_far(folder, answers))
     head = {
         "run": name, "seed": seed, "models": models_key(settings.paths), "device": device_name(settings.device),
         "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "overrides": " ".join([RUNS[name].overrides, *settings.overrides]),
+        "overrides": " ".join([RUNS[name].overrides, *settings.overrides]), "together": settings.together,
     }  # fmt: skip
     store(settings.results / f"{name}-{seed}.csv", head, rows)
     return True
+
+
+def curve_so_far(folder: Path, answers: int) -> list[dict[str, float]]:
+    """`curve` of what a run has written below its folder."""
+    found = list(folder.rglob("metrics.jsonl"))
+    lines = found[0].read_text().split("\n")[:-1] if found else []  # the last one may be half written
+    return curve([json.loads(line) for line in lines], answers)
+
+
+def minutes_of(rows: list[dict[str, float]]) -> float:
+    """Of training."""
+    return rows[-1]["minutes"] if rows else 0.0
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -259,8 +291,8 @@ def run_all(args: argparse.Namespace) -> None:
     paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
     steps = args.steps or load_config([f"trainer.device={device}"], config_name="gpu_demo").trainer.total_training_steps
     settings = Settings(
-        paths=paths, device=device, steps=steps, sft_minutes=args.sft_minutes, results=args.results.absolute(),
-        overrides=tuple(args.overrides),
+        paths=paths, device=device, steps=steps, minutes=args.minutes_each, results=args.results.absolute(),
+        overrides=tuple(args.overrides), together=args.together,
     )  # fmt: skip
     train_missing(wanted(args.only, args.seeds), settings, stored_runs(settings), deadline)
 
@@ -279,32 +311,51 @@ def stored_runs(settings: Settings) -> set[tuple[str, int]]:
 def train_missing(
     runs: list[tuple[str, int]], settings: Settings, there: set[tuple[str, int]], deadline: float
 ) -> None:
-    """One run after another, until they are all there or the time is over; one that fails does not keep the others.
+    """Run after run, until they are all there or the time is over; one that fails does not keep the others.
 
     Raises SystemExit with the names of those that failed.
     """
-    longest, failed = 0.0, list[str]()
+    missing = []
     for name, seed in runs:
         if (name, seed) in there:
             continue
         if reason := obstacle(RUNS[name], settings):
             print(f"{name}: skipped: {reason}", flush=True)
-            continue
+        else:
+            missing.append((name, seed))
+    waiting, over = iter(missing), threading.Event()
+    with ThreadPoolExecutor(settings.together) as pool:
+        places = range(settings.together)
+        try:
+            found = pool.map(lambda place: train_in_turn(waiting, settings, place, deadline, over), places)
+            failed = [name for each in found for name in each]
+        except BaseException:
+            over.set()  # the pool waits for its threads, which end their runs
+            raise
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def train_in_turn(
+    waiting: Iterator[tuple[str, int]], settings: Settings, place: int, deadline: float, over: threading.Event
+) -> list[str]:
+    """Train what is waiting, one after another; those that failed."""
+    longest, failed = 0.0, list[str]()
+    for name, seed in waiting:
         began = time.monotonic()
         if began + longest > deadline:
             print(f"{name} {seed}: not begun, the longest run so far took {longest / 60:.1f} minutes", flush=True)
             break
         print(f"{name} {seed}: {(deadline - began) / 60:.1f} minutes are left", flush=True)
         try:
-            if not train(name, seed, settings, max(0.0, deadline - began)):
+            if not train(name, seed, settings, place, deadline, over):
                 print(f"{name} {seed}: stopped, the minutes are over; it begins anew the next time", flush=True)
                 break
         except subprocess.CalledProcessError as error:
             print(f"{name} {seed}: failed with exit code {error.returncode}, its reason is above", flush=True)
             failed.append(f"{name} {seed}")
         longest = max(longest, time.monotonic() - began)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    return failed
 
 
 def list_all(args: argparse.Namespace) -> None:
@@ -327,7 +378,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="run: a folder that python -m hybrid_gkd.demo gpu_demo has made")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")
     parser.add_argument("--steps", type=int, help="run: of the program (default: the recipe's)")
-    parser.add_argument("--sft-minutes", type=float, default=4.0, help="run: training time of supervised runs")
+    parser.add_argument("--minutes-each", type=float, default=4.0, help="run: training time of a run at most")
+    parser.add_argument("--together", type=int, default=1, help="run: so many at the same time, on all visible GPUs")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="report: where it is written (%(default)s)")
     args = parser.parse_intermixed_args()
     if args.what == "report":

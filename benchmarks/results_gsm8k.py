@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ def settings_of(paths: DemoPaths, recipe: Recipe, device: str, folder: Path, ste
         f"{results.ROLLOUT}.val_kwargs.temperature=1",
     )  # fmt: skip
     return results.Settings(
-        paths=paths, device=device, steps=steps or recipe.steps, sft_minutes=0, results=folder, overrides=overrides
+        paths=paths, device=device, steps=steps or recipe.steps, minutes=math.inf, results=folder, overrides=overrides
     )
 
 

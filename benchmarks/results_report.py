@@ -165,12 +165,13 @@ def draw(specification: dict[str, Any], file: Path) -> None:
 
 def facts(runs: list[Stored]) -> str:
     """What the runs have in common, and the dates. Raises SystemExit for runs of several models or devices."""
-    for key in ("models", "device"):
-        if len(found := sorted({run.head[key] for run in runs})) > 1:
+    for key in ("models", "device", "together"):
+        if len(found := sorted({run.head.get(key, "1") for run in runs})) > 1:
             raise SystemExit(f"runs with several {key} cannot be compared: {', '.join(found)}")
     dates, codes = (sorted({run.head[key] for run in runs}) for key in ("date", "code"))
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{when}, {runs[0].head['device']}; models {runs[0].head['models']}; code {', '.join(codes)}."
+    together = "" if found == ["1"] else f", {found[0]} runs at a time"
+    return f"{when}, {runs[0].head['device']}{together}; models {runs[0].head['models']}; code {', '.join(codes)}."
 
 
 def page(runs: dict[str, list[Stored]], titles: dict[str, str], conclusions: str) -> str:

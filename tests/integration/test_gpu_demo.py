@@ -51,7 +51,7 @@ def test_the_recipe_builds_its_models_and_runs_from_them_become_a_page(cache, tm
     engines = ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.backend=hf")
     compare(
         "run", *short, *engines, "--results", stored, "--models", root, "--device", "cpu", "--steps", "2",
-        "--sft-minutes", "0.01", "--only", "sft_data", "opd", "--seeds", "0",
+        "--minutes-each", "0.05", "--together", "2", "--only", "sft_data", "opd", "--seeds", "0",
     )  # fmt: skip
     steps = [line.split(",")[0] for line in (stored / "opd-0.csv").read_text().splitlines() if line[0].isdigit()]
     assert steps == ["0", "1", "2"]

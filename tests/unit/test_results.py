@@ -89,7 +89,7 @@ def test_minutes_and_tokens_are_those_of_training_steps():
 
 def test_a_run_that_cannot_be_made_here_says_what_it_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results.importlib.util, "find_spec", lambda name: None)
-    settings = results.Settings(paths=DemoPaths.under(tmp_path), device="cpu", steps=1, sft_minutes=1, results=tmp_path)
+    settings = results.Settings(paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path)
     results.train_missing([("trl", 0)], settings, set(), time.monotonic() + 60)
     assert capsys.readouterr().out == "trl: skipped: needs TRL, which is not installed (pip install trl)\n"
 
@@ -104,6 +104,12 @@ for step in (0, 1):
     row = {"step": step, "timing/step": 6.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
     print(json.dumps(row), file=open(pathlib.Path(FOLDER, "metrics.jsonl"), "a"))""",
         "opd_k1": "import time; time.sleep(600)",
+        "opd_k8": """import json, pathlib, time
+with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
+    for step in range(9):
+        row = {"step": step, "timing/step": 30.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
+        print(json.dumps(row), file=log, flush=True)
+        if step == 2: time.sleep(600)""",
     }
     monkeypatch.setattr(results, "run_command", lambda name, seed, settings, folder: [
         sys.executable, "-c", f"FOLDER = {str(folder)!r}\n{programs[name]}"
@@ -112,13 +118,14 @@ for step in (0, 1):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
     settings = results.Settings(
-        paths=DemoPaths.under(tmp_path), device="cpu", steps=1, sft_minutes=1, results=tmp_path / "stored"
+        paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path / "stored", together=2
     )
     with pytest.raises(SystemExit, match=r"^failed: opd 0$"):
-        results.train_missing([("opd", 0), ("grpo", 0)], settings, set(), time.monotonic() + 300)
+        results.train_missing([("opd", 0), ("grpo", 0), ("opd_k8", 0)], settings, set(), time.monotonic() + 300)
     results.train_missing([("opd_k1", 0)], settings, set(), time.monotonic() + 1)
-    assert [file.name for file in (tmp_path / "stored").iterdir()] == ["grpo-0.csv"]
-    (run,) = results_report.read_all(tmp_path / "stored")
+    run, ended = results_report.read_all(tmp_path / "stored")
+    assert (run.name, ended.name) == ("grpo", "opd_k8")
+    assert ended.end("minutes") == 1
     assert run.accuracies("minutes") == [(0.0, 50.0), (0.1, 50.0)]
     assert run.accuracies("answer_tokens")[-1] == (64.0, 50.0)  # 2 tokens of each of 4 x 8 answers
     out = capsys.readouterr().out
@@ -128,7 +135,7 @@ for step in (0, 1):
 
 def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     settings = results.Settings(
-        paths=DemoPaths.under(tmp_path), device="cuda", steps=10, sft_minutes=1.0, results=tmp_path
+        paths=DemoPaths.under(tmp_path), device="cuda", steps=10, minutes=1.0, results=tmp_path
     )
     reasons = {name: results.obstacle(run, settings) for name, run in results.RUNS.items()}
     reasons.pop("trl")  # whether TRL is there
