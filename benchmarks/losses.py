@@ -51,8 +51,11 @@ RUNS = {
     # A teacher that is to be surpassed, both signals and each alone.
     "weak_teacher": WEAK,
     "weak_teacher_distillation": f"{WEAK} {CONSTANT} distillation.use_task_rewards=false",
-    "weak_teacher_rewards": f"{WEAK} distillation.enabled=false",
-    "weak_teacher_rewards_slow": f"{WEAK} distillation.enabled=false actor_rollout_ref.actor.optim.lr=5e-4",
+    "weak_teacher_coef_1": f"{WEAK} distillation.distillation_loss_coef=1",
+    **{
+        f"weak_teacher_rewards_{rate}": f"{WEAK} distillation.enabled=false actor_rollout_ref.actor.optim.lr={rate}"
+        for rate in ("2e-3", "1e-3", "5e-4")
+    },
 }
 PLOTTED = ("forward_kl", "reverse_kl", "jsd", "mixed", "k1_policy", "k2", "k3", "rewards")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")  # Okabe and Ito

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from test_workers import make_config, random_batch, shares
+from test_workers import learn_values, make_config, random_batch, shares
 
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
@@ -90,6 +90,28 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
     assert lines.count("Actor weight sync completed") == 2
     assert lines.count("Waiting for rollout weight sync with timeout=120s... (actor_rollout_ref.nccl_timeout)") == 2
     assert sum(line.startswith("Rollout weight sync completed in ") for line in lines) == 2
+
+
+def test_critic_and_reference_policy_compute_the_same_as_on_one_pool(model, tmp_path):
+    section = (
+        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    )  # fmt: skip
+    found = []
+    for config in (make_config(model, tmp_path / "one", *section), separate(model, tmp_path / "two", 1, 1, *section)):
+        with make_group(config) as group:
+            group.publish(0)
+            curve, values = learn_values(group, range(2))
+            group.publish(1)
+            plan = [share.micro_batches for (share,) in shares(random_batch(9), 1, 96)]
+            found.append((curve, values, group.compute_ref_logprobs(plan)))
+    (one, values, reference), (two, values_of_two, reference_of_two) = found
+    assert np.ptp(values) > 0
+    np.testing.assert_array_equal(values, values_of_two)
+    for index, expected in reference.items():
+        np.testing.assert_array_equal(reference_of_two[index], expected)
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=1e-6)
 
 
 def pids(pool):
