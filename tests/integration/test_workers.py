@@ -165,11 +165,13 @@ def learn_values(group, steps):
     def ready(step):
         batch = random_batch(step)
         plan = shares(batch, group.size, 96)
-        values = group.compute_values([share.micro_batches for (share,) in plan])
+        parts = [share.micro_batches for (share,) in plan]
+        values, reference = group.compute_values(parts), group.compute_ref_topk(parts)
         returns = np.random.default_rng([step, 1])
         return [
             dataclasses.replace(
-                item, teacher=None, values=values[item.sequence.index],
+                item, teacher=None, values=values[item.sequence.index], ref_topk=reference[item.sequence.index],
+                ref_logprobs=reference[item.sequence.index].sampled_logprobs,
                 advantages=returns.normal(size=len(item.sequence.response_ids)).astype(np.float32),
                 returns=returns.normal(1, 1, len(item.sequence.response_ids)).astype(np.float32),
             )
@@ -188,7 +190,8 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
     gae = (
         "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
         "critic.optim.lr=1e-2", "critic.optim.eps=1e-4", "critic.fsdp_config.fsdp_size=1",
-        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.ref.topk=8",
     )
     one = make_config(model, tmp_path / "one", *gae)
     two = make_config(model, tmp_path / "two", *gae, "trainer.n_gpus_per_node=2")
@@ -206,7 +209,12 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
                 assert {name.split("/")[0] for name in written} == {"actor", "critic"}
             found.append(learn_values(group, range(2, 4)))
             references.append(group.compute_ref_logprobs(plan))
+            scores = group.compute_ref_topk(plan)
+            for index, expected in references[-1].items():
+                assert scores[index].ids.shape == (len(expected), 8)
+                np.testing.assert_allclose(scores[index].sampled_logprobs, expected, rtol=0, atol=2e-5)
     (curve_one, values_one), (curve_two, values_two) = found
+    assert curve_one[-1]["actor/ref_kl"] > 1e-3
     assert np.ptp(values_one) > 0.1
     for index, expected in start.items():
         for reference in references:
