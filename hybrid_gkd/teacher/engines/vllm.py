@@ -28,7 +28,7 @@ from hybrid_gkd.types import TeacherTopK
 
 EXTRA_ARGS_KEY = "hybrid_gkd"
 TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
-SEQUENCES_PER_STEP = {"cuda": 256, "cpu": 8}
+SEQUENCES_PER_STEP = {"cuda": 256, "cpu": 32}
 
 
 class VLLMScoringEngine(ScoringEngine):
