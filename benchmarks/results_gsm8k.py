@@ -13,6 +13,7 @@ the hub's openai/gsm8k. The runs are some of those of results.py, which trains a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
@@ -156,6 +157,8 @@ def run_all(args: argparse.Namespace) -> None:
     recipe = RECIPES[device]
     paths = build(args.models.absolute(), recipe, train=args.train, val=args.val, device=device)
     settings = settings_of(paths, recipe, device, args.results.absolute(), args.steps)
+    overrides = (*settings.overrides, *args.overrides)
+    settings = dataclasses.replace(settings, overrides=overrides, together=args.together)
     there = results.stored_runs(settings)
     results.train_missing(results.wanted(args.only, args.seeds), settings, there, deadline)
 
@@ -186,6 +189,7 @@ def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("overrides", nargs="*", help="run: configuration keys for every run, dotted.key=value")
     parser.add_argument("--models", type=Path, default=Path("gsm8k_models"), help="run: their folder (%(default)s)")
     parser.add_argument("--train", default="openai/gsm8k:main:train", help="run: a file or hub data set (%(default)s)")
     parser.add_argument("--val", default="openai/gsm8k:main:test", help="run: likewise (%(default)s)")
@@ -195,8 +199,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="run: these (default: as many as the list has)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")
     parser.add_argument("--steps", type=int, help="run: training steps of each run")
+    parser.add_argument("--together", type=int, default=1, help="run: so many at the same time, as in results.py")
     parser.add_argument("--docs", type=Path, default=results.ROOT / "docs", help="report: where it is written")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.what == "report":
         report(read_all(args.results), args.docs, args.results / "conclusions.md")
     else:
