@@ -17,6 +17,7 @@ from hybrid_gkd import config_metadata as rules
 from hybrid_gkd.config_learning import (
     ADV_ESTIMATORS,
     CUSTOM,
+    MODEL,
     REWARD_FUNCTIONS,
     AlgorithmConfig,
     CustomRewardFunction,
@@ -25,6 +26,7 @@ from hybrid_gkd.config_learning import (
     KLCtrlConfig,
     OverlongBufferConfig,
     RewardConfig,
+    RewardModelConfig,
     rejection_bounds,
 )
 from hybrid_gkd.config_models import (
@@ -49,6 +51,7 @@ __all__ = [
     "ADV_ESTIMATORS",
     "BATCHES_AHEAD",
     "CUSTOM",
+    "MODEL",
     "REWARD_FUNCTIONS",
     "TEACHER_PORT",
     "ActorConfig",
@@ -71,6 +74,7 @@ __all__ = [
     "PolicyLossConfig",
     "RayInitConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutPoolConfig",
     "TeacherConfig",
@@ -237,6 +241,7 @@ class Config:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
@@ -250,6 +255,28 @@ class Config:
     def has_advantages(self) -> bool:
         """Whether tokens have advantages, from rewards of the answers or from the teacher's log-ratios."""
         return self.trains_on_rewards or self.distillation.as_reward
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """What the reward is the weighted sum of. A reward model is alone unless `reward.functions` says otherwise."""
+        alone = self.reward_model.enable and not self.reward.functions
+        return {MODEL: 1.0} if alone else self.reward.weights
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether there is a reward: the default one needs the column with the right answers."""
+        needs_answer = any(REWARD_FUNCTIONS.get(name, False) for name in self.reward_weights)
+        return self.reward.answer_key is not None or not needs_answer
+
+    @property
+    def has_reward_functions(self) -> bool:
+        """Whether functions say what an answer is worth, alone or beside a reward model."""
+        return self.has_reward and self.reward_weights.keys() != {MODEL}
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a reward model scores answers, in training or in validations."""
+        return self.reward_model.enable and (self.trains_on_rewards or bool(self.data.val_files))
 
     @property
     def world_size(self) -> int:

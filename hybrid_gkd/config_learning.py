@@ -175,8 +175,8 @@ REWARD_FUNCTIONS = {
     "exact_match": True, "gsm8k": True, "math": True, "by_data_source": True, "format": False, "length": False,
 }  # fmt: skip
 """The built-in rewards, and whether they need the right answer."""
-CUSTOM = "custom"
-"""What reward.functions calls a function of the user's own."""
+CUSTOM, MODEL = "custom", "model"
+"""What reward.functions calls a function of the user's own, and the reward model."""
 
 
 @dataclass
@@ -213,7 +213,8 @@ class RewardConfig:
     format looks for `reward.format`; length is minus the used share of max_response_length; by_data_source is gsm8k or
     math, whichever the row's data set needs."""
     functions: dict[str, float] = field(default_factory=dict)
-    """Several with weights in the place of name: {gsm8k: 1.0, format: 0.2}; your own is called custom."""
+    """Several with weights in the place of name: {gsm8k: 1.0, format: 0.2}; your own is called custom, and the reward
+    model, which has to be among them if it is enabled, model."""
     answer_key: str | None = None
     """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
     format: str | None = None
@@ -234,12 +235,29 @@ class RewardConfig:
         """The functions whose weighted sum is the reward."""
         return self.functions or {CUSTOM if self.custom_reward_function.path else self.name: 1.0}
 
-    @property
-    def needs_answer(self) -> bool:
-        """Whether a built-in function has to know the right answer."""
-        return any(REWARD_FUNCTIONS.get(name, False) for name in self.weights)
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is a reward: the default one needs the column with the answers."""
-        return self.answer_key is not None or not self.needs_answer
+@dataclass
+class RewardModelFolder:
+    """The folder of the reward model."""
+
+    path: str | None = None
+    """Hugging Face folder or hub id of a classifier with one label (...ForSequenceClassification, or
+    ...ForTokenClassification, whose last token counts). Texts are encoded anew where its tokenizer or chat template is
+    not the student's."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the folder."""
+
+
+@dataclass
+class RewardModelConfig:
+    """A model that scores answers, on the GPUs of the workers that train; it is not trained. See docs/rewards.md."""
+
+    enable: bool = False
+    """The reward is the model's score, in the place of reward.name; reward.functions adds functions to it."""
+    model: RewardModelFolder = field(default_factory=RewardModelFolder)
+    max_length: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Tokens of prompt and answer that it reads; what is longer loses its end, which is logged and counted
+    (reward/model_truncated/mean). null: as many as the model has positions."""
+    forward_max_token_len_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Tokens in one packed micro-batch, or a longer text alone; null takes
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu."""

@@ -213,7 +213,8 @@ def _normalise(config: Config) -> list[ConfigError]:
     model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
     ref = config.actor_rollout_ref.ref.model
     paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
-    for section, name in (*paths, (teacher, "keys"), (config.critic.model, "path"), (ref, "path")):
+    others = ((teacher, "keys"), (config.critic.model, "path"), (ref, "path"), (config.reward_model.model, "path"))
+    for section, name in (*paths, *others):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))

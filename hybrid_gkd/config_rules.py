@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_gkd.config import ADV_ESTIMATORS, CUSTOM, REWARD_FUNCTIONS, Config, rejection_bounds
+from hybrid_gkd.config import ADV_ESTIMATORS, CUSTOM, MODEL, REWARD_FUNCTIONS, Config, rejection_bounds
 from hybrid_gkd.losses.table import DIVERGENCES
 
 Rules = Iterator[tuple[str, object, str]]
@@ -65,11 +65,12 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _lora(config)
     yield from _importance_weights(config)
     yield from _reward(config)
+    yield from _reward_model(config)
     if config.distillation.enabled:
         yield from _teacher(config)
         yield from _loss(config)
     if config.trains_on_rewards and not val_only:
-        yield "reward.answer_key", config.reward.is_given, (
+        yield "reward.answer_key", config.has_reward, (
             "task rewards need the column with the right answers; distillation.enabled=true with "
             "distillation.use_task_rewards=false trains without"
         )
@@ -98,6 +99,11 @@ def _filter_groups(config: Config) -> Rules:
     yield (
         f"{ARR}.rollout.n", config.actor_rollout_ref.rollout.n > 1,
         f"must be at least 2 with {key}=true, which compares the responses to a prompt",
+    )
+    ahead = config.trainer.scheduler != "sync" and not config.actor_rollout_ref.hybrid_engine
+    yield key, not (ahead and config.reward_model.enable), (
+        "must be false with a reward model, a pool for generation and a trainer.scheduler other than sync: the workers "
+        "that train would have to score and to update at the same time"
     )
 
 
@@ -182,9 +188,10 @@ def _best_metric(config: Config) -> Rules:
     if metric is None or section.val_only:
         return
     n, names = config.actor_rollout_ref.rollout.val_kwargs.n, list[str]()
-    if config.reward.is_given:
+    if config.has_reward_functions:
         names += ["accuracy", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
         names += [f"pass@{2**power}" for power in range(1, n.bit_length())]
+    names += ["reward_model"] if config.reward_model.enable else []
     if config.distillation.enabled:
         names += ["forward_kl", "reverse_kl"]
     yield (
@@ -268,12 +275,11 @@ def _importance_weights(config: Config) -> Rules:
 
 def _reward(config: Config) -> Rules:
     section, buffer, custom = config.reward, config.reward.overlong_buffer, config.reward.custom_reward_function
-    names = (*REWARD_FUNCTIONS, CUSTOM)
     for name, weight in section.functions.items():
         yield (
-            "reward.functions", name in names and weight != 0 and math.isfinite(weight),
-            f"must give {', '.join(names[:-1])} or {CUSTOM} (your own) finite weights other than 0, "
-            f"not {name}: {weight}",
+            "reward.functions", name in (*REWARD_FUNCTIONS, CUSTOM, MODEL) and weight != 0 and math.isfinite(weight),
+            f"must give {', '.join(REWARD_FUNCTIONS)}, {CUSTOM} (your own) or {MODEL} (the reward model) finite "
+            f"weights other than 0, not {name}: {weight}",
         )
     if section.functions:
         yield "reward.name", section.name == "exact_match", "must be left out with reward.functions"
@@ -290,8 +296,25 @@ def _reward(config: Config) -> Rules:
         "reward.overlong_buffer.len", not buffer.enable or buffer.len <= config.data.max_response_length,
         f"must be at most data.max_response_length ({config.data.max_response_length})",
     )
-    if section.functions and not config.trains_on_rewards:
-        yield "reward.answer_key", section.is_given, "reward.functions need the column with the right answers"
+    if section.functions and not config.trains_on_rewards and not config.reward_model.enable:
+        yield "reward.answer_key", config.has_reward, "reward.functions need the column with the right answers"
+
+
+def _reward_model(config: Config) -> Rules:
+    section, functions, key = config.reward_model, config.reward.functions, "reward_model.enable"
+    if functions or not section.enable:
+        yield "reward.functions", (MODEL in functions) == section.enable, f"must have {MODEL} with {key}, and only then"
+    if not section.enable:
+        return
+    yield "reward_model.model.path", section.model.path, f"must name a classifier with {key}=true"
+    yield (
+        "reward.functions", functions or config.reward.custom_reward_function.path is None,
+        f"must say how your function counts beside the reward model, as in {{{MODEL}: 1.0, {CUSTOM}: 1.0}}",
+    )
+    yield "reward.answer_key", config.has_reward, "reward.functions need the column with the right answers"
+    yield key, config.uses_reward_model, (
+        "has nothing to score: needs data.val_files, distillation.use_task_rewards=true or distillation.enabled=false"
+    )
 
 
 def _is_pattern(text: str) -> bool:

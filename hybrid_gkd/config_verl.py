@@ -235,6 +235,7 @@ RENAMED: dict[str, Read] = {
         }.items()
     },
     "reward_model.num_workers": spelled("reward.num_workers"),
+    "reward_model.model_path": spelled("reward_model.model.path"),
     **{
         f"reward_model.{section}.{name}": spelled(f"reward.overlong_buffer.{name}")
         for section in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
@@ -247,7 +248,6 @@ RENAMED: dict[str, Read] = {
     ),
 }
 """Key of verl -> the key of `Config`."""
-
 
 
 def _of_trained(*names: str) -> tuple[str, ...]:
@@ -280,15 +280,23 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
             "fsdp_config.use_torch_compile", "model.enable_activation_offload",
         )
     ),
-    "a worker holds whole sequences; results are the same without sequence parallelism": (
-        f"{ARR}.*.ulysses_sequence_parallel_size", "critic.*ulysses_sequence_parallel_size",
-    ),
+    "a worker holds whole sequences, without sequence parallelism": ("*.ulysses_sequence_parallel_size",),
     "the critic's values are computed in micro-batches as those of its update, of prompts that are tokens already": (
         "critic.forward_*", "critic.model.tokenizer_path", "critic.rollout_n",
     ),
     "a critic is saved with the student": ("critic.checkpoint.contents", "critic.checkpoint.save_contents"),
     "the reference policy is sharded and computed as the student is, and waits on the host between its passes": (
         f"{ARR}.ref.fsdp_config.*", f"{ARR}.ref.param_offload", f"{ARR}.ref.strategy", f"{ARR}.ref.use_torch_compile",
+    ),
+    "the workers that train compute the reward model, sharded, and it waits on the host between its passes": (
+        "reward_model.model.fsdp_config.*", "reward_model.param_offload", "reward_model.model.use_*",
+        "reward_model.rollout.*", *(f"reward_model.{name}" for name in ("enable_resource_pool", "n_gpus_*", "nnodes")),
+    ),
+    "a reward model's micro-batches are cut by reward_model.forward_max_token_len_per_gpu": (
+        "reward_model.micro_batch_size*", "reward_model.use_dynamic_bsz",
+    ),
+    "texts are encoded anew where the reward model's tokenizer or chat template is not the student's": (
+        "reward_model.model.input_tokenizer",
     ),
     "the rollout engine gets the student's weights before its first step, parameter by parameter": (
         f"{ARR}.rollout.load_format", f"{ARR}.rollout.layered_summon", f"{ARR}.rollout.checkpoint_engine.*",
@@ -345,12 +353,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         *_of_trained("profiler.*", "qat.*", "fsdp_config.qat.*", "model.mtp.*", "model.tiled_mlp.*"),
         f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.rollout.profiler.*", f"{ARR}.ref.profiler.*",
         f"{ARR}.actor.router_replay.*", "global_profiler.*", "transfer_queue.*", "skip.*", "trainer.v1.*",
-        "algorithm.pf_ppo.*", "reward_model.model.*", "reward_model.rollout.*", *(f"reward_model.{name}" for name in (
-            "model_path", "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu",
-            "use_dynamic_bsz", "param_offload", "megatron.*", "max_length", "ulysses_sequence_parallel_size",
-            "enable_resource_pool", "n_gpus_per_node", "nnodes", "sandbox_fusion.max_concurrent",
-            "sandbox_fusion.memory_limit_mb", "use_reward_loop",
-        )),
+        "algorithm.pf_ppo.*", "reward_model.use_reward_loop", "reward_model.profiler.*",
+        "reward_model.sandbox_fusion.max_concurrent", "reward_model.sandbox_fusion.memory_limit_mb",
     ),
     "for Hydra": ("hydra.*",),
 }
@@ -418,7 +422,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "global_profiler.tool": (NOTHING, PROFILER),
     "global_profiler.steps": (NOTHING, PROFILER),
     "model_engine": (("dp", "fsdp"), FSDP2_ALONE),
-    "reward_model.enable": (NOTHING, "rewards are functions: there is no reward model"),
+    "reward_model.strategy": (("fsdp", "fsdp2"), "models are sharded by FSDP2 alone"),
     **{
         f"reward_model.reward_manager{name}": (
             ("naive", "batch", "prime", "dapo"), "rewards are computed in processes of their own; reward.custom_reward_"
@@ -434,9 +438,9 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Key of verl -> its values that ask for what is done here anyway, and what is said of any other value."""
 
-
 REFUSED: dict[str, str] = {
-    **{f"{section}.{engine}.*": FSDP2_ALONE for section in (f"{ARR}.*", "critic") for engine in ("megatron", "veomni")},
+    f"{section}.{engine}.*": FSDP2_ALONE
+    for section in (f"{ARR}.*", "critic", "reward_model") for engine in ("megatron", "veomni")
 }
 """Key of verl -> why it is refused, whatever its value."""
 

@@ -28,7 +28,15 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import (
+    GenerationRequest,
+    MiniBatch,
+    RewardText,
+    SamplingParams,
+    Sequence,
+    TeacherTopK,
+    TrainSequence,
+)
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
 Respond = Callable[[GenerationRequest, int], np.ndarray]
@@ -59,6 +67,7 @@ def make_tokenizer(extra_tokens: tuple[str, ...] = (), num_words: int = 0) -> An
 def make_tiny_model(
     folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, tied: bool = True, std: float = 0.2,
     extra_tokens: tuple[str, ...] = (), num_words: int = 0, vocab_size: int | None = None,
+    architecture: str = "Qwen2ForCausalLM", positions: int = 2048,
 ) -> Path:
     """Write a random Qwen2 and its tokenizer to `folder`, and return it: vLLM runs them on the CPU (head size 32).
 
@@ -67,20 +76,21 @@ def make_tiny_model(
         tied: one matrix for the input embedding and the head.
         std: standard deviation of the weights.
         vocab_size: V, rows of the embeddings; None: as many as the tokenizer has tokens.
+        architecture: or a classifier's, which gets one label.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     tokenizer = make_tokenizer(extra_tokens, num_words)
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         vocab_size=vocab_size or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
-        num_hidden_layers=layers, num_attention_heads=hidden // 32, num_key_value_heads=1, max_position_embeddings=2048,
-        tie_word_embeddings=tied, initializer_range=std, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        num_hidden_layers=layers, num_attention_heads=hidden // 32, num_key_value_heads=1,
+        max_position_embeddings=positions, tie_word_embeddings=tied, initializer_range=std,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, num_labels=1,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = getattr(transformers, architecture)(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -107,13 +117,14 @@ class RecordingGroup:
 
     Attributes:
         events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
-            number of sequences), and with a critic ("values",) and ("update_critic",), in order.
+            number of sequences), with a critic ("values",) and ("update_critic",), and with a reward model
+            ("reward_model", version, number of texts), in order.
         trained: of every update, the sequences that were accumulated for it, by index.
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
         num_forwards: how often old log-probabilities were computed.
 
-    The critic expects a return of 1/4 everywhere.
+    The critic expects a return of 1/4 everywhere; the reward model scores a text by its tokens, 1 each.
     Tokens have the probability 1/4 where they are drawn and 1/2 where the student computes it: a ratio of 2 each.
     """
 
@@ -190,6 +201,11 @@ class RecordingGroup:
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.125), np.float32) for i in items}
 
+    def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
+        texts = [text for share in micro_batches for micro_batch in share for text in micro_batch]
+        self.events.append(("reward_model", self._version, len(texts)))
+        return {text.index: float(len(text.token_ids)) for text in texts}
+
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         self.events.append(("values",))
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
@@ -209,7 +225,7 @@ class RecordingGroup:
 
 
 class LocalGroup(RecordingGroup):
-    """A `RecordingGroup` of one worker with a real student and, where the configuration needs one, a real critic.
+    """A `RecordingGroup` of one worker with a real student and, where the configuration needs them, other real models.
 
     Each is trained for `num_updates` optimizer steps and not saved.
     """
@@ -229,6 +245,10 @@ class LocalGroup(RecordingGroup):
             from hybrid_gkd.student.reference import Reference
 
             self.reference = Reference(config, device=torch.device("cpu"))
+        if config.uses_reward_model:
+            from hybrid_gkd.student.reward_model import RewardModel
+
+            self.reward_model = RewardModel(config, device=torch.device("cpu"))
         if config.uses_critic:
             from hybrid_gkd.student.critic import Critic
 
@@ -261,6 +281,10 @@ class LocalGroup(RecordingGroup):
         if not self.config.has_reference_model:
             return self.actor.compute_ref_topk(micro_batches[0])
         return self.reference.compute_topk(micro_batches[0], num_ids=self.actor.num_ids)
+
+    def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
+        super().compute_reward_scores(micro_batches)
+        return self.reward_model.compute_scores(micro_batches[0])
 
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         return self.critic.compute_values(micro_batches[0])

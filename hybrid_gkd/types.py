@@ -26,6 +26,8 @@ class Prompt:
     """The same behind the teacher's chat template, where it has one of its own; None: `token_ids`."""
     text: str
     """The user's message, for sample generations."""
+    messages: list[dict[str, str]] | None = None
+    """The chat that `token_ids` are of, where there is a reward model, which may have a template of its own."""
     answer: str | None = None
     """Ground truth for rule rewards; None where the data has none."""
     data_source: str | None = None
@@ -81,6 +83,15 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardText:
+    """A prompt with a response, as the reward model reads them."""
+
+    index: int
+    """Of the score among those that are asked for together."""
+    token_ids: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

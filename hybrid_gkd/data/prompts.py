@@ -67,6 +67,7 @@ def read_rows(
 def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
     filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
+    keep_messages: bool = False,
 ) -> list[Prompt]:
     """Every row as a Prompt, in order. `Prompt.index` counts the rows of all tables, the left-out ones included.
 
@@ -87,6 +88,7 @@ def make_prompts(
                 prompts.append(Prompt(
                     index=num_rows + row, token_ids=_truncate(all_ids[row], max_prompt_length, truncation),
                     teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
+                    messages=table.messages[row] if keep_messages else None,
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
                     file=file,

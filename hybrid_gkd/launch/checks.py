@@ -12,6 +12,7 @@ from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.reward_functions import RewardFunction
+from hybrid_gkd.ppo.reward_model import RewardTexts
 from hybrid_gkd.types import Prompt
 from hybrid_gkd.waiting import waiting
 
@@ -34,7 +35,9 @@ class Facts:
     spec: ModelSpec | None = None
     """Of the student."""
     reward: dict[str, RewardFunction] | None = None
-    """By name; None: there is no reward."""
+    """By name, without the reward model; None: there is no reward."""
+    reward_texts: RewardTexts | None = None
+    """For the reward model; None without one."""
     train_rows: list[Rows] = field(default_factory=list)
     val_rows: list[Rows] = field(default_factory=list)
     train_prompts: list[Prompt] = field(default_factory=list)

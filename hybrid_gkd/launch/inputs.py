@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybrid_gkd.checkpoint import MANIFEST, find_damage
 from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
@@ -19,11 +21,15 @@ from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
+from hybrid_gkd.ppo.reward_model import RewardTexts
 from hybrid_gkd.ppo.rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
+from hybrid_gkd.student.reward_model import PATH_KEY as REWARD_MODEL_PATH
+from hybrid_gkd.student.reward_model import check_classifier
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
+from hybrid_gkd.types import Sequence
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
@@ -78,6 +84,39 @@ def reference(facts: Facts) -> str:
         return f"the student's {config.ref_model.path} as it is there"
     check_other_model("reference policy", key, config.ref_model, facts)
     return path
+
+
+def reward_model(facts: Facts) -> str:
+    """The reward model's folder has a classifier with one label and its head; what it reads of a prompt fits."""
+    config, key = facts.config, REWARD_MODEL_PATH
+    model = config.reward_model.model
+    if not config.uses_reward_model:
+        return "none is needed"
+    assert model.path is not None
+    check_model_folder(key, model.path)
+    check_export(key, model.path)
+    hf_config = check_classifier(config)
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    limit = config.reward_model.max_length or positions
+    if positions is not None and limit > positions:
+        raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions", limit)
+    if config.reward_model.max_length is None:
+        check_positions("reward model", model.path, config, config.max_sequence_length, positions)
+    try:
+        own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    other = "tokenizer" if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer) else None
+    if other is None and own.chat_template not in (None, facts.tokenizer.chat_template):
+        other = "chat template"
+    texts = RewardTexts(facts.tokenizer, own if other else None, limit)
+    prompt = [*facts.train_prompts, *facts.val_prompts][0]
+    ids, nothing = prompt.token_ids, np.zeros(0, np.int32)
+    empty = Sequence(index=0, prompt_ids=ids, response_ids=nothing, weight_version=0, finish_reason="stop")
+    texts.tokens(prompt, empty)  # so that a template that refuses a chat says so now
+    facts.reward_texts = texts
+    read = f"texts are encoded anew for its {other}" if other else "reads the student's tokens"
+    return f"{model.path}, {read}" + (f", at most {limit}" if limit is not None else "")
 
 
 def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> None:
@@ -156,6 +195,7 @@ def data(facts: Facts) -> str:
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs, teacher_template=teacher_template(facts.config),
+        keep_messages=facts.config.uses_reward_model,
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
@@ -221,6 +261,9 @@ def check_presence(config: Config) -> None:
     path = teacher.model.path
     if config.distillation.enabled and teacher.server_ip is None and path is not None:
         looks.append(lambda: check_model_folder(TEACHER_PATH, path))
+    scores = config.reward_model.model.path
+    if config.uses_reward_model and scores is not None:
+        looks.append(lambda: check_model_folder(REWARD_MODEL_PATH, scores))
     call_all(looks)
 
 
@@ -252,12 +295,16 @@ def check_export(key: str, path: str) -> None:
 
 def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:
     """The longest possible sequence must fit the model. Raises ConfigError or ModelError."""
-    lengths = config.data
     try:
         hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
     except (OSError, ValueError) as error:
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
-    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    check_positions(who, path, config, needed, getattr(hf_config.get_text_config(), "max_position_embeddings", None))
+
+
+def check_positions(who: str, path: str, config: Config, needed: int, limit: int | None) -> None:
+    """Raises ConfigError: the longest possible sequence does not fit into the positions of a model."""
+    lengths = config.data
     if limit is not None and limit < needed:
         rule = (
             f"prompt limit and response limit together ({lengths.max_prompt_length} + {lengths.max_response_length}) "

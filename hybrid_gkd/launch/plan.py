@@ -16,7 +16,7 @@ from hybrid_gkd.config_loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.launch.inputs import WEIGHT_SUFFIXES
-from hybrid_gkd.models.spec import ModelSpec, critic_spec
+from hybrid_gkd.models.spec import ModelSpec, critic_spec, reward_model_spec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.reporting.starts import STARTS
@@ -67,6 +67,8 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     ]
     if config.uses_critic:
         lines.insert(1, f"critic: {critic_spec(config, spec).parameters / 1e6:.1f} M parameters")
+    if config.uses_reward_model:
+        lines.insert(1, f"reward model: {reward_model_spec(config).parameters / 1e6:.1f} M parameters")
     for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
         lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {parts}")
@@ -148,6 +150,7 @@ def _models(config: Config) -> list[str]:
     arr = config.actor_rollout_ref
     own_teacher = config.distillation.enabled and arr.teacher.server_ip is None
     others = [arr.teacher.model.path or ""] * own_teacher + [config.critic_model.path] * config.uses_critic
+    others += [config.reward_model.model.path or ""] * config.uses_reward_model
     return [arr.model.path, *others, *[config.ref_model.path] * config.has_reference_model]
 
 
@@ -184,7 +187,8 @@ def _pace(config: Config) -> list[Any]:
     other = [trainer.nnodes, trainer.n_gpus_per_node, trainer.scheduler, trainer.device, config.rollout]
     other += [trainer.test_freq, trainer.save_freq]
     other.append(trainer.critic_warmup)
-    return [config.data, config.actor_rollout_ref, config.critic, config.algorithm, config.distillation, *other]
+    sections = [config.data, config.actor_rollout_ref, config.critic, config.algorithm, config.distillation]
+    return [*sections, config.reward_model, *other]
 
 
 def check_free_memory(

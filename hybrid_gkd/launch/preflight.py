@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.imports import is_import_path
 from hybrid_gkd.launch import inputs
@@ -114,13 +114,14 @@ def loss(facts: Facts) -> str:
 
 def reward(facts: Facts) -> str:
     """The reward functions load."""
-    section = facts.config.reward
-    if not section.is_given:
+    config, weights = facts.config, facts.config.reward_weights
+    if not config.has_reward:
         return "none, since reward.answer_key names no column"
-    facts.reward = load_functions(section)
+    facts.reward = load_functions(config.reward) if config.has_reward_functions else {}
+    labels = {name: function.label for name, function in facts.reward.items()}
+    labels[MODEL] = f"the reward model {config.reward_model.model.path}"
     return " + ".join(
-        f.label if section.weights[name] == 1 else f"{section.weights[name]:g} {f.label}"
-        for name, f in facts.reward.items()
+        labels[name] if weight == 1 else f"{weight:g} {labels[name]}" for name, weight in weights.items()
     )
 
 
@@ -177,10 +178,11 @@ CHECKS = (
     Check("checkpoint", checkpoint, after=("data",)),
     Check("critic", inputs.critic, after=("student",)),
     Check("reference", inputs.reference, after=("student",)),
+    Check("reward model", inputs.reward_model, after=("data",)),
     Check("teacher", inputs.teacher),
     Check("fit", fit, after=("student", "teacher")),
     Check("disk", disk, after=("student",)),
-    Check("plan", plan, after=("student", "teacher")),
+    Check("plan", plan, after=("student", "teacher", "reward model")),
 )
 
 

@@ -35,6 +35,7 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu
+from hybrid_gkd.ppo.reward_model import RewardModelTurn
 from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
@@ -175,8 +176,11 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if local is not None:
         local.wait_ready()
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys))
-    scorer = None if facts.reward is None else Scorer(facts.reward, facts.tokenizer, config)
-    if scorer is not None:
+    scorer, model = None, None
+    if facts.reward_texts is not None:
+        model = RewardModelTurn(config, group, facts.reward_texts, clock)
+    if facts.reward is not None:
+        scorer = Scorer(facts.reward, facts.tokenizer, config, model)
         stack.enter_context(contextlib.closing(scorer))
     arguments: dict[str, Any] = {
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,

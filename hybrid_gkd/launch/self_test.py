@@ -6,7 +6,7 @@ import contextlib
 import copy
 import tempfile
 
-from hybrid_gkd.config import AlgorithmConfig, Config, DistillationConfig
+from hybrid_gkd.config import AlgorithmConfig, Config, DistillationConfig, RewardConfig, RewardModelConfig
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
@@ -50,6 +50,7 @@ def with_itself(config: Config, folder: str) -> Config:
     data.train_batch_size, data.gen_batch_size, data.val_files = min(PROMPTS, data.train_batch_size), None, []
     data.max_response_length = min(TOKENS, data.max_response_length)
     config.distillation = DistillationConfig(topk=config.distillation.topk)
+    config.reward, config.reward_model = RewardConfig(), RewardModelConfig()
     config.algorithm = AlgorithmConfig()
     trainer.scheduler, trainer.total_training_steps, trainer.logger = "sync", 1, []
     trainer.save_freq = trainer.test_freq = 0

@@ -45,21 +45,20 @@ class ModelSpec:
 
 def model_spec(
     path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False,
-    lora: ModelConfig | None = None,
+    lora: ModelConfig | None = None, classifier: bool = False,
 ) -> ModelSpec:
-    """Of a model and the adapters that `lora` gives it, if any.
+    """Of a causal LM (or, see `auto_class`, a classifier) and the adapters that `lora` gives it, if any.
 
     Raises ModelError for a configuration or adapters that cannot be used, ConfigError as `read_config` and
     `add_adapters`.
     """
     with quick_imports():
         import torch
-        from transformers import AutoModelForCausalLM
 
     try:
         config = read_config(path, trust_remote_code, override_config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = auto_class(config, classifier).from_config(config, trust_remote_code=trust_remote_code)
     except ConfigError:
         raise
     except Exception as error:  # whatever a model raises whose numbers do not fit together
@@ -84,6 +83,31 @@ def model_spec(
         has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
         adapter_parameters=_adapter_parameters(model, lora) if lora is not None else 0,
     )
+
+
+CLASSIFIERS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
+"""How the architecture of a classifier ends -> the class of transformers that loads it."""
+
+
+def auto_class(hf_config: Any, classifier: bool) -> Any:
+    """The class of transformers that loads a causal LM, or the classifier with one label that a folder has.
+
+    Raises ValueError: it is no classifier, or has several labels.
+    """
+    import transformers
+
+    if not classifier:
+        return transformers.AutoModelForCausalLM
+    names = getattr(hf_config, "architectures", None) or ["none"]
+    found = next((auto for end, auto in CLASSIFIERS.items() if names[0].endswith(end)), None)
+    if found is None:
+        raise ValueError(f"must be a classifier (...{' or ...'.join(CLASSIFIERS)}); its architecture is {names[0]}")
+    if hf_config.num_labels != 1:
+        raise ValueError(f"must have one label, whose logit is the score; it has {hf_config.num_labels}")
+    return getattr(transformers, found)
 
 
 def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
@@ -154,6 +178,13 @@ def critic_spec(config: Config, student: ModelSpec) -> ModelSpec:
     return dataclasses.replace(
         found, parameters=found.parameters - head, embedding_parameters=found.embedding_parameters - head
     )
+
+
+def reward_model_spec(config: Config) -> ModelSpec:
+    """The spec of the configured reward model. Raises as `model_spec`."""
+    model = config.reward_model.model
+    assert model.path is not None
+    return model_spec(model.path, trust_remote_code=model.trust_remote_code, override_config={}, classifier=True)
 
 
 def training_flops(spec: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:

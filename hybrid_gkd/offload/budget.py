@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig, FSDPConfig
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec
+from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
 from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS, RESIDENCY
 
 GIB = 2**30
@@ -98,15 +98,19 @@ def trained_models(config: Config, spec: ModelSpec, device: str = "cuda") -> lis
     return models
 
 
-def reference_bytes(config: Config, spec: ModelSpec, device: str) -> dict[str, float]:
-    """Memory owner -> bytes of a reference model on each device, in the type of the computation; empty without."""
-    if not config.has_reference_model:
-        return {}
-    model = config.ref_model
-    if config.actor_rollout_ref.ref.model.path is not None:
-        trust, override = model.trust_remote_code, model.override_config
-        spec = model_spec(model.path, trust_remote_code=trust, override_config=override)
-    return {"ref_params": (2 if device == "cuda" else 4) * spec.parameters / config.shard_size}
+def never_trained_bytes(config: Config, spec: ModelSpec, device: str) -> dict[str, float]:
+    """Memory owner -> bytes of the reference and the reward model on each device, in the type of the computation.
+
+    Without what the run does not have. `spec` is the student's.
+    """
+    specs = {"reward_model_params": reward_model_spec(config)} if config.uses_reward_model else {}
+    if config.has_reference_model:
+        model, specs["ref_params"] = config.ref_model, spec
+        if config.actor_rollout_ref.ref.model.path is not None:
+            trust, override = model.trust_remote_code, model.override_config
+            specs["ref_params"] = model_spec(model.path, trust_remote_code=trust, override_config=override)
+    itemsize = 2 if device == "cuda" else 4
+    return {owner: itemsize * each.parameters / config.shard_size for owner, each in specs.items()}
 
 
 def engine_dtype(config: Config, device: str) -> str:
@@ -145,9 +149,9 @@ def phase_bytes(
     for model in models:
         owners |= model.owners
         moves |= model.moves
-    reference = reference_bytes(config, spec, device)
-    owners, moves = owners | reference, moves | dict.fromkeys(reference, True)
-    if not hybrid and len(models) == 1 and not reference:  # alone it makes room for nobody
+    others = never_trained_bytes(config, spec, device)
+    owners, moves = owners | others, moves | dict.fromkeys(others, True)
+    if not hybrid and len(models) == 1 and not others:  # alone it makes room for nobody
         moves |= dict.fromkeys(("actor_params", FROZEN), False)
     if total_bytes is not None:
         owners["kv_cache"] = max(0.0, engine_share(config, spec, total_bytes) * total_bytes - engine_weights)
@@ -188,6 +192,7 @@ def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_byt
     elif arr.hybrid_engine:
         # Of the model that is updated parameters, gradients, both moments, gathered copies; what stays of the others.
         parts = [4 * each.master + sum(each.frozen.values()) + each.gathered - each.staying for each in models]
+        parts += never_trained_bytes(config, spec, "cuda").values()
         room = (room - staying - max(parts)) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
     weights, token = engine_bytes(config, spec, "cuda")

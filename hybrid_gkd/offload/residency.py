@@ -19,6 +19,7 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
     "optimizer_step": frozenset({"actor_params", "frozen_params", "optimizer_state"}),
     "publish": frozenset({"actor_params", "frozen_params", "engine_weights"}),
     "reference": frozenset({"ref_params"}),
+    "reward_model": frozenset({"reward_model_params"}),
     "critic_update": frozenset({"critic_params"}),
     "critic_optimizer_step": frozenset({"critic_params", "critic_optimizer_state"}),
 }
@@ -28,14 +29,14 @@ CHANGING_PHASES = ("optimizer_step", "critic_optimizer_step")
 """The only phases in which the content of a memory owner changes: a copy made before it is stale after it."""
 MODEL_OWNERS: Mapping[str, tuple[str, ...]] = {
     "actor": ("actor_params", "optimizer_state"), "critic": ("critic_params", "critic_optimizer_state"),
-    "reference": ("ref_params",),
+    "reference": ("ref_params",), "reward_model": ("reward_model_params",),
 }
 """Model of a worker -> the owners of its parameters and, where it is trained, of its optimizer state."""
 FROZEN = "frozen_params"
 """Of the actor, with LoRA."""
 MEMORY_OWNERS = (
-    "kv_cache", "engine_weights", "ref_params", "critic_optimizer_state", "critic_params", "optimizer_state",
-    "frozen_params", "actor_params",
+    "kv_cache", "engine_weights", "reward_model_params", "ref_params", "critic_optimizer_state", "critic_params",
+    "optimizer_state", "frozen_params", "actor_params",
 )  # fmt: skip
 """In the order in which they are released; they are acquired in reverse. vLLM wants its weights before its cache."""
 MARGIN_BYTES = 4 * 2**30

@@ -59,8 +59,8 @@ class Refill:
         Raises TrainingError: the batch was the last one allowed, and there are too few groups; and as `Scorer.scores`.
         """
         pairs, count = answers_to_score(batch), len(batch.sequences)
-        values = GROUP_METRICS[self.section.metric](self.scorer, pairs)[:count]
         self._rewards += self.scorer.rewards(pairs)[:count]
+        values = GROUP_METRICS[self.section.metric](self.scorer, pairs)[:count]
         self._batches.append(batch)
         found = groups_with_signal(values, self.n)
         self._num_with_signal += len(found)

@@ -53,9 +53,11 @@ CRITIC = (
 """The same where there is a critic; with the values that hold in the place of null."""
 REWARD = (
     "reward.name", "reward.functions", "reward.answer_key", "reward.format", "reward.overlong_buffer",
-    "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key",
+    "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key", "reward_model.enable",
 )  # fmt: skip
 """The same where a reward is trained on; without, it is only reported."""
+REWARD_MODEL = ("reward_model.model.path", "reward_model.max_length")
+"""The same where that is a reward model's."""
 TEACHER_PATH = f"{ARR}.teacher.model.path"
 
 
@@ -71,7 +73,8 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     is not its address but the model that it serves, which is not known here: `TEACHER_PATH` is missing.
     """
     loss = config.distillation
-    rewards = REWARD if config.trains_on_rewards else ()
+    rewards: tuple[str, ...] = REWARD if config.trains_on_rewards else ()
+    rewards += REWARD_MODEL if rewards and config.reward_model.enable else ()
     critic, reference = CRITIC if config.uses_critic else (), REFERENCE if config.uses_reference else ()
     config, found = dataclasses.replace(config, critic=config.resolved_critic), dict[str, Any]()
     for key in (*LEARNING, *rewards, *critic, *reference):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybrid_gkd.config import CUSTOM
+from hybrid_gkd.config import CUSTOM, MODEL
 from hybrid_gkd.errors import ConfigError, DataError
 from hybrid_gkd.imports import load_object
 from hybrid_gkd.ppo.rewards import BUILTIN_REWARDS, Response
@@ -84,12 +84,13 @@ class RewardFunction:
 
 
 def load_functions(section: RewardConfig) -> dict[str, RewardFunction]:
-    """By name, those whose weighted sum is the reward.
+    """By name, those whose weighted sum is the reward, without the reward model.
 
     Raises ConfigError: a file that is missing or fails to import, a function that it lacks or that takes other
     parameters, a package that is not installed.
     """
-    functions = {name: _own(section) if name == CUSTOM else _builtin(name, section) for name in section.weights}
+    names = [name for name in section.weights if name != MODEL]
+    functions = {name: _own(section) if name == CUSTOM else _builtin(name, section) for name in names}
     can_hang = [function.label for function in functions.values() if function.can_hang]
     if can_hang and importlib.util.find_spec("pebble") is None:
         rule = "is computed in processes of the package pebble: pip install pebble"

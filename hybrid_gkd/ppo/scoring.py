@@ -1,11 +1,12 @@
-"""Rewards of responses: the weighted sum of what the reward functions say of each. Messages name the row of the data.
+"""Rewards of responses: the weighted sum of what reward functions and reward model say of each.
 
 Functions that can hang are computed in processes (reward_pool.py) from the moment on that a response leaves the engine;
-the others, which are quick, when the rewards are asked for.
+the others, which are quick, and the reward model, when the rewards are asked for. Messages name the row of the data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.config import CUSTOM, Config
+from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.ppo.reward_functions import Outcome, RewardFunction, Score, one_by_one
 from hybrid_gkd.ppo.rewards import Response, overlong_penalty
@@ -26,6 +27,7 @@ from hybrid_gkd.types import Prompt, Sequence
 from hybrid_gkd.waiting import Timeout, waiting
 
 if TYPE_CHECKING:
+    from hybrid_gkd.ppo.reward_model import RewardModelTurn
     from hybrid_gkd.ppo.reward_pool import RewardPool
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class _Entry:
     outcomes: dict[str, Future[Outcome]] = field(default_factory=dict)
     """By function, of those that the pool computes."""
     scores: dict[str, Score] = field(default_factory=dict)
-    """By function."""
+    """By function; of the reward model under MODEL."""
     failed: bool = False
     """Whether a function has no score of it, and another value counts."""
 
@@ -63,15 +65,19 @@ class Scorer:
     """Applies the reward functions of a run to responses. Close it: it may have processes.
 
     Args:
-        functions: by name, those of `config.reward.weights`.
+        functions: by name, those of `config.reward_weights`.
         tokenizer: decodes responses.
         config: the whole configuration.
+        model: the reward model, where there is one.
     """
 
-    def __init__(self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config):
-        self.functions, self.tokenizer, self.config = functions, tokenizer, config
+    def __init__(
+        self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config, model: RewardModelTurn | None = None
+    ):
+        self.functions, self.tokenizer, self.config, self.model = functions, tokenizer, config, model
         self.section = config.reward
-        self._weights = {name: weight for name, weight in self.section.weights.items() if name in functions}
+        known = {*functions, *([MODEL] if model is not None else [])}
+        self._weights = {name: weight for name, weight in config.reward_weights.items() if name in known}
         self._pool: RewardPool | None = None
         self._lock = threading.Lock()  # a rollout may be generated in another thread while one is scored
         self._entries: dict[tuple[int, int], _Entry] = {}
@@ -100,14 +106,45 @@ class Scorer:
                 if not function.needs_all:
                     self._submit(function, entries)
 
-    def scores(self, pairs: list[Pair]) -> list[float]:
-        """Of responses to their prompts: the weighted sum of the functions.
+    def scores(self, pairs: list[Pair], *, in_training: bool = False) -> list[float]:
+        """Of responses to their prompts: the weighted sum of the functions and the reward model.
 
         Raises TrainingError or DataError that names the row of the data: there is no score of it.
         """
         entries = [self._entry(pair) for pair in pairs]
         for function in self.functions.values():
             self._submit(function, entries)
+        with self.model.span() if self.model is not None and in_training else contextlib.nullcontext():
+            self._ask_model(pairs)
+        if self.functions:
+            self._wait_for_functions(entries)
+        return [self._sum(entry, self._weights) for entry in entries]
+
+    def of_validation(self, pairs: list[Pair]) -> dict[str, list[float]]:
+        """The scores, and where there are any the part of functions and what the reward model says: for `Answers`.
+
+        Raises as `scores`.
+        """
+        found = {"rewards": self.scores(pairs)}
+        entries = [self._entry(pair) for pair in pairs]
+        if self.functions:
+            found["by_functions"] = [self._sum(entry, self.functions) for entry in entries]
+        if self.model is not None:
+            found["by_model"] = [entry.scores[MODEL].value for entry in entries]
+        return found
+
+    def _sum(self, entry: _Entry, names: Iterable[str]) -> float:
+        return sum(self._weights[name] * entry.scores[name].value for name in names)
+
+    def _ask_model(self, pairs: list[Pair]) -> None:
+        """Have the reward model score what it has not."""
+        new = [pair for pair in pairs if self.model is not None and MODEL not in self._entry(pair).scores]
+        if new and self.model is not None:
+            for pair, score in zip(new, self.model.scores(new), strict=True):
+                self._entry(pair).scores[MODEL] = score
+
+    def _wait_for_functions(self, entries: list[_Entry]) -> None:
+        """Raises as `scores`."""
         whom = ", ".join(function.label for function in self.functions.values())
         pooled = math.isfinite(self.section.timeout) and any(f.can_hang for f in self.functions.values())
         limit = Timeout(self.section.timeout, "reward.timeout") if pooled else None
@@ -128,13 +165,10 @@ class Scorer:
                 done += 1
         if failed > SAID:
             logger.warning("%d responses in all have no score, see the first %d above", failed, SAID)
-        return [
-            sum(weight * entry.scores[name].value for name, weight in self._weights.items()) for entry in entries
-        ]
 
     def rewards(self, pairs: list[Pair]) -> list[float]:
         """What is trained on: the scores, and the penalty on long responses where there is one. Raises as `scores`."""
-        found = self.scores(pairs)
+        found = self.scores(pairs, in_training=True)
         if not self.section.overlong_buffer.enable:
             return found
         return [score + self._penalty(pair) for score, pair in zip(found, pairs, strict=True)]
@@ -151,13 +185,13 @@ class Scorer:
         ]
 
     def metrics(self, pairs: list[Pair]) -> dict[str, float]:
-        """Of responses whose rewards are known: `reward/<name>/mean` of each of several functions and of what else a
-        function has found, and `reward/failures` where functions can fail."""
+        """Of responses whose rewards are known: `reward/<name>/mean` of each of several parts and of what else one of
+        them has found, and `reward/failures` where functions can fail."""
         entries = [self._entry(pair) for pair in pairs]
         found: defaultdict[str, list[float]] = defaultdict(list)
         for entry in entries:
             for name, score in entry.scores.items():
-                for key, value in (score.metrics | ({name: score.value} if len(self.functions) > 1 else {})).items():
+                for key, value in (score.metrics | ({name: score.value} if len(self._weights) > 1 else {})).items():
                     found[key].append(value)
         if self.section.overlong_buffer.enable:
             found["overlong"] = [self._penalty(pair) for pair in pairs]

@@ -36,7 +36,8 @@ def step_metrics(
     `devices`: names of those that train. `spec`: the student's, computed where it is needed.
     """
     gen = "gen" if config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
-    parts = (gen, "wait_prev_teacher", "ref", "values", "update_critic", "update_actor", "sync_rollout_weights")
+    models = ("reward_model", "values", "update_critic", "ref", "update_actor")
+    parts = (gen, "wait_prev_teacher", *models, "sync_rollout_weights")
     seconds = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
     lengths = np.array([len(s.response_ids) for s in rollout.sequences])
     prompts = np.array([len(p.token_ids) for p in rollout.prompts])

@@ -261,20 +261,20 @@ class PPOTrainer:
             found = self.generation.answers(self.val_prompts)
             for validator in self.validators:
                 token_values |= validator(found)
-        pairs = [(self.val_prompts[sequence.index // n], sequence) for sequence in found]
+            pairs = [(self.val_prompts[sequence.index // n], sequence) for sequence in found]
+            scores = {} if self.scorer is None else self.scorer.of_validation(pairs)
         answers = Answers(
             prompts=self.val_prompts, sequences=found, token_values=token_values,
-            texts=[decode(self.tokenizer, sequence) for sequence in found],
-            rewards=None if self.scorer is None else self.scorer.scores(pairs),
+            texts=[decode(self.tokenizer, sequence) for sequence in found], **scores,
         )  # fmt: skip
         shown = sample_generations(answers, self.config.trainer.log_val_generations)
         self.tracking.log_generations(shown, self.step)
         return validation_metrics(answers)
 
     def _end_validation(self) -> None:
-        """Give the engine its weights back, which a validator may have cost it; saving a checkpoint does so too."""
+        """Give the engine its weights back, which other models may have cost it; saving a checkpoint does so too."""
         with self.clock.span("testing"):
-            if self.validators:
+            if self.validators or self.config.uses_reward_model:
                 self._refill_engine()
 
     def _due(self, every: int) -> bool:

@@ -29,8 +29,12 @@ class Answers:
     """[P * n]; answer j of prompt i is i * n + j."""
     texts: list[str]
     """[P * n], the responses as text."""
-    rewards: list[float] | None
+    rewards: list[float] | None = None
     """[P * n]; None where the data has no right answers."""
+    by_functions: list[float] | None = None
+    """[P * n], the part of the rewards that functions give, or all of it; None without."""
+    by_model: list[float] | None = None
+    """[P * n], the scores of the reward model; None without one."""
     token_values: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """What validators found at every token of every answer: metric -> [P * n] arrays [R]."""
 
@@ -68,8 +72,10 @@ def _metrics(answers: Answers, rows: list[int]) -> dict[str, float]:
     }
     for name, values in answers.token_values.items():
         metrics |= by_quarter(name, [values[index] for index in chosen])
-    if answers.rewards is not None:
-        rewards = np.array([answers.rewards[index] for index in chosen]).reshape(-1, n)
+    if answers.by_model is not None:
+        metrics["reward_model"] = float(np.mean([answers.by_model[index] for index in chosen]))
+    if answers.by_functions is not None:
+        rewards = np.array([answers.by_functions[index] for index in chosen]).reshape(-1, n)
         metrics |= reward_metrics(rewards, _finals(answers, chosen) if n > 1 else [])
     return metrics
 

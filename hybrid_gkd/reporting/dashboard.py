@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybrid_gkd.config import CUSTOM, Config
+from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.rewards import BUILTIN_REWARDS
@@ -43,6 +43,7 @@ SEVERAL_ANSWERS = tuple(name for name in PATTERNS if name.startswith("val/"))
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Learning": (
         Panel("Held-out accuracy", ("val/accuracy",)),
+        Panel("Held-out score of the reward model", ("val/reward_model",)),
         Panel("Held-out divergence", ("val/forward_kl", "val/reverse_kl")),
         Panel("Held-out divergence by quarter of the answers", ("val/forward_kl/", "val/reverse_kl/")),
         Panel("Several answers to a held-out prompt", SEVERAL_ANSWERS),
@@ -64,8 +65,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Time": (
         Panel("The step, part by part", (
-            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/ref", "timing/values",
-            "timing/update_critic", "timing/update_actor", "timing/sync_rollout_weights",
+            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/reward_model", "timing/values",
+            "timing/update_critic", "timing/ref", "timing/update_actor", "timing/sync_rollout_weights",
         ), stacked=True),
         Panel("The step", ("timing/step",)),
         Panel("Tokens per second", ("perf/tokens_per_second",)),
@@ -102,7 +103,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Reward, groups without a signal included", ("reward/all_groups",)),
         Panel("Groups with a signal", ("training/groups_with_signal",)),
         Panel("Generation batches of a step", ("training/num_gen_batches",)),
-        Panel("Reward, each function", ("reward/<name>/mean",)),
+        Panel("Reward, part by part", ("reward/<name>/mean",)),
         Panel("Reward from the teacher", ("reward/teacher",)),
         Panel("KL in the reward", ("reward/kl",)),
         Panel("Coefficient of the KL in the reward", ("reward/kl_coef",)),
@@ -118,7 +119,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Critic: learning rate", ("critic/lr",)),
     ),
 }  # fmt: skip
-NAMES_OF = {**PATTERNS, SOURCES: r"val/.+/(accuracy|forward_kl|reverse_kl)"}
+NAMES_OF = {**PATTERNS, SOURCES: r"val/.+/(accuracy|reward_model|forward_kl|reverse_kl)"}
 """Entries of METRICS that stand for several names -> regular expression of those in a panel."""
 REST = "Everything else"
 """The last section: a panel for each metric that no other panel shows."""
@@ -138,12 +139,14 @@ def _has_policy_loss(run: Config) -> bool:
 
 def _has_parts(run: Config) -> bool:
     """Whether a reward has numbers beside its own."""
-    return CUSTOM in run.reward.weights or len(run.reward.weights) > 1 or run.reward.overlong_buffer.enable
+    own = {CUSTOM, MODEL} & run.reward_weights.keys()  # these tell more than their score
+    return bool(own) or len(run.reward_weights) > 1 or run.reward.overlong_buffer.enable
 
 
 def _can_fail(run: Config) -> bool:
     """Whether a reward function is computed in processes."""
-    return any(name == CUSTOM or BUILTIN_REWARDS[name].can_hang for name in run.reward.weights)
+    names = run.reward_weights.keys() - {MODEL}
+    return any(name == CUSTOM or BUILTIN_REWARDS[name].can_hang for name in names)
 
 
 def _leaves_groups_out(run: Config) -> bool:
@@ -161,6 +164,7 @@ def _is_hybrid(run: Config) -> bool:
 HELD: dict[str, Callable[[Config], bool]] = {
     "critic": lambda run: run.uses_critic,
     "ref": lambda run: run.has_reference_model,
+    "reward_model": lambda run: run.uses_reward_model,
     "frozen": lambda run: run.actor_rollout_ref.model.has_lora,
     "engine": _is_hybrid,
     "kv_cache": _is_hybrid,
@@ -201,6 +205,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "teacher/": _distils,
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,
+    "timing/reward_model": lambda run: run.uses_reward_model and run.trains_on_rewards,
     # That of the last step is written when the last report is out.
     "timing/save_checkpoint": lambda run: run.trainer.save_freq > 0 or run.trainer.best_metric is not None,
     "timing/testing": _validates,
@@ -208,11 +213,14 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "timing/values": lambda run: run.uses_critic,
     "timing/wait_prev_teacher": _distils,
     "timing/wait_prev_gen": lambda run: not _is_hybrid(run),
-    "val/accuracy": lambda run: _validates(run) and run.reward.is_given,
+    "val/accuracy": lambda run: _validates(run) and run.has_reward_functions,
+    "val/reward_model": lambda run: _validates(run) and run.uses_reward_model,
     "val/forward_kl": lambda run: _distils(run) and _validates(run),
     "val/reverse_kl": lambda run: _distils(run) and _validates(run),
     **{
-        name: lambda run: _validates(run) and run.reward.is_given and run.actor_rollout_ref.rollout.val_kwargs.n > 1
+        name: (
+            lambda run: _validates(run) and run.has_reward_functions and run.actor_rollout_ref.rollout.val_kwargs.n > 1
+        )
         for name in SEVERAL_ANSWERS
     },
     "training/num_gen_batches": _leaves_groups_out,

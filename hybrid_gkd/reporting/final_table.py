@@ -101,10 +101,12 @@ def _results(
         return f"{_show(first.get(name), '.4f')} -> {_show(last.get(name), '.4f')}"
 
     rows = []
-    if validates and config.reward.is_given:
+    if validates and config.has_reward_functions:
         known = {"teacher": teacher_accuracy} if distils else {}
         known |= {"student before": first.get("val/accuracy"), "student after": last.get("val/accuracy")}
         rows += [(f"held-out accuracy: {who}", _show(accuracy, ".1%")) for who, accuracy in known.items()]
+    if validates and config.uses_reward_model:
+        rows.append(("val/reward_model, before and after", change("val/reward_model")))
     if validates and distils:
         rows += [(f"{name}, before and after", change(name)) for name in ("val/forward_kl", "val/reverse_kl")]
     trained = ["actor/kl_loss"] if distils else []

@@ -49,6 +49,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/wait_prev_teacher": ("seconds", "Waiting for the teacher with nothing else to do"),
     "timing/get_teacher_knowledge": ("seconds", "Time with at least one request at the teacher"),
     "timing/ref": ("seconds", "Log-probabilities of the responses under the reference policy"),
+    "timing/reward_model": ("seconds", "The reward model's scores of the responses"),
     "timing/values": ("seconds", "The critic's values of the responses"),
     "timing/update_critic": ("seconds", "Forward, backward and optimizer steps of the critic"),
     "timing/update_actor": ("seconds", "Forward, backward and optimizer steps"),
@@ -113,7 +114,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/std": ("", "Standard deviation of the responses' rewards"),
     "reward/<name>/mean": (
         "", "Mean of one of several functions (reward.functions), without its weight; of a further number that a "
-        "function of your own returns; of the penalty on long responses (overlong)"
+        "function of your own returns; of the penalty on long responses (overlong). Of a reward model the score "
+        "(model, beside functions), and the share of texts that lost their end (model_truncated)"
     ),
     "reward/failures": (
         "fraction", "Responses on which a function raised or did not return in time, and another score counts; where "
@@ -128,9 +130,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": (
-        "fraction", "Mean reward of the answers to held-out prompts: with built-in rules, the share that is right. Of "
+        "fraction", "Mean reward of the answers to held-out prompts by functions (without a reward model's part): with "
+        "built-in rules, the share that is right. Of "
         "n answers to each (actor_rollout_ref.rollout.val_kwargs.n) what is also called mean@n, and pass@1"
     ),
+    "val/reward_model": ("", "Mean score of the reward model for the answers to held-out prompts, without its weight"),
     "val/best@n": ("fraction", "Reward of the best of a prompt's n answers, mean over prompts"),
     "val/maj@n": ("fraction", "Reward of the final answer that most of a prompt's n answers have, mean over prompts"),
     "val/pass@k": (

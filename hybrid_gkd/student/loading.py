@@ -17,6 +17,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Container
 from typing import Any
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
-from hybrid_gkd.models.spec import read_config
+from hybrid_gkd.models.spec import auto_class, read_config
 from hybrid_gkd.models.tokenizer import first_line
 from hybrid_gkd.rollout.weights import unique_tensors
 
@@ -41,9 +42,11 @@ Weight = tuple[tuple[str, ...], Tensor]
 
 
 def build_model(
-    path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any], key: str = PATH_KEY
+    path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any], key: str = PATH_KEY,
+    classifier: bool = False,
 ) -> Any:
-    """The causal LM that `path` describes, with packed attention; parameters on the meta device, buffers real.
+    """The causal LM (or classifier) that `path` describes, with packed attention; parameters on the meta device,
+    buffers real.
 
     Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps. `key` is that of the
     path, for messages.
@@ -51,7 +54,7 @@ def build_model(
     Raises ModelError if there is no such model or its weights are quantised, ConfigError as `read_config`.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     try:
         hf_config = read_config(path, trust_remote_code, override_config)
@@ -59,7 +62,7 @@ def build_model(
             raise ModelError(f"{key}: {path!r} holds quantised weights, which cannot be trained")
         stored = getattr(hf_config, "dtype", None) or torch.float32  # text where another library read config.json
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(hf_config, classifier).from_config(
                 hf_config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError) as error:
@@ -67,9 +70,19 @@ def build_model(
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     fuse_norms(model)
+    if classifier:
+        return model
     with contextlib.suppress(OSError):  # not every folder has one; then it follows from config.json
         model.generation_config = _saveable(GenerationConfig.from_pretrained(path), model.generation_config, path)
     return model
+
+
+def classifier_head(model: Any) -> nn.Linear:
+    """The linear map from the last hidden state to the logit of a classifier. Raises ModelError: it has none."""
+    for name in ("score", "classifier"):
+        if isinstance(head := getattr(model, name, None), nn.Linear) and head.out_features == 1:
+            return head
+    raise ModelError(f"{type(model).__name__}: must have a linear head with one output, score or classifier")
 
 
 def _saveable(found: Any, derived: Any, path: str) -> Any:
@@ -186,21 +199,40 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, Any]:
     return local, slice(start, stop)
 
 
-def _open_checkpoint(path: str) -> dict[str, Any]:
-    """Name -> lazily read tensor, over all safetensors files of a folder or hub id, where they may be downloaded."""
+def check_head(model: Any, path: str) -> None:
+    """Raises ModelError if the safetensors files of a folder lack the head of a classifier. Downloads nothing."""
+    if not os.path.isdir(path):
+        return
+    try:
+        there = set(_open_checkpoint(path))
+        own = set(map(id, classifier_head(model).parameters()))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights: {error}") from error
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) in own and name not in there]
+    if there and missing:
+        files = ", ".join(map(str, _safetensors_files(path)))
+        raise ModelError(f"the head that gives the score is missing: there is no {missing[0]} in {files}")
+
+
+def _safetensors_files(path: str) -> list[Any]:
+    """Those of a folder or hub id, from where they may be downloaded."""
     from transformers.utils import cached_file
 
     try:
-        files = [cached_file(path, "model.safetensors")]
+        return [cached_file(path, "model.safetensors")]
     except OSError:
         try:
             index = cached_file(path, "model.safetensors.index.json")
         except OSError:
-            return {}
+            return []
         with open(index, encoding="utf-8") as file:
-            files = [cached_file(path, name) for name in sorted(set(json.load(file)["weight_map"].values()))]
+            return [cached_file(path, name) for name in sorted(set(json.load(file)["weight_map"].values()))]
+
+
+def _open_checkpoint(path: str) -> dict[str, Any]:
+    """Name -> lazily read tensor, over all safetensors files."""
     checkpoint: dict[str, Any] = {}
-    for file in files:
+    for file in _safetensors_files(path):
         opened = safe_open(file, framework="pt", device="cpu")
         checkpoint |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, not a mapping
     return checkpoint

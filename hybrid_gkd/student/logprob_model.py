@@ -69,16 +69,21 @@ def _top_logprobs(
     return top_logprobs(hidden, lambda states: states @ weight.T, targets, temperatures, k, min(num_ids, len(weight)))
 
 
-def refuse_unsupported(model: Any) -> None:
-    """Raises ModelError if the architecture mixes packed sequences or has dropout."""
-    config = model.config
-    kind = config.model_type
+def refuse_leaks(model: Any) -> None:
+    """Raises ModelError if the architecture mixes packed sequences."""
     # A layer that mixes tokens outside the attention function is never told where a sequence ends.
     if not model._supports_attention_backend or model._is_stateful:
         raise ModelError(
-            f"{kind}: packed sequences would leak into each other; the architecture must mix tokens in transformers' "
-            "attention interface only (_supports_attention_backend, not _is_stateful)"
+            f"{model.config.model_type}: packed sequences would leak into each other; the architecture must mix tokens "
+            "in transformers' attention interface only (_supports_attention_backend, not _is_stateful)"
         )
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raises ModelError if the architecture mixes packed sequences or has dropout."""
+    refuse_leaks(model)
+    config = model.config
+    kind = config.model_type
     # With dropout the student is not the policy that sampled, and a step depends on the cut into micro-batches.
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch's function

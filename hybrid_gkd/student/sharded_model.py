@@ -21,7 +21,7 @@ from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
 from hybrid_gkd.rollout.weights import gather_in_buckets, itself
-from hybrid_gkd.student.loading import PATH_KEY, build_model, load_shards, materialize
+from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,16 +40,19 @@ class ShardedModel:
         num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
         new_head: `wrap` puts a head of its own in the place of the output embedding. It begins with zeros, whatever the
             folder has, and computes in float32.
+        classifier: the folder has a classifier with one label, and no language model.
         path_key: the key that named the folder, for messages.
     """
 
     section = "actor_rollout_ref.actor"
     """Of the configuration, for messages."""
+    token_limit = "ppo_max_token_len_per_gpu"
+    """The key in it that limits a micro-batch."""
 
     def __init__(
         self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
         device: torch.device, bucket_bytes: int, compile: bool = False, seed: int = 0, optim: OptimConfig | None,
-        num_updates: int = 0, new_head: bool = False, path_key: str = PATH_KEY,
+        num_updates: int = 0, new_head: bool = False, classifier: bool = False, path_key: str = PATH_KEY,
     ):  # fmt: skip
         self.device = device
         if device.type == "cuda":
@@ -63,6 +66,7 @@ class ShardedModel:
         self.hf_model = build_model(
             model.path, dtype=dtype if lora is None else compute or torch.float32,
             trust_remote_code=model.trust_remote_code, override_config=model.override_config, key=path_key,
+            classifier=classifier,
         )
         if lora is not None:
             add_adapters(self.hf_model, lora, dtype)
@@ -72,7 +76,7 @@ class ShardedModel:
         if compile:
             compile_blocks(self.hf_model)
         self.model: Any = wrap(self.hf_model)
-        head = self.hf_model.get_output_embeddings()
+        head = classifier_head(self.hf_model) if classifier else self.hf_model.get_output_embeddings()
         self.hidden_size = head.in_features
         if shard_size == self.world_size:
             mesh = init_device_mesh(device.type, (shard_size,))

@@ -22,7 +22,15 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import (
+    GenerationRequest,
+    MiniBatch,
+    RewardText,
+    SamplingParams,
+    Sequence,
+    TeacherTopK,
+    TrainSequence,
+)
 from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.own_cluster import on_loopback, own_group, starting
 from hybrid_gkd.workers.placement import Placement, Role
@@ -201,6 +209,14 @@ class WorkerGroup:
         """The same with the reference's `ref.topk` most likely tokens of each position."""
         parts = self.actors.call("compute_ref_topk", shares=micro_batches)
         return {index: scores for part in parts for index, scores in part.items()}
+
+    def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
+        """Index of a text -> its score by the reward model, over all workers.
+
+        With a hybrid engine, call `publish` before the next generation, as for `compute_divergences`.
+        """
+        parts = self.actors.call("compute_reward_scores", shares=micro_batches)
+        return {index: score for part in parts for index, score in part.items()}
 
     def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
         """Sequence index -> float32 [R], what the critic expects before each response token, over all workers."""

@@ -33,6 +33,7 @@ LONG_NAMES = {
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
     "memory_metrics": "memory metrics",
     "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
+    "compute_reward_scores": "the reward model's scores",
     "compute_ref_logprobs": "log-probabilities of the reference policy",
     "compute_ref_topk": "the reference policy's most likely tokens",
     "update_critic": "the critic's update", "write_profiles": "writing torch's profile of the step",

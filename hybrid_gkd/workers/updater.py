@@ -33,7 +33,8 @@ class Phases:
 ACTOR_PHASES = Phases("update", "optimizer_step", "rollout")
 CRITIC_PHASES = Phases("critic_update", "critic_optimizer_step", "update")
 REFERENCE_PHASES = Phases("reference", "reference", "update")
-"""Of a model that takes no steps."""
+REWARD_PHASES = Phases("reward_model", "reward_model", "update")
+"""Of models that take no steps."""
 
 
 class Updater:
@@ -135,7 +136,7 @@ class Updater:
         sizes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sorted(owners.items()))
         return DeviceMemoryError(
             f"phase {here}: {self.worker} ran out of device memory beside {sizes}; the last checkpoint is "
-            f"intact. Lower {section}.ppo_max_token_len_per_gpu, switch on "
+            f"intact. Lower {section}.{self.model.token_limit}, switch on "
             "actor_rollout_ref.model.enable_gradient_checkpointing or an offload, or give vLLM or a teacher on this "
             f"GPU a smaller gpu_memory_utilization. {reason}"
         )

@@ -24,7 +24,15 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import (
+    GenerationRequest,
+    MiniBatch,
+    RewardText,
+    SamplingParams,
+    Sequence,
+    TeacherTopK,
+    TrainSequence,
+)
 from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
@@ -121,11 +129,16 @@ class Worker(GroupMember):
 
             self.reference = Reference(self.config, device=self.device)
             self.shared.add_model("reference", self.reference)
+        if self.config.uses_reward_model:
+            from hybrid_gkd.student.reward_model import RewardModel
+
+            self.reward_model = RewardModel(self.config, device=self.device)
+            self.shared.add_model("reward_model", self.reward_model)
         self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"])
         self.shared.add_model("actor", self.actor)
 
     def _build_updaters(self) -> None:
-        from hybrid_gkd.workers.updater import CRITIC_PHASES, REFERENCE_PHASES, Updater
+        from hybrid_gkd.workers.updater import CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
 
         arguments: dict[str, Any] = {"worker": f"{self.role} {self.rank}", "alone": self.size == 1}
         self.updater = Updater(self.actor, self.residency, self.shared.meter, **arguments)
@@ -139,6 +152,10 @@ class Worker(GroupMember):
         if self.config.has_reference_model:
             self.reference_updater = Updater(
                 self.reference, self.residency, self.shared.meter, phases=REFERENCE_PHASES, **arguments
+            )
+        if self.config.uses_reward_model:
+            self.reward_updater = Updater(
+                self.reward_model, self.residency, self.shared.meter, phases=REWARD_PHASES, **arguments
             )
         self.trained["actor"] = self.actor
 
@@ -171,7 +188,13 @@ class Worker(GroupMember):
             with self.shared.generation():
                 for finished in self.engine.generate(requests, sampling, self.weight_version):
                     yield finished if first_of_replica else []
-            self.residency.prepare("critic_update" if self.config.uses_critic else "update")
+            self.residency.prepare(self._phase_after_rollout)
+
+    @property
+    def _phase_after_rollout(self) -> str:
+        if self.config.uses_reward_model and self.config.trains_on_rewards:
+            return "reward_model"
+        return "critic_update" if self.config.uses_critic else "update"
 
     @spanned("update_actor")
     def accumulate(self, part: MiniBatch) -> None:
@@ -197,6 +220,10 @@ class Worker(GroupMember):
             return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
         num_ids = self.actor.num_ids
         return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches, num_ids=num_ids))
+
+    @spanned("reward_model")
+    def compute_reward_scores(self, micro_batches: tuple[tuple[RewardText, ...], ...]) -> dict[int, float]:
+        return self.reward_updater.forward(lambda: self.reward_model.compute_scores(micro_batches))
 
     @spanned("values")
     def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:

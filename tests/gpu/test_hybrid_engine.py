@@ -9,12 +9,27 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hybrid_gkd.checkpoint import find_damage, write_manifest
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.testing import make_tokenizer, tail_of
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import (
+    GenerationRequest,
+    MiniBatch,
+    RewardText,
+    SamplingParams,
+    Sequence,
+    TeacherTopK,
+    TrainSequence,
+)
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -325,3 +340,60 @@ def test_several_gpus_train_as_one(workers, tensor_parallel, model, one_card, tm
         for name in one.keys() - {"actor/distillation/overlap_ratio"}:  # of a sample of rows, others on each layout
             # bf16 products are summed in another order on each layout; the reduction over ranks is float32.
             assert other[name] == pytest.approx(one[name], rel=5e-3), name
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_reward_model_comes_and_goes(model, tmp_path, offload):
+    """It is on the card in its own phase alone, scores as transformers does, and the same after other phases.
+
+    In bf16: no farther from float32 than twice what transformers' own bf16 is away.
+    """
+    shape = AutoConfig.from_pretrained(model, num_labels=1)
+    torch.manual_seed(1)
+    judge = Qwen2ForSequenceClassification(shape).to(torch.bfloat16)
+    judge.save_pretrained(tmp_path / "judge")
+    rng = np.random.default_rng(0)
+    texts = [
+        RewardText(index=i, token_ids=rng.integers(0, 151936, 30 + 11 * i).astype(np.int32)) for i in range(16)
+    ]
+    plain = []
+    for dtype in (torch.bfloat16, torch.float32):
+        judge = judge.to("cuda", dtype).eval()
+        with torch.no_grad():
+            inputs = [torch.from_numpy(text.token_ids.astype(np.int64))[None].cuda() for text in texts]
+            plain.append(np.array([judge(each).logits.item() for each in inputs]))
+    del judge
+    torch.cuda.empty_cache()
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = config_for(
+        model, tmp_path, f"{fsdp}.param_offload={offload}", f"{fsdp}.optimizer_offload={offload}",
+        f"actor_rollout_ref.rollout.free_cache_engine={offload}", "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path / 'judge'}", "distillation.enabled=false", "actor_rollout_ref.rollout.n=2",
+    )
+    requests = [
+        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 100 + i).astype(np.int32), seed=i)
+        for i in range(16)
+    ]
+    found = []
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+    ) as group:
+        for step in range(3):
+            group.publish(step)
+            drawn = [s for part in group.generate(requests, SamplingParams(max_tokens=32)) for s in part]
+            assert {s.weight_version for s in drawn} == {step}
+            scores = group.compute_reward_scores([(tuple(texts[:9]), tuple(texts[9:]))])
+            found.append(np.array([scores[text.index] for text in texts]))
+            group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in drawn),)])
+        memory = group.memory_metrics()
+    print("scores", found[0], plain, memory)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+    own, theirs = (np.abs(scores - plain[1]).mean() for scores in (found[0], plain[0]))
+    print("mean difference from float32, and transformers' own in bf16:", own, theirs)
+    assert own < 2 * theirs
+    assert np.ptp(found[0]) > 10 * own
+    with_it = {name.split("/")[1] for name in memory if name.endswith("/reward_model_params_gb")}
+    assert with_it == {"reward_model"}
+    assert memory["memory/reward_model/reward_model_params_gb"] > 0.9  # 494 M parameters in bf16
+    assert ("memory/reward_model/actor_params_gb" in memory) == (not offload)

@@ -11,6 +11,7 @@ import pytest
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.reporting.dashboard import plan
 from hybrid_gkd.reporting.metrics import SOURCES
+from hybrid_gkd.testing import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +83,21 @@ def test_ppo_raises_the_accuracy(environment, tmp_path):
 
 
 def test_a_critic_raises_the_accuracy(environment, tmp_path):
-    """In half of the recipe's steps, in which the rise was 26 points."""
+    """In half of the recipe's steps, in which the rise was 26 points. A little of the reward is a reward model's."""
+    judge = make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
     run(
         environment, tmp_path, "--config-name", "ppo_demo", "algorithm.adv_estimator=gae",
-        "trainer.total_training_steps=30",
+        "trainer.total_training_steps=30", "reward.functions={exact_match: 1.0, model: 0.001}",
+        "reward_model.enable=true", f"reward_model.model.path={judge}",
     )
     rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")
     assert rows[30]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.1
     assert rows[30]["critic/returns/mean"] > rows[1]["critic/returns/mean"]
     assert {"critic/vf_loss", "critic/vf_explained_var", "timing/values", "timing/update_critic"} <= rows[30].keys()
+    assert {"timing/reward_model", "val/reward_model", "reward/model/mean"} <= rows[30].keys()
+    assert rows[30]["reward/mean"] == pytest.approx(
+        rows[30]["reward/exact_match/mean"] + 0.001 * rows[30]["reward/model/mean"], abs=1e-6
+    )
     assert (tmp_path / "hybrid_gkd" / "ppo_demo" / "global_step_30" / "critic").is_dir()
     assert_panels_are_of_what_was_reported(tmp_path / "hybrid_gkd" / "ppo_demo", rows)
 

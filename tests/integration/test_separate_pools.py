@@ -15,7 +15,7 @@ from test_workers import learn_values, make_config, random_batch, shares
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
+from hybrid_gkd.types import GenerationRequest, RewardText, SamplingParams, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
 REQUESTS = [GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)]
@@ -60,11 +60,14 @@ def generate(group):
 def test_the_engine_generates_with_the_weights_that_were_sent(
     actors, rollouts, tensor_parallel, lora_rank, model, tmp_path, caplog
 ):
-    """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree."""
+    """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree. A reward
+    model is with the actor."""
+    judge = make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
     config = separate(
         model, tmp_path, actors, rollouts, "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}",
         "actor_rollout_ref.rollout.verify_weights=true", f"actor_rollout_ref.model.lora_rank={lora_rank}",
+        "data.val_files=unused", "reward_model.enable=true", f"reward_model.model.path={judge}",
     )
     caplog.set_level(logging.INFO, "hybrid_gkd")
     with make_group(config) as group:
@@ -81,6 +84,11 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
                 np.testing.assert_allclose(s.logprobs, logprobs[s.index], atol=2e-5)
             group.update(shares(random_batch(version), actors, 128))
         assert drawn[0] != drawn[1]
+        texts = [RewardText(index=request.index, token_ids=request.prompt_ids) for request in REQUESTS]
+        scores = group.compute_reward_scores([(tuple(texts[rank::actors]),) for rank in range(actors)])
+        assert len(set(scores.values())) == len(REQUESTS)
+        loaded = [w.__ray_call__.remote(lambda worker: hasattr(worker, "reward_model")) for w in group.rollouts.workers]
+        assert not any(ray.get(loaded, timeout=60))
         if tensor_parallel > 1:  # the other rank only sees a broken connection
             os.kill(pids(group.rollouts)[1], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"rollout worker 1 died .*rollout_1\.log"):

@@ -11,13 +11,22 @@ import ray
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tiny_model, tail_of
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import (
+    GenerationRequest,
+    MiniBatch,
+    RewardText,
+    SamplingParams,
+    Sequence,
+    TeacherTopK,
+    TrainSequence,
+)
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster, refuse_shared_gpus
 from hybrid_gkd.workers.placement import Placement
 
@@ -186,16 +195,20 @@ def learn_values(group, steps):
 
 
 def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model, tmp_path):
-    """On two workers its shards and the actor's are cut in different ways. The reference is the start in both."""
+    """On two workers its shards and the actor's are cut in different ways. The reference is the start in both, and the
+    reward model is transformers' own."""
+    judge = make_tiny_model(tmp_path / "judge", seed=5, architecture="Qwen2ForTokenClassification")
     gae = (
-        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
+        "distillation.enabled=false", "algorithm.adv_estimator=gae", "reward_model.enable=true",
+        f"reward_model.model.path={judge}",
         "critic.optim.lr=1e-2", "critic.optim.eps=1e-4", "critic.fsdp_config.fsdp_size=1",
         "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
         "actor_rollout_ref.ref.topk=8",
     )
     one = make_config(model, tmp_path / "one", *gae)
     two = make_config(model, tmp_path / "two", *gae, "trainer.n_gpus_per_node=2")
-    found, references = [], []
+    found, references, judged = [], [], []
+    texts = [RewardText(index=i, token_ids=np.arange(i, 2 * i + 3, dtype=np.int32)) for i in range(5)]
     for config in (one, two):
         with contextlib.closing(make_group(config, num_updates=4)) as group:
             plan = [share.micro_batches for (share,) in shares(random_batch(9), group.size, 96)]
@@ -213,12 +226,19 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
             for index, expected in references[-1].items():
                 assert scores[index].ids.shape == (len(expected), 8)
                 np.testing.assert_allclose(scores[index].sampled_logprobs, expected, rtol=0, atol=2e-5)
+            # The second of two workers has no text.
+            judged.append(group.compute_reward_scores([((*texts,), ()), ((), ())][: group.size]))
     (curve_one, values_one), (curve_two, values_two) = found
     assert curve_one[-1]["actor/ref_kl"] > 1e-3
     assert np.ptp(values_one) > 0.1
     for index, expected in start.items():
         for reference in references:
             np.testing.assert_allclose(reference[index], expected, rtol=0, atol=2e-5)
+    plain = AutoModelForTokenClassification.from_pretrained(judge, dtype=torch.float32).eval()
+    for text in texts:
+        with torch.no_grad():
+            expected = plain(torch.from_numpy(text.token_ids.astype(np.int64))[None]).logits[0, -1, 0].item()
+        assert [each[text.index] for each in judged] == pytest.approx([expected, expected], rel=1e-4, abs=1e-5)
     np.testing.assert_allclose(values_one, values_two, rtol=0, atol=2e-4)
     for a, b in zip(curve_one, curve_two, strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)

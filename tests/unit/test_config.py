@@ -100,7 +100,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("reward.name=gsm", ["reward.name", "exact_match, gsm8k, math", "'gsm'"]),
         ("reward.name=format", ["reward.format", "goes together with reward.name=format", "None"]),
         ("reward.format='(a'", ["reward.format", "must be a regular expression", "'(a'"]),
-        ("reward.functions={gsm: 1}", ["reward.functions", "by_data_source, format, length or custom", "gsm: 1.0"]),
+        ("reward.functions={gsm: 1}", ["reward.functions", "length, custom (your own) or model", "gsm: 1.0"]),
         ("reward.functions={length: 0}", ["reward.functions", "finite weights other than 0", "length: 0.0"]),
         ("reward.functions={custom: 1}", ["reward.functions", "reward.custom_reward_function.path"]),
         ("reward.functions={gsm8k: 1}", ["reward.answer_key", "need the column", "None"]),
@@ -134,7 +134,7 @@ def test_rewards_that_do_not_go_together_are_refused(overrides, parts):
 @pytest.mark.parametrize("reward", ["functions={length: 1}", "custom_reward_function.path=my.py"])
 def test_a_reward_that_needs_no_answers_does_without_their_column(reward):
     config = load_config([*OWN, "distillation.enabled=false", "actor_rollout_ref.rollout.n=2", f"reward.{reward}"])
-    assert config.reward.is_given
+    assert config.has_reward
 
 
 def test_an_engine_with_gpus_of_its_own_is_cut_by_their_number():

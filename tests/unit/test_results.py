@@ -157,7 +157,7 @@ def test_runs_on_gsm8k_measure_divergence_and_no_accuracy(tmp_path):
                 results.program_overrides(results.RUNS[name], 0, settings, tmp_path), config_name="gpu_demo"
             )
             assert config.distillation.enabled
-            assert not config.reward.is_given
+            assert not config.has_reward
             assert config.trainer.total_training_steps == recipe.steps
     for seed, ends in ((0, (0.5, 0.7)), (1, (0.3, 0.9))):
         rows = [

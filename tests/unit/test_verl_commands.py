@@ -25,7 +25,6 @@ OWN = [
 ]
 
 REFUSED_HERE = (
-    "reward_model.enable=True", "reward.reward_model.enable=True",  # no reward model
     "reward_model.sandbox_fusion.url=http*", "reward.sandbox_fusion.url=http*",  # no code is run for a reward
     "trainer.logger=[[]swanlab]",  # no tracker that there is
 )

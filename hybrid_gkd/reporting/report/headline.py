@@ -15,7 +15,11 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
     """The cards of a run. What the configuration does not measure has none; what is not known yet is a dash."""
     teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
     cards = []
-    if config.get("data.val_files") and config.get("reward.answer_key") is not None:
+    scores = bool(config.get("reward_model.enable"))
+    if scores and config.get("data.val_files"):
+        cards.append(_change(run, "val/reward_model", "Held-out score", ".3f", "of the reward model", rises=True))
+    has_functions = not scores or "val/accuracy" in run.last
+    if has_functions and config.get("data.val_files") and config.get("reward.answer_key") is not None:
         note = f"teacher {teacher:.1%}" if teacher is not None else ""
         cards.append(_change(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
     if config.get("distillation.enabled", True):

@@ -36,7 +36,7 @@ PROMPT_KEPT, ANSWER_KEPT = 2000, 4000
 """Characters of a text."""
 PARTS = tuple(
     f"timing/{part}" for part in (
-        "gen", "wait_prev_gen", "wait_prev_teacher", "ref", "values", "update_critic", "update_actor",
+        "gen", "wait_prev_gen", "wait_prev_teacher", "reward_model", "values", "update_critic", "ref", "update_actor",
         "sync_rollout_weights", "testing", "save_checkpoint",
     )
 )  # fmt: skip

@@ -80,6 +80,12 @@ SWITCHED_ON = {  # what is switched on -> what then has a panel, all names that 
     ),
     "a reward from the teacher": (("distillation.as_reward=true", f"{ROLLOUT}.n=2"), ["reward/teacher"]),
     "greedy answers": ((*PPO, "algorithm.adv_estimator=remax"), ["reward/greedy"]),
+    "a reward model": (
+        ("distillation.enabled=false", f"{ROLLOUT}.n=2", "data.val_files=b.jsonl", "reward_model.enable=true",
+         "reward_model.model.path=judge"),
+        ["reward/<name>", "timing/reward_model", "val/reward_model", "memory/reward_model/reward_model_params_gb",
+         "perf/copy/reward_model_params_"],
+    ),
     "rewards in processes": ((*PPO, "reward.name=math"), ["reward/failures"]),
     "importance weights": (("algorithm.rollout_is_threshold=2",), ["actor/importance/mean", "actor/importance/kl"]),
     "rejection": (
@@ -108,6 +114,12 @@ def test_a_run_of_adapters_has_no_reference_model():
     run = run_config("actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true")
     assert {"actor/ref_kl", "timing/ref"} <= shown(run)
     assert not [name for name in shown(run) if "ref_params" in name]
+
+
+def test_what_a_reward_model_says_of_held_out_answers_is_no_accuracy():
+    given = ("reward_model.enable=true", "reward_model.model.path=judge", "data.val_files=b.jsonl")
+    assert "val/accuracy" not in shown(run_config(*given))
+    assert {"val/accuracy", "val/reward_model"} <= shown(run_config(*given, "reward.functions={model: 1, length: 1}"))
 
 
 def test_the_last_section_has_what_is_seldom_looked_at():

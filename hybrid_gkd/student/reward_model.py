@@ -1,0 +1,99 @@
+"""The reward model: a frozen classifier whose logit at the end of a text is its score. Knows neither Ray nor vLLM.
+
+Shapes: B texts of a micro-batch, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybrid_gkd.config import Config, FSDPConfig, ModelConfig
+from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
+from hybrid_gkd.student.loading import build_model, check_head, classifier_head
+from hybrid_gkd.student.logprob_model import hidden_states, refuse_leaks
+from hybrid_gkd.student.sharded_model import ShardedModel
+from hybrid_gkd.types import RewardText
+
+PATH_KEY = "reward_model.model.path"
+
+
+class ScoreModel(nn.Module):
+    """A classifier whose forward pass returns one logit a text. Raises ModelError if packed sequences would mix."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        refuse_leaks(model)
+        model.eval()  # so that dropout, which some classifiers have before the head, does nothing
+        self.model: Any = model
+
+    def forward(self, batch: PackedBatch, rows: Tensor) -> Tensor:
+        """Logits at the packed positions `rows` [B], float32 [B]; the head is computed in float32."""
+        head = classifier_head(self.model)
+        bias = None if head.bias is None else head.bias.float()
+        logits = nn.functional.linear(hidden_states(self.model, batch, rows).float(), head.weight.float(), bias)
+        return logits.sum(1)
+
+
+class RewardModel(ShardedModel):
+    """One rank of the reward model.
+
+    Raises ModelError if it cannot be loaded (a head that the folder does not have is not made up), or its architecture
+    not be computed exactly.
+    """
+
+    section, token_limit = "reward_model", "forward_max_token_len_per_gpu"
+
+    def __init__(self, config: Config, *, device: torch.device):
+        section = config.reward_model.model
+        assert section.path is not None
+        # Nothing is ever added to its weights: the type in which it computes is all that they need.
+        fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
+        super().__init__(
+            ModelConfig(path=section.path, trust_remote_code=section.trust_remote_code), wrap=ScoreModel, fsdp=fsdp,
+            shard_size=config.shard_size, device=device, bucket_bytes=0, optim=None, classifier=True, path_key=PATH_KEY,
+        )
+        by_sequence = "ForSequenceClassification" in type(self.hf_model).__name__
+        self.padding = self.hf_model.config.get_text_config().pad_token_id if by_sequence else None
+        """A sequence classifier of transformers looks at the last token that is no padding, whatever its place."""
+
+    @torch.no_grad()
+    def compute_scores(self, micro_batches: tuple[tuple[RewardText, ...], ...]) -> dict[int, float]:
+        """Index of a text -> its score. A rank's empty micro-batch takes part in the collectives."""
+        found: dict[int, float] = {}
+        for micro_batch in micro_batches:
+            texts = [text.token_ids for text in micro_batch] or [np.zeros(2, np.int32)]
+            starts = np.cumsum([0, *map(len, texts)])
+            rows = [start + self._last(ids) for start, ids in zip(starts[:-1], texts, strict=True)]
+            scores = self.model(pack(texts, self.device), to_device(np.array(rows), self.device))
+            found |= dict(zip([text.index for text in micro_batch], scores.tolist(), strict=False))
+        self.reshard()
+        return found
+
+    def _last(self, ids: np.ndarray) -> int:
+        """Position of the token whose logit is the score."""
+        real = np.flatnonzero(ids != self.padding) if self.padding is not None else [len(ids) - 1]
+        return int(real[-1]) if len(real) else 0
+
+
+def check_classifier(config: Config) -> Any:
+    """The configuration (transformers') of the reward model's folder.
+
+    Raises ModelError: it holds no classifier with one label and its head, or one that cannot be computed exactly.
+    """
+    section = config.reward_model.model
+    assert section.path is not None
+    model = build_model(
+        section.path, dtype=torch.float32, trust_remote_code=section.trust_remote_code, override_config={},
+        key=PATH_KEY, classifier=True,
+    )
+    try:
+        ScoreModel(model)
+        check_head(model, section.path)
+    except ModelError as error:
+        raise ModelError(f"{PATH_KEY}: {section.path}: {error}") from error
+    return model.config
