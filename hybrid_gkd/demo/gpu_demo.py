@@ -97,7 +97,7 @@ class GPUDemoRecipe:
 RECIPES = {
     # On a card: 38M and 6M parameters, few layers, because the host launches kernels all the time that a step takes.
     "cuda": GPUDemoRecipe(
-        levels=(3, 4, 5, 6), largest=30, num_names=len(NAMES), vocab_size=2048, num_train=40_000, num_val=512,
+        levels=(3, 4, 5), largest=30, num_names=len(NAMES), vocab_size=2048, num_train=40_000, num_val=512,
         teacher=ModelRecipe(
             hidden_size=704, num_layers=6, intermediate_size=1920, init_seed=1,
             training=SFTRecipe(

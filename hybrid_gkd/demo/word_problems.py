@@ -3,10 +3,10 @@
     Jorla has 43 apples. Pelin has 17 more apples than Jorla. Jorla buys 3 bags of 14 apples each. Pelin gives a third
     of the apples to Jorla. How many apples does Jorla have now?
 
-The solution takes the events one by one, splits products into parts and ends as GSM8K's do (`#### 105`). A problem's
-level is the number of its events. Its template is what it asks and the kinds of its events in their order: one in
-eight templates is held out, so that no training text has it. Of the others a prompt is for validation or for training
-by its checksum, so that texts made in different places never overlap. Needs numpy alone.
+The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 105`). A
+problem's level is the number of its events. Its template is what it asks and the kinds of its events in their order:
+one in eight templates is held out, so that no training text has it. Of the others a prompt is for validation or for
+training by its checksum, so that texts made in different places never overlap. Needs numpy alone.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ def product(k: int, m: int) -> str:
     return f"{k} * {m} = {k * tens} + {k * ones} = {k * m}" if tens and ones else f"{k} * {m} = {k * m}"
 
 
+def total(a: int, b: int) -> str:
+    """`37 + 45 = 70 + 12 = 82`: tens and ones apart, where both numbers have both."""
+    tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
+    apart = min(a, b) > 10 and a % 10 and b % 10
+    return f"{a} + {b} = {tens} + {ones} = {a + b}" if apart else f"{a} + {b} = {a + b}"
+
+
+def rest(a: int, b: int) -> str:
+    """`82 - 45 = 42 - 5 = 37`: first the tens, then the ones, where there are both."""
+    tens, ones = b // 10 * 10, b % 10
+    return f"{a} - {b} = {a - tens} - {ones} = {a - b}" if tens and ones else f"{a} - {b} = {a - b}"
+
+
 def _with(amounts: list[int], who: int, amount: int) -> list[int]:
     return [amount if i == who else other for i, other in enumerate(amounts)]
 
@@ -96,7 +109,7 @@ def _find(s: Story, who: int) -> Event:
         f"{name} finds {n} more {s.goods}.", f"{name} gets {n} {s.goods} as a gift.",
         f"A friend brings {name} {n} {s.goods}.",
     )
-    return text, f"{name} gets {n}: {before} + {n} = {before + n}.", _with(s.amounts, who, before + n)
+    return text, f"{name} gets {n}: {total(before, n)}.", _with(s.amounts, who, before + n)
 
 
 def _lose(s: Story, who: int) -> Event:
@@ -105,7 +118,7 @@ def _lose(s: Story, who: int) -> Event:
     text = s.pick(
         f"{name} loses {n} {s.goods}.", f"{name} uses up {n} {s.goods}.", f"{name} sells {n} {s.goods} at the market."
     )
-    return text, f"{name} is left with {before} - {n} = {before - n}.", _with(s.amounts, who, before - n)
+    return text, f"{name} is left with {rest(before, n)}.", _with(s.amounts, who, before - n)
 
 
 def _buy(s: Story, who: int) -> Event:
@@ -115,7 +128,7 @@ def _buy(s: Story, who: int) -> Event:
         f"{name} buys {k} {s.packs} of {m} {s.goods} each.", f"{name} orders {k} {s.packs} with {m} {s.goods} in each.",
         f"Then {k} {s.packs} of {m} {s.goods} each arrive for {name}.",
     )
-    line = f"{name} buys {product(k, m)}, so {before} + {more} = {before + more}."
+    line = f"{name} buys {product(k, m)}, so {total(before, more)}."
     return text, line, _with(s.amounts, who, before + more)
 
 
@@ -128,8 +141,7 @@ def _give(s: Story, who: int) -> Event:
     )
     after = [a - n if i == who else a + n for i, a in enumerate(before)]
     line = (
-        f"{name} gives {n}: {before[who]} - {n} = {after[who]}, and {other} has {before[1 - who]} + {n} = "
-        f"{after[1 - who]}."
+        f"{name} gives {n}: {rest(before[who], n)}, and {other} has {total(before[1 - who], n)}."
     )
     return text, line, after
 
@@ -145,8 +157,8 @@ def _share(s: Story, who: int) -> Event:
     )
     after = [a - n if i == who else a + n for i, a in enumerate(before)]
     line = (
-        f"{name} gives {before[who]} / {d} = {n}: {before[who]} - {n} = {after[who]}, and {other} has "
-        f"{before[1 - who]} + {n} = {after[1 - who]}."
+        f"{name} gives {before[who]} / {d} = {n}: {rest(before[who], n)}, and {other} has "
+        f"{total(before[1 - who], n)}."
     )
     return text, line, after
 
@@ -171,16 +183,16 @@ def _one(s: Story) -> tuple[str, str, int]:
 
 
 def _both(s: Story) -> tuple[str, str, int]:
-    (a, b), total = s.amounts, sum(s.amounts)
+    a, b = s.amounts
     text = s.pick(f"How many {s.goods} do they have together?", f"How many {s.goods} do both have in total?")
-    return text, f"Together: {a} + {b} = {total}.", total
+    return text, f"Together: {total(a, b)}.", a + b
 
 
 def _difference(s: Story) -> tuple[str, str, int]:
     more, less = sorted((0, 1), key=lambda i: -s.amounts[i])
     a, b = s.amounts[more], s.amounts[less]
     text = f"How many more {s.goods} does {s.people[more]} have than {s.people[less]}?"
-    return text, f"Difference: {a} - {b} = {a - b}.", a - b
+    return text, f"Difference: {rest(a, b)}.", a - b
 
 
 QUESTIONS: dict[str, Callable[[Story], tuple[str, str, int]]] = {
@@ -195,12 +207,12 @@ def _beginning(s: Story) -> tuple[str, str, str]:
     if kind == "more" and b > a:
         return (
             f"{one} has {a} {s.goods}. {two} has {b - a} more {s.goods} than {one}.",
-            f"{one} has {a}. {two} has {a} + {b - a} = {b}.", "more",
+            f"{one} has {a}. {two} has {total(a, b - a)}.", "more",
         )  # fmt: skip
     if kind == "fewer" and b < a:
         return (
             f"{one} has {a} {s.goods}. {two} has {a - b} fewer {s.goods} than {one}.",
-            f"{one} has {a}. {two} has {a} - {a - b} = {b}.", "fewer",
+            f"{one} has {a}. {two} has {rest(a, a - b)}.", "fewer",
         )  # fmt: skip
     return f"{one} has {a} {s.goods} and {two} has {b}.", f"{one} has {a}. {two} has {b}.", "given"
 

@@ -72,7 +72,7 @@ def test_solutions_are_right_and_their_calculations_hold(device):
         answer = solve(problem.prompt)
         assert problem.solution.endswith(f"\n#### {answer}"), problem.prompt
         assert gsm8k(problem.solution, f"#### {answer}") == 1
-        for chain in re.findall(r"\d+(?: [-+*/] \d+)+(?: = \d+(?: \+ \d+)*)+", problem.solution):
+        for chain in re.findall(r"\d+(?: [-+*/] \d+)+(?: = \d+(?: [-+] \d+)*)+", problem.solution):
             values = {Fraction(eval(part)) for part in chain.split(" = ")}
             assert len(values) == 1, chain
         assert problem.solution.count("Now: ") == problem.level
