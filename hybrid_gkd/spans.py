@@ -120,15 +120,21 @@ class Clock:
         self._requests: list[Interval] = []
         self._request_lanes: list[float] = []  # when the last request in each ended
         self._requests_until = math.inf
+        self._of_thread = threading.local()  # open spans, seconds in outermost ones, and both at the last `untimed`
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the block; also when it raises."""
-        started = time.monotonic()
+        own = vars(self._of_thread)
+        depth, started = own.get("depth", 0), time.monotonic()
+        own["depth"] = depth + 1
         try:
             yield
         finally:
             ended = time.monotonic()
+            own["depth"] = depth
+            if depth == 0:
+                own["timed"] = own.get("timed", 0.0) + ended - started
             self.add(name, ended - started)
             with self._lock:
                 lane = self._lanes.setdefault(threading.get_ident(), len(self._lanes))
@@ -154,6 +160,13 @@ class Clock:
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return {f"timing/{name}": seconds for name, seconds in taken.items()}
+
+    def untimed(self) -> dict[str, float]:
+        """`timing/other`: seconds since this thread's last call in which it had no span; nothing in its first call."""
+        own, now = vars(self._of_thread), time.monotonic()
+        timed = own.get("timed", 0.0)
+        last, own["last"] = own.get("last"), (now, timed)
+        return {} if last is None else {"timing/other": now - last[0] - (timed - last[1])}
 
     def requests(
         self, intervals: list[Interval], *, until: float, steps: Iterable[int | None] = itertools.repeat(None)

@@ -127,6 +127,7 @@ class PPOTrainer:
                 self._end_validation()
                 self._report(metrics)
         self.clock.take()  # the first step's times are its own
+        self.clock.untimed()
         try:
             rollouts = self._rollouts(self.step + 1, self.total_steps)
             while not self.stop_requested() and (rollout := next(rollouts, None)):
@@ -290,6 +291,7 @@ class PPOTrainer:
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}
+        metrics |= self.clock.untimed()
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise TrainingError(f"step {self.step}: {bad[0]} is {metrics[bad[0]]}")

@@ -66,7 +66,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Time": (
         Panel("The step, part by part", (
             "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/reward_model", "timing/values",
-            "timing/update_critic", "timing/ref", "timing/update_actor", "timing/sync_rollout_weights",
+            "timing/update_critic", "timing/ref", "timing/update_actor", "timing/sync_rollout_weights", "timing/other",
         ), stacked=True),
         Panel("The step", ("timing/step",)),
         Panel("Tokens per second", ("perf/tokens_per_second",)),

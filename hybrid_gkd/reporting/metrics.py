@@ -57,6 +57,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": ("seconds", "Validation, and publishing once more after it, if no checkpoint follows"),
     "timing/save_checkpoint": ("seconds", "Writing the checkpoint of the step before, and publishing once more"),
+    "timing/other": ("seconds", "What none of these rows has, since the report before: preparing batches, reporting"),
     "timing/elapsed": ("seconds", "Time of training up to here, that of the starts before a resume included"),
     # The teacher service, seen from the trainer.
     "teacher/latency": ("seconds", "From sending a request to its reply, median over the requests of the step"),

@@ -87,6 +87,22 @@ def test_what_is_not_known_yet_counts_in_the_next_report_and_nothing_twice(times
     assert clock.overlap() == {"teacher/hidden_fraction": 0.0}
 
 
+def test_other_is_the_time_without_a_span_of_this_thread(times):
+    clock = Clock()
+    times.coming += [5]
+    assert clock.untimed() == {}  # what came before is no step's
+    times.spans(clock, ("gen", 6, 10))
+    times.coming += [11, 12, 13, 14, 15]  # a span within another counts once; then the report
+    with clock.span("testing"), clock.span("sync_rollout_weights"):
+        pass
+    assert clock.untimed() == {"timing/other": 3.0}
+    background = threading.Thread(target=lambda: times.spans(clock, ("gen", 16, 30)))
+    background.start()
+    background.join(60)
+    times.coming += [31]
+    assert clock.untimed() == {"timing/other": 16.0}
+
+
 def test_interval_arithmetic_agrees_with_sets():
     rng = random.Random(0)
 
