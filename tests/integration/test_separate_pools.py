@@ -103,7 +103,7 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
 def test_critic_and_reference_policy_compute_the_same_as_on_one_pool(model, tmp_path):
     section = (
         "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
     )  # fmt: skip
     found = []
     for config in (make_config(model, tmp_path / "one", *section), separate(model, tmp_path / "two", 1, 1, *section)):
