@@ -180,9 +180,9 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         if settings.together > 1 and (gpus := visible_gpus()):
             environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
-        process, answers = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True), None
+        answers = answers_per_step(name, settings)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
         try:
-            answers = answers_per_step(name, settings)
             while process.poll() is None and minutes_of(curve_so_far(folder, answers)) < settings.minutes:
                 if time.monotonic() > deadline or over.wait(LOOK_EVERY):
                     return False

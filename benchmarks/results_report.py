@@ -170,7 +170,8 @@ def facts(runs: list[Stored]) -> str:
             raise SystemExit(f"runs with several {key} cannot be compared: {', '.join(found)}")
     dates, codes = (sorted({run.head[key] for run in runs}) for key in ("date", "code"))
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    together = "" if found == ["1"] else f", {found[0]} runs at a time"
+    number = runs[0].head.get("together", "1")
+    together = "" if number == "1" else f", {number} runs at a time"
     return f"{when}, {runs[0].head['device']}{together}; models {runs[0].head['models']}; code {', '.join(codes)}."
 
 

@@ -5,10 +5,10 @@
 The teacher is trained on word problems of several events (word_problems.py), whose worked solutions have 90 to 300
 tokens, 307,000 of them; the student has a sixth of its parameters, and its training stops while most of its answers
 are still wrong. Half of the validation prompts have templates that no training text has. Without a GPU everything is
-smaller: one or two events, little numbers, models of a few hundred thousand parameters.
+smaller: one event, little numbers, models of a few hundred thousand parameters.
 
-The same seed gives the same texts, tokenizer and initial weights, and on the same type of device with the same
-libraries the same models: they are trained by deterministic algorithms.
+The same seed gives the same texts, tokenizer and initial weights. Training uses torch's deterministic algorithms, so
+that on the same type of device with the same libraries it is meant to give the same models.
 """
 
 from __future__ import annotations

@@ -42,10 +42,7 @@ SAY_EVERY = 10.0
 
 @contextlib.contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """A process group of this process, which the sharded model needs, and sums in an order that is always the same.
-
-    The same seed then gives the same model, on a GPU too, as long as the GPU's type and the libraries stay the same.
-    """
+    """A process group of this process, which the sharded model needs, and torch's deterministic algorithms."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS picks kernels that are not deterministic
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -1,9 +1,9 @@
 """Word problems with worked solutions: two people, a few events, a question. Any number of them, by seed.
 
-    Jorla has 43 apples. Pelin has 17 more apples than Jorla. Jorla buys 3 bags of 14 apples each. Pelin gives a third
+    Jorla has 23 apples. Pelin has 13 more apples than Jorla. Jorla buys 3 bags of 14 apples each. Pelin gives a third
     of the apples to Jorla. How many apples does Jorla have now?
 
-The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 105`). A
+The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 77`). A
 problem's level is the number of its events. Its template is what it asks and the kinds of its events in their order:
 one in eight templates is held out, so that no training text has it. Of the others a prompt is for validation or for
 training by its checksum, so that texts made in different places never overlap. Needs numpy alone.
