@@ -101,7 +101,7 @@ RECIPES = {
         teacher=ModelRecipe(
             hidden_size=704, num_layers=6, intermediate_size=1920, init_seed=1,
             training=SFTRecipe(
-                max_steps=2400, batch_size=128, learning_rate=1e-3, schedule="cosine", compile=True, max_tokens=65536
+                max_steps=2000, batch_size=128, learning_rate=1e-3, schedule="cosine", compile=True, max_tokens=65536
             ),
         ),
         student=ModelRecipe(

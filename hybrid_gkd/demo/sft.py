@@ -46,14 +46,16 @@ def alone(device: torch.device) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS picks kernels that are not deterministic
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     with tempfile.NamedTemporaryFile() as meeting:
         dist.init_process_group(backend, store=dist.FileStore(meeting.name, 1), rank=0, world_size=1)
         try:
             torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel more for every new tensor
             yield
         finally:
-            torch.use_deterministic_algorithms(before)
+            torch.use_deterministic_algorithms(before[0])
+            torch.utils.deterministic.fill_uninitialized_memory = before[1]
             dist.destroy_process_group()
 
 
