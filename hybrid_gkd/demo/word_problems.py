@@ -1,7 +1,7 @@
 """Word problems with worked solutions: two people, a few events, a question. Any number of them, by seed.
 
-    Jorla has 23 apples. Pelin has 13 more apples than Jorla. Jorla buys 3 bags of 14 apples each. Pelin gives a third
-    of the apples to Jorla. How many apples does Jorla have now?
+    In Corford Jorla has 23 apples. Pelin has 13 more apples than Jorla. Jorla buys 3 bags of 14 apples each. Pelin
+    gives a third of the apples to Jorla. How many apples does Jorla have now?
 
 The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 77`). A
 problem's level is the number of its events. Its template is what it asks and the kinds of its events in their order:
@@ -18,9 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 
 _BEGINNINGS = "Al Ber Car Dor El Fen Gil Har Il Jor Kar Lin Mar Nor Ol Pel Ros Sil Tam Ur Vel Wil Yor Zan".split()
-_ENDINGS = "a am an as da do en ert ez ia ic im in is la lo mir na ny o old on ra ric sa ta ton us vin ya".split()
+_ENDINGS = "a am an as en ert ia ic im is la mir na o ric sa vin".split()
 NAMES = tuple(first + last for last in _ENDINGS for first in _BEGINNINGS)
-"""Of people: more than 700, so that a vocabulary of a few thousand tokens is of use."""
+"""Of people: 400. The fewer there are, the sooner a model learns to copy them; with few it learns them by heart."""
+_TOWN_ENDINGS = (
+    "bach beck berg born bridge brook burg bury by cliff cote dale field fleet ford gate grove ham haven hill holm "
+    "hurst land leigh mere moor mouth pool port ridge shaw side stead stoke stone stow thorpe vale water well wick "
+    "wood worth"
+).split()
+TOWNS = tuple(first + last for last in _TOWN_ENDINGS for first in _BEGINNINGS)
+"""Where a problem takes place: 1,000, which no solution names, so that a vocabulary of 2,000 tokens is of use."""
 GOODS = {
     # what is counted: what it is packed in
     "apples": "bags", "pears": "crates", "plums": "baskets", "eggs": "trays", "rolls": "sacks", "cookies": "tins",
@@ -62,6 +69,7 @@ class Story:
     """The state of a problem that is being told."""
 
     rng: np.random.Generator
+    town: str
     people: tuple[str, str]
     goods: str
     packs: str
@@ -179,7 +187,7 @@ EVENTS: dict[str, Callable[[Story, int], Event]] = {
 def _one(s: Story) -> tuple[str, str, int]:
     who = s.number(0, 1)
     name, amount = s.people[who], s.amounts[who]
-    return f"How many {s.goods} does {name} have now?", f"{name} has {amount}.", amount
+    return f"How many {s.goods} does {name} have now?", f"So {name} has {amount}.", amount
 
 
 def _both(s: Story) -> tuple[str, str, int]:
@@ -202,28 +210,28 @@ QUESTIONS: dict[str, Callable[[Story], tuple[str, str, int]]] = {
 
 def _beginning(s: Story) -> tuple[str, str, str]:
     """How it starts: the sentence, its calculation, and its kind."""
-    (one, two), (a, b) = s.people, s.amounts
+    (one, two), (a, b), town = s.people, s.amounts, s.town
     kind = s.pick("given", "more", "fewer") if a != b else "given"
     if kind == "more" and b > a:
         return (
-            f"{one} has {a} {s.goods}. {two} has {b - a} more {s.goods} than {one}.",
-            f"{one} has {a}. {two} has {total(a, b - a)}.", "more",
+            f"In {town} {one} has {a} {s.goods}. {two} has {b - a} more {s.goods} than {one}.",
+            f"Start: {one} has {a}. {two} has {total(a, b - a)}.", "more",
         )  # fmt: skip
     if kind == "fewer" and b < a:
         return (
-            f"{one} has {a} {s.goods}. {two} has {a - b} fewer {s.goods} than {one}.",
-            f"{one} has {a}. {two} has {rest(a, a - b)}.", "fewer",
+            f"In {town} {one} has {a} {s.goods}. {two} has {a - b} fewer {s.goods} than {one}.",
+            f"Start: {one} has {a}. {two} has {rest(a, a - b)}.", "fewer",
         )  # fmt: skip
-    return f"{one} has {a} {s.goods} and {two} has {b}.", f"{one} has {a}. {two} has {b}.", "given"
+    return f"In {town} {one} has {a} {s.goods} and {two} has {b}.", f"Start: {one} has {a}. {two} has {b}.", "given"
 
 
-def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int) -> Problem | None:
+def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int, num_towns: int) -> Problem | None:
     """A problem, or None where an amount left its range."""
     first, second = rng.choice(num_names, 2, replace=False)
     goods, packs = list(GOODS.items())[rng.integers(len(GOODS))]
     story = Story(
-        rng=rng, people=(NAMES[first], NAMES[second]), goods=goods, packs=packs, largest=largest,
-        amounts=[int(n) for n in rng.integers(2, largest + 1, 2)],
+        rng=rng, town=TOWNS[rng.integers(num_towns)], people=(NAMES[first], NAMES[second]), goods=goods, packs=packs,
+        largest=largest, amounts=[int(n) for n in rng.integers(2, largest + 1, 2)],
     )
     text, line, start = _beginning(story)
     texts, lines, kinds = [text], [line], [start]
@@ -234,7 +242,7 @@ def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int)
             return None
         state = ", ".join(f"{name} {amount}" for name, amount in zip(story.people, story.amounts, strict=True))
         texts.append(text)
-        lines.append(f"{line} Now: {state}.")
+        lines.append(f"{len(lines)}. {line} Now: {state}.")
         kinds.append(kind)
     asked = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
     question, conclusion, answer = QUESTIONS[asked](story)
@@ -245,7 +253,8 @@ def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int)
 
 
 def problems(
-    seed: int | list[int], *, levels: tuple[int, ...], largest: int, num_names: int = len(NAMES)
+    seed: int | list[int], *, levels: tuple[int, ...], largest: int, num_names: int = len(NAMES),
+    num_towns: int = len(TOWNS),
 ) -> Iterator[Problem]:
     """Problems without end, of all levels in equal parts; the same ones for the same arguments.
 
@@ -253,10 +262,11 @@ def problems(
         levels: numbers of events.
         largest: the largest number that the text of an event brings in.
         num_names: how many of NAMES there are.
+        num_towns: how many of TOWNS there are.
     """
     rng = np.random.default_rng(seed)
     while True:
         level, problem = levels[rng.integers(len(levels))], None
         while problem is None:
-            problem = _attempt(rng, level, largest, num_names)
+            problem = _attempt(rng, level, largest, num_names, num_towns)
         yield problem

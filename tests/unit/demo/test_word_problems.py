@@ -51,10 +51,10 @@ def tell(sentence, has):
 def solve(prompt):
     """The answer, by the prompt alone."""
     first, *events, question = re.split(r"(?<=[.?]) ", prompt)
-    if match := re.match(r"(\w+) has (\d+) \w+ and (\w+) has (\d+)\.", first):
+    if match := re.match(r"In \w+ (\w+) has (\d+) \w+ and (\w+) has (\d+)\.", first):
         has = {match[1]: int(match[2]), match[3]: int(match[4])}
     else:
-        one, a = re.match(r"(\w+) has (\d+) ", first).groups()
+        one, a = re.match(r"In \w+ (\w+) has (\d+) ", first).groups()
         two, b, how = re.match(r"(\w+) has (\d+) (more|fewer) ", events.pop(0)).groups()
         has = {one: int(a), two: int(a) + (int(b) if how == "more" else -int(b))}
     for event in events:
