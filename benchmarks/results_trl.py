@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peers_trl import forward_kl
 from results_sft import share_right
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import DistillationConfig, DistillationTrainer
+from trl import DistillationTrainer
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import load_config
@@ -87,13 +88,11 @@ def main() -> None:
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (paths.student, paths.teacher)
     )
-    settings = DistillationConfig(
-        output_dir=str(args.out / "trl"), seed=args.seed, max_steps=args.steps, beta=0.0, temperature=1.0,
+    settings = forward_kl(
+        args.device, output_dir=str(args.out / "trl"), seed=args.seed, max_steps=args.steps,
         per_device_train_batch_size=config.data.train_batch_size, max_completion_length=config.data.max_response_length,
         learning_rate=optim.lr, adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], weight_decay=optim.weight_decay,
-        lr_scheduler_type="constant_with_warmup", warmup_steps=optim.lr_warmup_steps, max_grad_norm=1.0,
-        bf16=args.device == "cuda", use_cpu=args.device == "cpu", gradient_checkpointing=False, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True,
+        warmup_steps=optim.lr_warmup_steps,
     )  # fmt: skip
     with open(args.out / "metrics.jsonl", "w") as log:
         DistillationTrainer(

@@ -1,0 +1,381 @@
+"""TRL's on-policy distillation and this program on the same card: time of a step, tokens per second, peak memory.
+
+    python benchmarks/peers.py                                            # one GPU, both kinds of lengths
+    python benchmarks/peers.py --lengths log-normal --trl-micro-batch 2 4 8
+    python benchmarks/peers.py --device cpu                               # whether it works; says nothing of speed
+
+Random weights in the shapes of Qwen2.5, the same prompts in the same order, fp32 master weights and bf16 computation,
+each step generated with the weights of the step before: nothing runs ahead. Answers are all of one length, or
+log-normal with a cap, as they are in life; each prompt's answer has the same length in both (benchmarks/
+answer_lengths.py), and a run whose steps had other tokens than the other's is refused.
+
+This program runs config/one_gpu.yaml, with all offloads and a teacher process, and has the forward KL on the teacher's
+top K. TRL's DistillationTrainer (1.16 or newer) has vLLM colocated without sleep mode, the teacher in the same process,
+everything on the card, no gradient checkpointing, Liger's layers where liger-kernel is installed (CUDA alone), and the
+forward KL over the whole vocabulary: it knows no K, and refuses a teacher with another number of embeddings. Its
+micro-batches have as many sequences as fit into --micro-tokens with their padding, or --trl-micro-batch, of which the
+fastest counts. Further settings of its DistillationConfig: --trl vllm_gpu_memory_utilization=0.5 torch_compile=true.
+Attention is transformers' default; flash-attn, where it is installed, has to be asked for by model_init_kwargs.
+
+A step lasts from its predecessor's end to its own; medians of the counted steps. Tokens are those of prompts and
+answers, padding aside. Memory is what nvidia-smi says is in use on the whole card, its largest value of ten a second
+from the start to the end of a run: with the caches of allocators and what vLLM has set aside. On the CPU it is not
+measured.
+
+TRL lives in this Python, or in that of --trl-python, which needs trl, vllm, accelerate and datasets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+OLDEST_TRL = (1, 16)
+NEEDED = ("trl", "vllm", "accelerate", "datasets")
+FIND = f"""
+import importlib.metadata as metadata, importlib.util as util, json
+found = {{}}
+for name in {(*NEEDED, "liger_kernel")}:
+    for distribution in (name, f"{{name}}-cpu") if util.find_spec(name) else ():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            pass
+print(json.dumps(found))
+"""
+SIZES = {
+    # device: student, teacher, prompts of a step, their tokens, answers of one length, median and cap of log-normal
+    "cuda": ("0.5b", "1.5b", 128, 256, 512, 300, 4096),
+    "cpu": ("tiny", "tiny", 8, 16, 24, 16, 64),
+}
+TEMPLATE = 8
+"""Tokens that a chat template may add to a prompt."""
+USED_BEFORE, EMPTY_WITHIN = 2 * 1024, 60.0
+"""MiB that a card without processes may have in use; seconds after the run before."""
+
+
+def trl_versions(python: str) -> dict[str, str]:
+    """What its Python has of what TRL needs. Raises SystemExit: what is missing."""
+    try:
+        done = subprocess.run(
+            [python, "-c", FIND], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=60,
+            check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SystemExit(f"--trl-python {python} is no Python that runs: {error}") from error
+    found: dict[str, str] = json.loads(done.stdout)
+    missing = [name for name in NEEDED if name not in found]
+    if missing:
+        raise SystemExit(
+            f"{python} has no {', no '.join(missing)}: install it there (pip install --no-deps trl, if the others are "
+            "there), or name another Python with --trl-python"
+        )
+    if tuple(map(int, re.findall(r"\d+", found["trl"])[:2])) < OLDEST_TRL:
+        raise SystemExit(f"{python} has TRL {found['trl']}, this needs {'.'.join(map(str, OLDEST_TRL))} or newer")
+    return found
+
+
+def check_settings(python: str, settings: dict[str, Any]) -> None:
+    """Raises SystemExit: one that TRL's DistillationConfig does not have."""
+    command = "from trl import DistillationConfig; print('known:', *DistillationConfig.__dataclass_fields__)"
+    done = subprocess.run(
+        [python, "-c", command], env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True, timeout=120,
+        check=True,
+    )  # fmt: skip
+    if unknown := set(settings) - set(done.stdout.rpartition("known:")[2].split()):
+        raise SystemExit(f"--trl: DistillationConfig has no {', '.join(sorted(unknown))}")
+
+
+@contextlib.contextmanager
+def peak_memory(device: str) -> Iterator[list[int]]:
+    """A list that ends as [MiB in use on the card at most], or stays empty on the CPU.
+
+    Raises SystemExit: something else is on the card, or nvidia-smi says too little.
+    """
+    found: list[int] = []
+    if device == "cpu":
+        yield found
+        return
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    deadline = time.monotonic() + EMPTY_WITHIN
+    while (before := int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)) > USED_BEFORE:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"GPU {gpu} has {before} MiB in use, which would be counted: nothing else may run on it")
+        time.sleep(1)
+    samples, began = [before], time.monotonic()
+    with subprocess.Popen([*command, "--loop-ms=100"], stdout=subprocess.PIPE, text=True) as sampler:
+        lines: Any = sampler.stdout
+        reader = threading.Thread(target=lambda: samples.extend(map(int, lines)))
+        reader.start()
+        try:
+            yield found
+        finally:
+            sampler.terminate()
+            reader.join(60)
+    seconds = time.monotonic() - began
+    if len(samples) < seconds:
+        raise SystemExit(f"nvidia-smi gave {len(samples)} values of memory in {seconds:.0f} s: no peak is known")
+    found.append(max(samples))
+
+
+def call(command: list[Any], log: Path, minutes: float, **environment: str) -> None:
+    """Run a command to its end, its output into a file. Raises SystemExit with the end of it."""
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=ROOT, env={**os.environ, **ENVIRONMENT, **environment}, stdout=out,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            code = process.wait(60 * minutes)
+        except BaseException as error:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise SystemExit(f"not at its end after {minutes:g} minutes: {tail(log)}") from None
+            raise
+    if code:
+        raise SystemExit(f"exit code {code}: {tail(log)}")
+
+
+def tail(log: Path) -> str:
+    """The last lines of a file."""
+    return "\n".join(["", *log.read_text(errors="replace").splitlines()[-30:]])
+
+
+def make_inputs(args: argparse.Namespace, folder: Path) -> None:
+    """Models and prompts."""
+    for name, shape in (("student", args.student_shape), ("teacher", args.teacher_shape)):
+        # In a process of its own, which takes its memory on the card away with it.
+        command = [sys.executable, ROOT / "benchmarks" / "models.py", folder / name, "--shape", shape]
+        call(command, folder / "models.log", args.minutes)
+        config = json.loads((folder / name / "config.json").read_text())
+        config["max_position_embeddings"] = 32768  # as Qwen2.5
+        (folder / name / "config.json").write_text(json.dumps(config))
+    letters = np.random.default_rng(0).choice(
+        list("abcdefghijklmnopqrstuvwxyz "), ((args.warmup + args.steps) * args.prompts, args.prompt_length)
+    )
+    rows = "\n".join(json.dumps({"prompt": "".join(line)}) for line in letters)
+    (folder / "prompts.jsonl").write_text(rows)
+
+
+def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: str) -> list[dict[str, float]]:
+    """Train with this program: the rows of its steps."""
+    runs, teacher = folder / f"runs_{lengths}", "actor_rollout_ref.teacher.model.path"
+    command = [
+        sys.executable, "-m", "hybrid_gkd", "--config-name", "one_gpu", f"trainer.device={args.device}",
+        f"actor_rollout_ref.model.path={folder / 'student'}", f"{teacher}={folder / 'teacher'}",
+        "actor_rollout_ref.rollout.name=answer_lengths:rollout_engine",
+        f"actor_rollout_ref.rollout.max_num_seqs={args.prompts}",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={args.micro_tokens}",
+        "actor_rollout_ref.actor.optim.lr=1e-12",
+        f"data.train_files={folder / 'prompts.jsonl'}", "data.shuffle=false", f"data.train_batch_size={args.prompts}",
+        f"data.max_prompt_length={args.prompt_length + TEMPLATE}", f"data.max_response_length={longest}",
+        f"distillation.topk={args.topk}", "trainer.logger=[jsonl]", "trainer.save_freq=0",
+        f"trainer.total_training_steps={args.warmup + args.steps}", f"trainer.default_local_dir={runs}",
+        *args.overrides,
+    ]  # fmt: skip
+    call(command, folder / "program.log", args.minutes, ANSWER_LENGTHS=lengths)
+    (file,) = runs.rglob("metrics.jsonl")
+    before, found = 0.0, []
+    for row in map(json.loads, file.read_text().splitlines()):
+        found.append({
+            "seconds": row["timing/elapsed"] - before,
+            "answer_tokens": round(row["response_length/mean"] * args.prompts),
+            "longest": round(row["response_length/max"]),
+            "tokens": round(row["perf/tokens_per_second"] * row["timing/step"]),
+        })  # fmt: skip
+        before = row["timing/elapsed"]
+    return found
+
+
+def run_trl(
+    args: argparse.Namespace, folder: Path, longest: int, lengths: str, micro_batch: int, liger: bool
+) -> list[dict[str, float]]:
+    """Train with TRL: the rows of its steps."""
+    settings = {
+        "max_steps": args.warmup + args.steps, "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": args.prompts // micro_batch, "max_completion_length": longest,
+        "learning_rate": 1e-12, "vllm_max_model_length": args.prompt_length + TEMPLATE + longest,
+        "use_liger_kernel": liger, **args.trl,
+    }  # fmt: skip
+    spec = {
+        "device": args.device, "folder": str(folder / "trl"), "rows": str(folder / "trl.jsonl"), "settings": settings,
+        "student": str(folder / "student"), "teacher": str(folder / "teacher"),
+        "prompts": str(folder / "prompts.jsonl"),
+    }  # fmt: skip
+    (folder / "trl.json").write_text(json.dumps(spec))
+    command = [args.trl_python, ROOT / "benchmarks" / "peers_trl.py", folder / "trl.json"]
+    call(command, folder / "trl.log", args.minutes, ANSWER_LENGTHS=lengths)
+    return [json.loads(line) for line in (folder / "trl.jsonl").read_text().splitlines()]
+
+
+def micro_batches(args: argparse.Namespace, longest: int) -> list[int]:
+    """Sequences of TRL's micro-batches, all divisors of the batch; TRL pads each to the longest of the whole batch."""
+    if args.trl_micro_batch:
+        return list(args.trl_micro_batch)
+    most = max(1, args.micro_tokens // (args.prompt_length + TEMPLATE + longest))
+    return [max(size for size in range(1, args.prompts + 1) if args.prompts % size == 0 and size <= most)]
+
+
+def figures(rows: list[dict[str, float]], warmup: int, peak: list[int]) -> dict[str, float]:
+    """Of the counted steps: seconds (median), tokens per second, GiB of the card at most."""
+    counted = rows[warmup:]
+    return {
+        "step": statistics.median(row["seconds"] for row in counted),
+        "tokens_per_second": sum(row["tokens"] for row in counted) / sum(row["seconds"] for row in counted),
+        "peak": peak[0] / 1024 if peak else float("nan"),
+    }
+
+
+def check_same_tokens(ours: list[dict[str, float]], theirs: list[dict[str, float]], steps: int) -> None:
+    """Raises SystemExit unless both trained the same number of tokens in every step, and all steps."""
+    keys = ("answer_tokens", "tokens", "longest")
+    here, there = ([tuple(row[key] for key in keys) for row in rows] for rows in (ours, theirs))
+    if len(here) != steps or here != there:
+        raise SystemExit(
+            f"not the same work, {keys} of each of {steps} steps: {here} in this program, {there} in TRL: no figures"
+        )
+
+
+def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[str, str]) -> None:
+    """Run both with one kind of lengths and print the figures as a Markdown table."""
+    median, sigma, longest = {
+        "fixed": (args.response_length, 0.0, args.response_length),
+        "log-normal": (args.median_length, args.sigma, args.longest),
+    }[kind]
+    lengths = f"{median},{sigma},{longest}"
+    with peak_memory(args.device) as peak:
+        rows = run_program(args, folder, longest, lengths)
+    own, found = figures(rows, args.warmup, peak), {}
+    liger = args.device == "cuda" and "liger_kernel" in versions
+    for size in micro_batches(args, longest):
+        name = f"TRL {versions['trl']}, micro-batches of {size}{', Liger' if liger else ''}"
+        try:
+            with peak_memory(args.device) as peak:
+                theirs = run_trl(args, folder, longest, lengths, size, liger)
+        except SystemExit as error:
+            print(f"{name} failed: {error}", flush=True)
+            continue
+        check_same_tokens(rows, theirs, args.warmup + args.steps)
+        found[name] = figures(theirs, args.warmup, peak)
+    if not found:
+        raise SystemExit(f"TRL ran with no size of micro-batches ({kind} lengths): there is nothing to compare")
+    counted = rows[args.warmup :]
+    answers = sum(row["answer_tokens"] for row in counted) / len(counted)
+    print(
+        f"\n{kind} lengths: {args.prompts} prompts of {args.prompt_length} tokens, answers of "
+        f"{answers / args.prompts:.0f} in the mean and {max(row['longest'] for row in counted)} at most, the same in "
+        f"both; {args.student_shape} student, {args.teacher_shape} teacher, {args.steps} steps\n\n"
+        "| | seconds a step | tokens per second | peak memory, GiB |\n|---|---|---|---|"
+    )
+    memory = "not measured" if args.device == "cpu" else "{:.1f}"
+    for name, each in {f"this program, K = {args.topk}": own, **found}.items():
+        print(f"| {name} | {each['step']:.3g} | {each['tokens_per_second']:.0f} | {memory.format(each['peak'])} |")
+    fastest = min(found.values(), key=lambda each: each["step"])
+    ratios = [fastest[key] / own[key] for key in ("step", "tokens_per_second", "peak")]
+    memory = "not measured" if args.device == "cpu" else f"{ratios[2]:.2f}"
+    print(f"| TRL at its fastest / this program | {ratios[0]:.2f} | {ratios[1]:.2f} | {memory} |", flush=True)
+
+
+def trl_setting(text: str) -> tuple[str, Any]:
+    """key=value, with a value of JSON or plain text."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text} is not key=value")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line, with the sizes of the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="configuration keys of this program, dotted.key=value")
+    parser.add_argument("--device", choices=SIZES, default="cuda", help="and its sizes (%(default)s)")
+    parser.add_argument("--trl-python", default=sys.executable, help="Python with TRL (default: this one)")
+    parser.add_argument("--trl", nargs="+", type=trl_setting, default=[], help="settings of TRL's DistillationConfig")
+    parser.add_argument("--trl-micro-batch", nargs="+", type=int, default=[], help="sequences; runs TRL with each")
+    parser.add_argument("--micro-tokens", type=int, default=16384, help="of a micro-batch of both (%(default)s)")
+    kinds = ("fixed", "log-normal")
+    parser.add_argument("--lengths", nargs="+", choices=kinds, default=kinds, help="of the answers (both)")
+    parser.add_argument("--student-shape", help="see benchmarks/models.py")
+    parser.add_argument("--teacher-shape", help="with as many embeddings")
+    parser.add_argument("--prompts", type=int, help="of a step")
+    parser.add_argument("--prompt-length", type=int, help="tokens, the chat template's aside")
+    parser.add_argument("--response-length", type=int, help="fixed lengths: tokens")
+    parser.add_argument("--median-length", type=int, help="log-normal lengths: tokens")
+    parser.add_argument("--longest", type=int, help="log-normal lengths: tokens at most")
+    parser.add_argument("--sigma", type=float, default=1.0, help="log-normal lengths: of the logarithm (%(default)s)")
+    parser.add_argument("--topk", type=int, default=64, help="of this program (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="counted (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each run that are not counted (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for a run; then it has failed (%(default)s)")
+    args = parser.parse_intermixed_args()
+    names = (
+        "student_shape", "teacher_shape", "prompts", "prompt_length", "response_length", "median_length", "longest",
+    )  # fmt: skip
+    for name, size in zip(names, SIZES[args.device], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+    args.trl = dict(args.trl)
+    numbers = ("prompts", "prompt_length", "response_length", "median_length", "longest", "topk", "steps", "warmup")
+    for name in numbers:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, is {getattr(args, name)}")
+    if wrong := [size for size in args.trl_micro_batch if size < 1 or args.prompts % size]:
+        parser.error(f"--trl-micro-batch must divide --prompts {args.prompts}, is {wrong[0]}")
+    return args
+
+
+def main() -> None:
+    """Measure and print."""
+    args = arguments()
+    versions = trl_versions(args.trl_python)  # before anything large is imported or started
+    if args.trl:
+        check_settings(args.trl_python, args.trl)
+    from models import SHAPES
+
+    for name in (args.student_shape, args.teacher_shape):
+        if name not in SHAPES:
+            raise SystemExit(f"there is no shape {name}: {', '.join(SHAPES)}")
+    if SHAPES[args.student_shape][5] != SHAPES[args.teacher_shape][5]:
+        raise SystemExit(f"TRL needs as many embeddings in both: {args.student_shape} and {args.teacher_shape} differ")
+    device = f"CPU ({os.cpu_count()} cores)"
+    if args.device == "cuda":
+        from results import device_name
+
+        device = device_name("cuda")
+    print(f"{device}; TRL's Python has {', '.join(' '.join(each) for each in versions.items())}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        make_inputs(args, Path(name))
+        for kind in args.lengths:
+            compare(args, Path(name), kind, versions)
+    if args.device == "cpu":
+        print("\nTiny models on a CPU: these figures say that it works, not which of the two is faster.")
+
+
+if __name__ == "__main__":
+    main()
