@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,16 +47,17 @@ def alone(device: torch.device) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS picks kernels that are not deterministic
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic  # its attribute is a property of the module, unknown to mypy
+    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     with tempfile.NamedTemporaryFile() as meeting:
         dist.init_process_group(backend, store=dist.FileStore(meeting.name, 1), rank=0, world_size=1)
         try:
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel more for every new tensor
+            deterministic.fill_uninitialized_memory = False  # a kernel more for every new tensor
             yield
         finally:
             torch.use_deterministic_algorithms(before[0])
-            torch.utils.deterministic.fill_uninitialized_memory = before[1]
+            deterministic.fill_uninitialized_memory = before[1]
             dist.destroy_process_group()
 
 
