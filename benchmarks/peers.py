@@ -10,12 +10,13 @@ log-normal with a cap, as they are in life; each prompt's answer has the same le
 answer_lengths.py), and a run whose steps had other tokens than the other's is refused.
 
 This program runs config/one_gpu.yaml, with all offloads and a teacher process, and has the forward KL on the teacher's
-top K. TRL's DistillationTrainer (1.16 or newer) has vLLM colocated without sleep mode, the teacher in the same process,
-everything on the card, no gradient checkpointing, Liger's layers where liger-kernel is installed (CUDA alone), and the
-forward KL over the whole vocabulary: it knows no K, and refuses a teacher with another number of embeddings. Its
-micro-batches have as many sequences as fit into --micro-tokens with their padding, or --trl-micro-batch, of which the
-fastest counts. Further settings of its DistillationConfig: --trl vllm_gpu_memory_utilization=0.5 torch_compile=true.
-Attention is transformers' default; flash-attn, where it is installed, has to be asked for by model_init_kwargs.
+top 64 (distillation.topk). TRL's DistillationTrainer (1.16 or newer) has vLLM colocated without sleep mode, the teacher
+in the same process, everything on the card, no gradient checkpointing, Liger's layers where liger-kernel is installed
+(CUDA alone), and the forward KL over the whole vocabulary: it knows no K, and refuses a teacher with another number of
+embeddings. Its micro-batches have as many sequences as fit into --micro-tokens with their padding, or
+--trl-micro-batch, of which the fastest counts. Further settings of its DistillationConfig: --trl
+vllm_gpu_memory_utilization=0.5 torch_compile=true. Attention is transformers' default; flash-attn, where it is
+installed, has to be asked for by model_init_kwargs.
 
 A step lasts from its predecessor's end to its own; medians of the counted steps. Tokens are those of prompts and
 answers, padding aside. Memory is what nvidia-smi says is in use on the whole card, its largest value of ten a second
@@ -192,7 +193,7 @@ def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: s
         "actor_rollout_ref.actor.optim.lr=1e-12",
         f"data.train_files={folder / 'prompts.jsonl'}", "data.shuffle=false", f"data.train_batch_size={args.prompts}",
         f"data.max_prompt_length={args.prompt_length + TEMPLATE}", f"data.max_response_length={longest}",
-        f"distillation.topk={args.topk}", "trainer.logger=[jsonl]", "trainer.save_freq=0",
+        "trainer.logger=[jsonl]", "trainer.save_freq=0",
         f"trainer.total_training_steps={args.warmup + args.steps}", f"trainer.default_local_dir={runs}",
         *args.overrides,
     ]  # fmt: skip
@@ -271,7 +272,8 @@ def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[st
     own, found = figures(rows, args.warmup, peak), {}
     liger = args.device == "cuda" and "liger_kernel" in versions
     for size in micro_batches(args, longest):
-        name = f"TRL {versions['trl']}, micro-batches of {size}{', Liger' if liger else ''}"
+        changed = [f", {key}={value}" for key, value in args.trl.items()]
+        name = "".join([f"TRL {versions['trl']}, micro-batches of {size}", ", Liger" if liger else "", *changed])
         try:
             with peak_memory(args.device) as peak:
                 theirs = run_trl(args, folder, longest, lengths, size, liger)
@@ -291,7 +293,7 @@ def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[st
         "| | seconds a step | tokens per second | peak memory, GiB |\n|---|---|---|---|"
     )
     memory = "not measured" if args.device == "cpu" else "{:.1f}"
-    for name, each in {f"this program, K = {args.topk}": own, **found}.items():
+    for name, each in {", ".join(["this program", *args.overrides]): own, **found}.items():
         print(f"| {name} | {each['step']:.3g} | {each['tokens_per_second']:.0f} | {memory.format(each['peak'])} |")
     fastest = min(found.values(), key=lambda each: each["step"])
     ratios = [fastest[key] / own[key] for key in ("step", "tokens_per_second", "peak")]
@@ -329,7 +331,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--median-length", type=int, help="log-normal lengths: tokens")
     parser.add_argument("--longest", type=int, help="log-normal lengths: tokens at most")
     parser.add_argument("--sigma", type=float, default=1.0, help="log-normal lengths: of the logarithm (%(default)s)")
-    parser.add_argument("--topk", type=int, default=64, help="of this program (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="counted (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each run that are not counted (%(default)s)")
     parser.add_argument("--minutes", type=float, default=20.0, help="for a run; then it has failed (%(default)s)")
@@ -341,7 +342,7 @@ def arguments() -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, size)
     args.trl = dict(args.trl)
-    numbers = ("prompts", "prompt_length", "response_length", "median_length", "longest", "topk", "steps", "warmup")
+    numbers = ("prompts", "prompt_length", "response_length", "median_length", "longest", "steps", "warmup")
     for name in numbers:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, is {getattr(args, name)}")
