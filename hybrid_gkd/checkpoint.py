@@ -8,7 +8,8 @@
         trainer_state.json  see TrainerState
         manifest.json       every other file with its size and checksum
 
-A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete. It is numbers and
+A checkpoint is written under a temporary name, perhaps while training goes on, synced to the disk and renamed when it
+is complete. It is numbers and
 JSON: nothing in it is executed when it is read.
 """
 
@@ -112,15 +113,31 @@ class CheckpointStore:
         `sums`, by the path in the folder: what the block has computed while it wrote; other files are read for it.
         Raises CheckpointError if the disk is full or not writable; earlier checkpoints are as they were.
         """
-        final, replaced = self._folders(state.step)
-        folder, pointer = (self.run_dir / f".{name}.writing" for name in (final.name, LATEST))
+        folder = self.begin(state.step)
+        try:
+            yield folder
+        except OSError as error:
+            raise self._cannot_write(state.step, error) from error
+        self.complete(state, sums or {})
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the files of the checkpoint after a step, until `complete`. Raises CheckpointError."""
+        folder = self._unfinished(step)
         try:
             self.release()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            yield folder
+        except OSError as error:
+            raise self._cannot_write(step, error) from error
+        return folder
+
+    def complete(self, state: TrainerState, sums: dict[str, FileSum]) -> None:
+        """Make the folder of `begin` a checkpoint, with all its files flushed to the disk, and remove old ones."""
+        (final, replaced), folder = self._folders(state.step), self._unfinished(state.step)
+        pointer = self.run_dir / f".{LATEST}.writing"
+        try:
             (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
-            write_manifest(folder, sums or {})
+            write_manifest(folder, sums)
             _sync(folder)
             shutil.rmtree(replaced, ignore_errors=True)
             if final.exists():  # of a run that was resumed from an earlier step
@@ -131,9 +148,15 @@ class CheckpointStore:
             os.replace(pointer, self.run_dir / LATEST)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
-            raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
+            raise self._cannot_write(state.step, error) from error
         if self.keep is not None:
             self._prune(state, self.keep)
+
+    def _unfinished(self, step: int) -> Path:
+        return self.run_dir / f".global_step_{step}.writing"
+
+    def _cannot_write(self, step: int, error: OSError) -> CheckpointError:
+        return CheckpointError(f"cannot write checkpoint {self.folder(step)}: {error}")
 
     def folder(self, step: int) -> Path:
         """Of the checkpoint after a step, be it there or not."""

@@ -362,6 +362,13 @@ class Config:
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
+    def saves_while_training(self) -> bool:
+        """Whether training goes on after a checkpoint."""
+        trainer = self.trainer
+        saves_best = trainer.best_metric is not None and trainer.test_freq > 0
+        return (trainer.save_freq > 0 or saves_best) and not trainer.val_only
+
+    @property
     def experiment_dir(self) -> Path:
         """Folder of the checkpoints."""
         trainer = self.trainer

@@ -323,6 +323,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "orders are decided by data.seed and actor_rollout_ref.rollout.seed": _of_trained(
         "data_loader_seed", "fsdp_config.seed"
     ),
+    "a checkpoint is written while training goes on where hosts have the memory": _of_trained("checkpoint.async_save"),
     "a checkpoint is loaded whole, and its files are checked before": _of_trained("checkpoint.load_contents"),
     "the local teacher service chooses how it scores; distillation.temperature is for student and teacher": tuple(
         f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
@@ -379,7 +380,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
             ("optim.num_cycles",): ((0.5,), "cosine falls once, to min_lr_ratio"),
             ("optim.zero_indexed_step",): ((True,), "the first step of a warm-up has a rate above 0"),
             ("shuffle",): (NOTHING, "mini-batches come in the order of the batch, which data.shuffle decides"),
-            ("checkpoint.async_save",): (NOTHING, "a checkpoint is written before the next step"),
             ("model.external_lib",): (NOTHING, "no module is imported; trust_remote_code runs code of the folder"),
             ("model.hf_config_path",): (NOTHING, "the configuration is that of the model's folder"),
             ("fsdp_config.full_determinism",): (NOTHING, "the same seeds give the same orders and samples"),

@@ -122,6 +122,7 @@ class RecordingGroup:
         trained: of every update, the sequences that were accumulated for it, by index.
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
+        saves_behind: set it for checkpoints that are written behind the next steps, until `snapshot_written` says so.
         num_forwards: how often old log-probabilities were computed.
 
     The critic expects a return of 1/4 everywhere; the reward model scores a text by its tokens, 1 each.
@@ -138,6 +139,7 @@ class RecordingGroup:
         self.updates: list[list[list[MiniBatch]]] = []
         self.critic_updates: list[list[list[MiniBatch]]] = []
         self.saved: list[int] = []
+        self.saves_behind = False
         self.num_forwards = 0
         self._respond = respond or (lambda request, version: np.array([request.seed, request.index], np.int32))
         self._version = -1
@@ -218,6 +220,18 @@ class RecordingGroup:
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
         self.saved.append(len(self.updates))
+        return {}
+
+    def take_snapshot(self, *, tokenizer_path: str) -> None:
+        self.saved.append(len(self.updates))
+
+    def write_snapshot(self, folder: Path) -> None:
+        pass
+
+    def snapshot_written(self) -> bool:
+        return True
+
+    def finish_snapshot(self) -> dict[str, FileSum]:
         return {}
 
     def load_checkpoint(self, folder: Path) -> None:

@@ -72,6 +72,9 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
         lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {parts}")
+    on_host = budget.host_bytes(config, spec, device=device)
+    parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in on_host.items())
+    lines.append(f"host memory of each worker that trains, GiB: {sum(on_host.values()) / GIB:.3f} = {parts or 'none'}")
     if total is not None:
         shares = [f"rollout engine {budget.engine_share(config, spec, total):g}"]
         if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None:

@@ -135,6 +135,19 @@ def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig) ->
     return min(whole, longest * (section.ppo_micro_batch_size_per_gpu or 1))
 
 
+def _model_owners(config: Config, spec: ModelSpec, device: str) -> tuple[dict[str, float], dict[str, bool]]:
+    """Memory owner -> bytes of the models on each device, and whether it may leave a device that it shares."""
+    owners, moves, models = dict[str, float](), dict[str, bool](), trained_models(config, spec, device)
+    for model in models:
+        owners |= model.owners
+        moves |= model.moves
+    others = never_trained_bytes(config, spec, device)
+    owners, moves = owners | others, moves | dict.fromkeys(others, True)
+    if not config.actor_rollout_ref.hybrid_engine and len(models) == 1 and not others:  # it makes room for nobody
+        moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
+    return owners, moves
+
+
 def phase_bytes(
     config: Config, spec: ModelSpec, *, device: str, total_bytes: int | None
 ) -> dict[str, dict[str, float]]:
@@ -145,14 +158,9 @@ def phase_bytes(
     """
     arr, models = config.actor_rollout_ref, trained_models(config, spec, device)
     hybrid, engine_weights = arr.hybrid_engine, engine_bytes(config, spec, device)[0]
-    owners, moves = {"engine_weights": engine_weights}, dict.fromkeys(ENGINE_OWNERS, arr.rollout.free_cache_engine)
-    for model in models:
-        owners |= model.owners
-        moves |= model.moves
-    others = never_trained_bytes(config, spec, device)
-    owners, moves = owners | others, moves | dict.fromkeys(others, True)
-    if not hybrid and len(models) == 1 and not others:  # alone it makes room for nobody
-        moves |= dict.fromkeys(("actor_params", FROZEN), False)
+    owners, moves = _model_owners(config, spec, device)
+    owners = {"engine_weights": engine_weights, **owners}
+    moves |= dict.fromkeys(ENGINE_OWNERS, arr.rollout.free_cache_engine)
     if total_bytes is not None:
         owners["kv_cache"] = max(0.0, engine_share(config, spec, total_bytes) * total_bytes - engine_weights)
     phases: dict[str, dict[str, float]] = {}
@@ -175,6 +183,24 @@ def phase_bytes(
             present["teacher"] = teacher_share(config, total_bytes=total_bytes) * total_bytes
         phases[phase] = present
     return phases
+
+
+def host_bytes(config: Config, spec: ModelSpec, *, device: str) -> dict[str, float]:
+    """Owner -> bytes on the host of each worker that trains: what may leave a GPU; on the CPU, its largest phase.
+
+    And `checkpoint`: the copy of one that is written while training goes on, as large as the first worker's.
+    """
+    owners, moves = _model_owners(config, spec, device)
+    found = {name: size for name, size in owners.items() if moves[name]}
+    if device == "cpu":
+        phases = phase_bytes(config, spec, device=device, total_bytes=None).values()
+        found = {"largest phase": max(sum(phase.values()) for phase in phases)}
+    if config.saves_while_training:
+        section = config.actor_rollout_ref.actor.checkpoint
+        exported = section.save_merged or (section.save_hf_model and not spec.adapter_parameters)
+        found["checkpoint"] = 3 * sum(model.master for model in trained_models(config, spec, device))
+        found["checkpoint"] += exported * spec.stored_itemsize * spec.parameters
+    return found
 
 
 def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_bytes: int) -> float:

@@ -16,6 +16,8 @@ from hybrid_gkd.offload.residency import MemoryOwner
 
 ALIGNMENT = 512
 """Bytes; copies to and from aligned addresses run at the speed of the bus."""
+ROUNDING_BYTES = 4 * 2**20
+"""For some thousand tensors that begin at aligned addresses."""
 SMALL = 64
 """Bytes up to which a tensor stays where it is: Adam's step counters."""
 
@@ -120,21 +122,11 @@ class OffloadedTensors(MemoryOwner):
         return list(found.values())
 
     def _make_arena(self, num_bytes: int) -> torch.Tensor:
-        """At least so many bytes of page-locked host memory; made anew where the last arena is too small.
-
-        Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of
-        optimizer state that is the difference between fitting into a host and not. Raises MemoryError if the host does
-        not have the memory or must not lock it.
-        """
+        """At least so many bytes; made anew where the last arena is too small. Raises MemoryError as `page_locked`."""
         if self.arena is None or self.arena.numel() < num_bytes:
             if self.arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(self.arena.data_ptr())
-            # Written once by all threads: locking pages that exist already is an order of magnitude faster.
-            arena = torch.zeros(max(num_bytes, ALIGNMENT), dtype=torch.uint8)
-            error = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
-            if int(error) != 0:
-                raise MemoryError(f"cannot lock {arena.numel() / 2**30:.1f} GiB of host memory: {error}")
-            self.arena = arena
+            self.arena = page_locked(max(num_bytes, ALIGNMENT))
         return self.arena
 
 
@@ -147,3 +139,56 @@ class FrozenTensors(OffloadedTensors):
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def page_locked(num_bytes: int) -> torch.Tensor:
+    """Page-locked host memory.
+
+    Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of optimizer
+    state that is the difference between fitting into a host and not. Raises MemoryError if the host does not have the
+    memory or must not lock it.
+    """
+    # Written once by all threads: locking pages that exist already is an order of magnitude faster.
+    memory = torch.zeros(num_bytes, dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error) != 0:
+        raise MemoryError(f"cannot lock {memory.numel() / 2**30:.1f} GiB of host memory: {error}")
+    return memory
+
+
+class HostCopies:
+    """Copies of tensors in host memory that is allocated once, page-locked beside a GPU, and used again.
+
+    Each copy has a storage of its own, as those have that write safetensors expect it.
+    """
+
+    def __init__(self, *, locked: bool):
+        self._locked = locked
+        self._blocks: list[tuple[torch.Tensor, int]] = []
+        """Memory, and how much of it is in use."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate so much more. Raises MemoryError as `page_locked`."""
+        make = page_locked if self._locked else functools.partial(torch.zeros, dtype=torch.uint8)
+        self._blocks.append((make(num_bytes + ROUNDING_BYTES), 0))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, which is complete after `finish`. Raises MemoryError where more than was reserved is not there."""
+        length = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        number = next((n for n, (block, used) in enumerate(self._blocks) if used + length <= block.numel()), None)
+        if number is None:
+            self.reserve(length)
+            number = len(self._blocks) - 1
+        block, used = self._blocks[number]
+        self._blocks[number] = block, used + length
+        place = torch.from_numpy(block.numpy()[used : used + tensor.nbytes])
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+
+    def finish(self) -> None:
+        """Wait for the copies."""
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def clear(self) -> None:
+        """Forget all copies: their memory is used again."""
+        self._blocks = [(block, 0) for block, _ in self._blocks]

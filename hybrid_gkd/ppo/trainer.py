@@ -19,7 +19,6 @@ import numpy as np
 from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.errors import TrainingError
-from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
@@ -30,6 +29,7 @@ from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, with_advantages
 from hybrid_gkd.ppo.reference import ReferenceTurn
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
+from hybrid_gkd.ppo.saving import Saving
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.scoring import Reward, Scorer, decode
 from hybrid_gkd.ppo.step_metrics import step_metrics
@@ -86,11 +86,9 @@ class PPOTrainer:
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = self.extra_batches = 0
         """Training steps done, and generation batches that they took beyond one each: the position in the data."""
-        self.checkpoint: Path | None = None
-        """The newest checkpoint that this run wrote or continued from, after `_saved_step`."""
+        self.saving = Saving(config, group, store)
         self.best: Best | None = None
         """The best validation by `trainer.best_metric`; the store has its checkpoint."""
-        self._saved_step = 0
         self._unreported: dict[str, float] = {}
         """Metrics of the update of `step`, until they are reported."""
         self.first_metrics: dict[str, float] = {}
@@ -117,6 +115,11 @@ class PPOTrainer:
         if resume_from is not None:
             self._resume(resume_from)
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest complete checkpoint that this run wrote or continued from."""
+        return self.saving.newest
+
     def fit(self) -> None:
         """Train to the last step, or until a stop is requested; with `trainer.val_only` validate and no more."""
         before_training = self.step == 0 and self.config.trainer.val_before_train
@@ -135,6 +138,7 @@ class PPOTrainer:
                     self._train_step(rollout)
             if self.step < self.total_steps:
                 self._end_early()
+            self.saving.finish()
         except Exception:
             self._save_last_state()
             raise
@@ -148,6 +152,9 @@ class PPOTrainer:
         self.step, self.extra_batches, self._weights_are_whole = rollout.step, rollout.extra_batches, True
         self.reference.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
+        if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._goes_on():
+            with self.clock.span("save_checkpoint"):
+                self.saving.take_snapshot()  # now: before the publish the devices have all that is saved
         if not ends_here:
             self._publish_weights()
         if self.step in self.config.trainer.profile_steps:
@@ -157,19 +164,22 @@ class PPOTrainer:
         metrics |= self._validate() if validates else {}
         best = new_best(self.config, metrics, self.step, self.best) if validates else None
         saves = self._due(self.config.trainer.save_freq) or best is not None
-        if validates and not saves:
+        if validates and (self.saving.has_snapshot or not saves):
             self._end_validation()
         self._report(metrics)
         if best is not None:
             self.best = best
             logger.info("step %d is the best so far: %s %.5g", best.step, best.metric, best.value)
         # After the report: a run that resumes here finds the rows of all steps before it.
+        if self.saving.look() and not saves and self._goes_on():
+            self.store.reserve()
         if saves:
             self._save()
 
     def _end_early(self) -> None:
         """Save the last step, if it is not, and say where it is."""
-        if self.step != self._saved_step and self.config.trainer.save_freq != 0:
+        self.saving.finish()
+        if self.step != self.saving.step and self.config.trainer.save_freq != 0:
             self._save()
         logger.warning("the run ends after step %d of %d, as requested", self.step, self.total_steps)
 
@@ -309,28 +319,41 @@ class PPOTrainer:
             self.first_metrics |= before
         self.last_metrics = kept
 
+    def _goes_on(self) -> bool:
+        return self.step < self.total_steps and not self.stop_requested()
+
     def _save(self) -> None:
+        """Begin to write the step's snapshot; where it has none yet, take one, or write at once."""
         with self.clock.span("save_checkpoint"):
-            self._write_checkpoint()
-            self._refill_engine()
-        if self.step < self.total_steps and not self.stop_requested():
+            engine_has_weights = behind = self.saving.has_snapshot
+            if not behind and self.group.saves_behind and self._goes_on():
+                self.saving.take_snapshot()
+                behind = True
+            (self.saving.start if behind else self.saving.write)(self._state())
+            if not engine_has_weights:
+                self._refill_engine()
+        if not behind and self._goes_on():
             self.store.reserve()
 
     def _refill_engine(self) -> None:
         """Publish once more where the engine made room for the student, and so lost its weights, and is needed."""
-        goes_on = self.step < self.total_steps and not self.stop_requested()
-        if goes_on and self.config.actor_rollout_ref.hybrid_engine:
+        if self._goes_on() and self.config.actor_rollout_ref.hybrid_engine:
             self.group.publish(self.step)
 
     def _save_last_state(self) -> None:
         """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""
-        nothing_new = self.step == self._saved_step or not self._weights_are_whole
-        if nothing_new or self.config.trainer.save_freq == 0:
+        def nothing_new() -> bool:
+            return self.step == self.saving.step or not self._weights_are_whole
+
+        if self.config.trainer.save_freq == 0 or (nothing_new() and not self.saving.is_writing):
             return
         try:
             if self.group.can_save():
+                self.saving.finish()
+                if nothing_new():
+                    return
                 self._remember(self._unreported)
-                self._write_checkpoint()
+                self.saving.write(self._state())
                 logger.warning("the state after step %d is saved: %s", self.step, self.checkpoint)
                 if self._unreported:  # a run that resumes here will not see this step again
                     metrics = {name: value for name, value in self._unreported.items() if math.isfinite(value)}
@@ -340,33 +363,29 @@ class PPOTrainer:
 
     def _say_where_to_continue(self) -> None:
         """After a run that has not come to its end."""
-        lost = self.step - self._saved_step
+        lost = self.step - self.saving.step
         left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
         if self.checkpoint is None:
             logger.warning("there is no checkpoint to continue from%s", left)
         else:
-            logger.warning("to continue from: %s, after step %d%s", self.checkpoint, self._saved_step, left)
+            logger.warning("to continue from: %s, after step %d%s", self.checkpoint, self.saving.step, left)
         if self.best is not None:
             found = self.store.folder(self.best.step)
             logger.warning("the best checkpoint: %s, %s %.5g", found, self.best.metric, self.best.value)
 
-    def _write_checkpoint(self) -> None:
+    def _state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)
-        state = TrainerState(
+        return TrainerState(
             step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings, best=self.best,
             kl_coef=self.reference.state, extra_batches=self.extra_batches,
         )  # fmt: skip
-        model, sums = self.config.actor_rollout_ref.model, dict[str, FileSum]()
-        with self.store.writing(state, sums) as folder:
-            sums |= self.group.save_checkpoint(folder, tokenizer_path=model.tokenizer_path or model.path)
-        self.checkpoint, self._saved_step = self.store.latest(), self.step
 
     def _resume(self, folder: Path) -> None:
         state = state_to_resume(folder, self.config, self.num_train_prompts)
         self.group.load_checkpoint(folder)
-        self.step = self._saved_step = state.step
+        self.step = self.saving.step = state.step
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
         self.best = best_to_resume(self.config, state, self.store)
         self.reference.resume(state.kl_coef)
-        self.checkpoint = folder
+        self.saving.newest = folder

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from hybrid_gkd.models.adapters import adapter_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.rollout.weights import unique_tensors
 from hybrid_gkd.student.loading import local_rows
-from hybrid_gkd.student.lora import export_adapter
+from hybrid_gkd.student.lora import gather_adapter, write_adapter
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.student.sharded_model import ShardedModel
 
@@ -25,25 +28,55 @@ WEIGHTS = "weights"
 With LoRA they are the adapters, under peft's names: the weights below them are those of the model that is given."""
 
 
+def snapshot_model(
+    model: ShardedModel, to_host: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Callable[[Path], dict[str, FileSum]]:
+    """Take this rank's rows of weights and optimizer state, each row on one rank; with `to_host` as they are now.
+
+    Returns a function that writes them into a folder and gives the file's name and checksum. It is not collective, and
+    raises CheckpointError.
+    """
+    name = f"rank_{dist.get_rank()}_of_{dist.get_world_size()}.safetensors"
+    parts = [part for key, tensor in _tensors(model).items() if (part := _part(key, tensor, to_host)) is not None]
+    facts = {"updates_done": str(model.updates_done)}
+
+    def write(folder: Path) -> dict[str, FileSum]:
+        try:
+            return {name: write_shard(folder / name, parts, **facts)}
+        except OSError as error:
+            raise CheckpointError(f"cannot write {folder / name}: {error}") from error
+
+    return write
+
+
+def snapshot_bytes(model: ShardedModel) -> int:
+    """Of what `snapshot_model` takes once the optimizer has its two moments of every weight."""
+    local = (_part(name, weight, lambda tensor: tensor) for name, weight in _weights(model).items())
+    return sum(3 * part.values().nbytes for part in local if part is not None)
+
+
+def export_bytes(model: ShardedModel) -> int:
+    """Of the weights that `gather_huggingface` takes on rank 0, adapters aside."""
+    return int(model.hf_model.stored_dtype.itemsize * sum(weight.numel() for weight in model.hf_model.parameters()))
+
+
 def save_model(model: ShardedModel, folder: Path) -> dict[str, FileSum]:
     """Write this rank's rows of weights and optimizer state, each row by one rank; the file's name and checksum.
 
     Collective. Raises CheckpointError on all ranks if one of them cannot write.
     """
-    name = f"rank_{dist.get_rank()}_of_{dist.get_world_size()}.safetensors"
-    parts = [part for name, tensor in _tensors(model).items() if (part := _part(name, tensor)) is not None]
     reason, written = None, None
     try:
-        written = write_shard(folder / name, parts, updates_done=str(model.updates_done))
-    except OSError as error:
-        reason = f"cannot write {folder / name}: {error}"
+        written = snapshot_model(model)(folder)
+    except CheckpointError as error:
+        reason = str(error)
     # The others must not wait for this rank in the next collective. On the host: on a GPU the first collective takes
     # half a GiB for NCCL, which a single worker otherwise never needs.
     failed = torch.tensor(float(written is None))
     dist.all_reduce(failed)
     if written is None or failed.item():
         raise CheckpointError(reason or f"cannot write {folder}: another worker has failed")
-    return {name: written}
+    return written
 
 
 def load_model(model: ShardedModel, folder: Path) -> None:
@@ -93,14 +126,15 @@ def _tensors(model: ShardedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def _part(name: str, tensor: Tensor) -> Part | None:
+def _part(name: str, tensor: Tensor, to_host: Callable[[Tensor], Tensor]) -> Part | None:
     """What this rank writes: its rows if it is the first of those that have them."""
     local, first_row = _rows(tensor)
     place = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else [dist.get_rank(), 0]
     assert place is not None
     if not local.numel() or any(place[:-1]):  # the last dimension of the mesh shards, a first one replicates
         return None
-    return Part(name, local.dtype, tuple(local.shape), tuple(tensor.shape), first_row, lambda: local)
+    values = to_host(local.detach())
+    return Part(name, local.dtype, tuple(local.shape), tuple(tensor.shape), first_row, lambda: values)
 
 
 def _fill(files: ShardFiles, name: str, tensor: Tensor) -> None:
@@ -114,29 +148,45 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     return local, (rows.start or 0) if isinstance(rows, slice) else 0
 
 
-def export_huggingface(
-    model: ShardedModel, folder: Path, *, tokenizer_path: str, trust_remote_code: bool, merge: bool = False
-) -> None:
-    """On rank 0, write a folder that transformers and vLLM load: weights in their stored type, config, tokenizer.
+def export_huggingface(model: ShardedModel, folder: Path, **options: Any) -> None:
+    """`gather_huggingface` with its options, and write at once. Collective."""
+    gather_huggingface(model, **options)(folder)
 
-    With LoRA it is peft's folder of the adapters, or with `merge` the whole model. Collective.
+
+def gather_huggingface(
+    model: ShardedModel, *, tokenizer_path: str, trust_remote_code: bool, merge: bool = False,
+    to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
+) -> Callable[[Path], None]:
+    """Gather the weights in their stored type and take them to the host of rank 0. Collective.
+
+    Returns a function that writes there a folder that transformers and vLLM load: weights, config, tokenizer; on other
+    ranks it does nothing. With LoRA the folder is peft's of the adapters, or with `merge` has the whole model.
     """
+    is_first, hf_model = dist.get_rank() == 0, model.hf_model
+    write: Callable[[dict[str, Tensor], Path], None]
     if model.adapters is not None and not merge:
-        export_adapter(model.hf_model, model.adapters.config, folder, bucket_bytes=model.bucket_bytes)
+        write, left_out = functools.partial(write_adapter, model.adapters.config), set[str]()
+        gathered = gather_adapter(hf_model, bucket_bytes=model.bucket_bytes)
     else:
-        _export_weights(model, folder)
-    if dist.get_rank() == 0:
-        load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)
+        write, left_out = functools.partial(_write_weights, hf_model), _tied_names(hf_model)
+        gathered = model.full_tensors(hf_model.stored_dtype)
+    weights = {name: to_host(tensor) for name, tensor in gathered if is_first and name not in left_out}
+
+    def export(folder: Path) -> None:
+        if is_first:
+            write(weights, folder)
+            load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)
+
+    return export
 
 
-def _export_weights(model: ShardedModel, folder: Path) -> None:
-    hf_model = model.hf_model
+def _tied_names(hf_model: Any) -> set[str]:
     ties = getattr(hf_model.config, "tie_word_embeddings", False)
-    tied = (getattr(hf_model, "_tied_weights_keys", None) or ()) if ties else ()
-    is_first, named = dist.get_rank() == 0, model.full_tensors(hf_model.stored_dtype)
-    weights = {name: tensor.cpu() for name, tensor in named if is_first and name not in tied}
-    if is_first:
-        hf_model.save_pretrained(folder, state_dict=weights)
-        exported = copy.deepcopy(hf_model.config)
-        exported.dtype = hf_model.stored_dtype  # save_pretrained names the type of the master weights
-        exported.save_pretrained(folder)
+    return set((getattr(hf_model, "_tied_weights_keys", None) or ()) if ties else ())
+
+
+def _write_weights(hf_model: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    hf_model.save_pretrained(folder, state_dict=weights)
+    exported = copy.deepcopy(hf_model.config)
+    exported.dtype = hf_model.stored_dtype  # save_pretrained names the type of the master weights
+    exported.save_pretrained(folder)

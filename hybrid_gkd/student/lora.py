@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -94,17 +93,20 @@ class Adapters:
                 layer.unscale_layer()
 
 
-def export_adapter(hf_model: Any, config: Any, folder: Path, *, bucket_bytes: int) -> None:
-    """On rank 0, write a folder that peft, transformers and vLLM load on top of the base model. Collective."""
+def gather_adapter(hf_model: Any, *, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """The whole adapters under the names that peft saves them by. Collective."""
     weights = adapter_weights(hf_model)
     dtype = next(iter(weights.values())).dtype
-    gathered = gather_in_buckets(weights.items(), dtype=dtype, bucket_bytes=bucket_bytes)
-    is_first = dist.get_rank() == 0
-    saved = {f"{SAVED_PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in gathered if is_first}
-    if is_first:
-        exported = copy.deepcopy(config)
-        exported.inference_mode = True
-        base = exported.base_model_name_or_path
-        exported.base_model_name_or_path = str(Path(base).absolute()) if Path(base).exists() else base
-        exported.save_pretrained(str(folder))
-        save_file(saved, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    for name, tensor in gather_in_buckets(weights.items(), dtype=dtype, bucket_bytes=bucket_bytes):
+        yield f"{SAVED_PREFIX}{name}", tensor
+
+
+def write_adapter(config: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write a folder that peft, transformers and vLLM load on top of the base model; `config`: peft's."""
+    exported = copy.deepcopy(config)
+    exported.inference_mode = True
+    base = exported.base_model_name_or_path
+    exported.base_model_name_or_path = str(Path(base).absolute()) if Path(base).exists() else base
+    exported.save_pretrained(str(folder))
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, folder / WEIGHTS_FILE, metadata={"format": "pt"})

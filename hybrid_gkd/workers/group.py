@@ -22,6 +22,8 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.budget import host_bytes
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
@@ -52,6 +54,8 @@ POLL_SECONDS = 0.1
 """Shortest wait for progress of a generation."""
 CONNECT_SECONDS = 5.0
 """Timeout for a connection to a cluster."""
+HOST_SHARE = 0.9
+"""Of the free memory of a host, at most, that workers are planned to take."""
 CLOSE_SECONDS = 5.0
 """Grace period for the cluster to stop the workers."""
 
@@ -89,6 +93,8 @@ class WorkerGroup:
             """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
+            self.saves_behind = load and holds_snapshots(config, self.actors.placements, device)
+            """Whether the workers that train have the memory for `take_snapshot`."""
             if load:
                 self._initialize({"actor": num_updates, "critic": num_critic_updates}, stop_token_ids or [])
         except BaseException:
@@ -111,7 +117,8 @@ class WorkerGroup:
         calls: Calls = {}
         for pool in self.pools:
             address = pool.rendezvous(pool.load_timeout)
-            calls |= pool.start("initialize", address, num_updates=num_updates, stop_token_ids=stop_token_ids)
+            options: dict[str, Any] = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
+            calls |= pool.start("initialize", address, saves_behind=self.saves_behind, **options)
         results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS)
         self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
         """Of each worker that trains: its device and versions, and the engine that generates for it."""
@@ -274,6 +281,23 @@ class WorkerGroup:
         written = self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
         return {name: each for part in written for name, each in part.items()}
 
+    def take_snapshot(self, *, tokenizer_path: str) -> None:
+        """`save_checkpoint` in parts, where `saves_behind`: copy to the host what is to be written, as it is now."""
+        self.actors.call("take_snapshot", tokenizer_path=tokenizer_path, timeout=self.actors.load_timeout)
+
+    def write_snapshot(self, folder: Path) -> None:
+        """Let the workers write it into `folder`, which all of them see, behind the calls that follow."""
+        self.actors.call("write_snapshot", str(folder))
+
+    def snapshot_written(self) -> bool:
+        """Whether all workers have written it. Raises as `finish_snapshot` where one has failed."""
+        return all(self.actors.call("snapshot_written"))
+
+    def finish_snapshot(self) -> dict[str, FileSum]:
+        """Wait until they have; checksums of the files by path in the folder. Raises CheckpointError."""
+        written = self.actors.call("finish_snapshot", timeout=self.actors.load_timeout)
+        return {name: each for part in written for name, each in part.items()}
+
     def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint. Call `publish` next."""
         self.actors.call("load_checkpoint", str(folder), timeout=self.actors.load_timeout)
@@ -325,6 +349,26 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
                 f"trainer.n_gpus_per_node: {first.worker} and {place.worker} got the same GPU ({place.gpu}); "
                 f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')} here"
             )
+
+
+def holds_snapshots(config: Config, placements: list[Placement], device: str) -> bool:
+    """Whether training goes on after checkpoints, and the hosts have room for one on its way; says where one has not.
+
+    The workers' free memory was measured before they load anything.
+    """
+    if not config.saves_while_training:
+        return False
+    each = sum(host_bytes(config, student_spec(config), device=device).values())
+    for host in {place.host for place in placements}:
+        here = [place for place in placements if place.host == host]
+        free = min(place.free_host_bytes for place in here)
+        if len(here) * each > HOST_SHARE * free:
+            logger.warning(
+                "training waits for checkpoints: %d worker(s) at %s would take %.1f GiB of host memory with a copy of "
+                "one, and %.1f GiB are free", len(here), host, len(here) * each / 2**30, free / 2**30,
+            )  # fmt: skip
+            return False
+    return True
 
 
 def _reach(address: str) -> None:

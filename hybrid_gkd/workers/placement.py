@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_gkd.config import Config
 
 Role = Literal["worker", "actor worker", "rollout worker"]
 """Trains and generates in turns; only trains; only generates."""
+CGROUP = "sys/fs/cgroup"
+CGROUP_FILES = (
+    (f"{CGROUP}/memory.max", f"{CGROUP}/memory.current", f"{CGROUP}/memory.stat", "inactive_file"),
+    (f"{CGROUP}/memory/memory.limit_in_bytes", f"{CGROUP}/memory/memory.usage_in_bytes",
+     f"{CGROUP}/memory/memory.stat", "total_inactive_file"),
+)  # fmt: skip
+"""Of both versions: the limit of a container's memory, what is in use, and the field with what of it can be dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,8 @@ class Placement:
     free_bytes: int = 0
     total_bytes: int = 0
     """Memory of the GPU."""
+    free_host_bytes: int = 0
+    """See the function."""
 
     @classmethod
     def here(cls, role: Role, rank: int, device_type: str) -> Placement:
@@ -45,7 +56,8 @@ class Placement:
             }
         return cls(
             role=role, rank=rank, host=host, pid=os.getpid(),
-            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), **gpu,
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"), free_host_bytes=free_host_bytes(),
+            **gpu,
         )
 
     @property
@@ -63,6 +75,21 @@ class Placement:
             return f"{self.host}, cpu"
         memory = f"{self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free"
         return f"{self.host}, CUDA_VISIBLE_DEVICES={self.visible_devices}, {self.device}, {memory}"
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Memory that the processes of this machine, or of this container if that has less, can still take."""
+    free = [_fields(root / "proc/meminfo")["MemAvailable:"] * 1024]
+    for limit, used, stat, cache in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # there is the other version, or no limit ("max")
+            values = [int((root / name).read_text()) for name in (limit, used)]
+            free.append(values[0] - values[1] + _fields(root / stat)[cache])
+    return max(0, min(free))
+
+
+def _fields(file: Path) -> dict[str, int]:
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows}
 
 
 def threads_per_process(config: Config) -> int:

@@ -31,6 +31,7 @@ LONG_NAMES = {
     "placement": "the start of their processes", "address": "a worker's address",
     "initialize": "loading student and rollout engine", "publish": "the weight sync",
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
+    "take_snapshot": "copying the checkpoint to the host", "finish_snapshot": "writing the checkpoint",
     "memory_metrics": "memory metrics",
     "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
     "compute_reward_scores": "the reward model's scores",

@@ -6,7 +6,6 @@ process, after the environment that torch and vLLM read has been set.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -44,9 +43,6 @@ if TYPE_CHECKING:
     from hybrid_gkd.rollout.weights import Layout
     from hybrid_gkd.student.trained_model import TrainedModel
 
-STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
-"""Model -> the phase in which all of it is on the device."""
-
 
 class Worker(GroupMember):
     """One process of a pool; `log_file` takes everything that it prints.
@@ -78,11 +74,13 @@ class Worker(GroupMember):
 
     @spanned("initialize")
     def initialize(
-        self, address: tuple[str, int], *, num_updates: Mapping[str, int], stop_token_ids: list[int]
+        self, address: tuple[str, int], *, num_updates: Mapping[str, int], stop_token_ids: list[int],
+        saves_behind: bool,
     ) -> dict[str, str]:
         """Join the process group, reach the others through it, build the engine and the models; describe them.
 
-        `num_updates`: optimizer steps of the whole run, of each model that is trained.
+        `num_updates`: optimizer steps of the whole run, of each model that is trained. `saves_behind`: whether
+        `take_snapshot` will be called.
 
         Raises:
             WorkerError: the others were not reached.
@@ -112,7 +110,7 @@ class Worker(GroupMember):
             description["hidden_size"] = str(self.actor.hidden_size)
         self.residency = self.shared.manage(engine, self._sleep)
         if self.role != "rollout worker":
-            self._build_updaters()
+            self._build_updaters(saves_behind)
         return description
 
     def _build_models(self, num_updates: Mapping[str, int]) -> None:
@@ -137,15 +135,15 @@ class Worker(GroupMember):
         self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"])
         self.shared.add_model("actor", self.actor)
 
-    def _build_updaters(self) -> None:
+    def _build_updaters(self, saves_behind: bool) -> None:
+        from hybrid_gkd.workers.saving import Saver
         from hybrid_gkd.workers.updater import CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
 
         arguments: dict[str, Any] = {"worker": f"{self.role} {self.rank}", "alone": self.size == 1}
         self.updater = Updater(self.actor, self.residency, self.shared.meter, **arguments)
-        self.trained: dict[str, TrainedModel] = {}
-        """By the name of its folder in a checkpoint; the actor as the last, whose turn follows."""
+        trained: dict[str, TrainedModel] = {}
         if self.config.uses_critic:
-            self.trained["critic"] = self.critic
+            trained["critic"] = self.critic
             self.critic_updater = Updater(
                 self.critic, self.residency, self.shared.meter, phases=CRITIC_PHASES, **arguments
             )
@@ -157,7 +155,9 @@ class Worker(GroupMember):
             self.reward_updater = Updater(
                 self.reward_model, self.residency, self.shared.meter, phases=REWARD_PHASES, **arguments
             )
-        self.trained["actor"] = self.actor
+        trained["actor"] = self.actor
+        on_gpu = self.device_type == "cuda"
+        self.saver = Saver(self.config, trained, self.residency, on_gpu=on_gpu, behind=saves_behind)
 
     def weight_layout(self) -> Layout:
         from hybrid_gkd.rollout.weights import layout_of
@@ -296,30 +296,25 @@ class Worker(GroupMember):
 
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> dict[str, FileSum]:
         """Write this rank's part of a checkpoint into `folder`; checksums of its shards by their path in it."""
-        from hybrid_gkd.student.checkpoint_io import export_huggingface, save_model
+        return self.saver.save(Path(folder), tokenizer_path)
 
-        written: dict[str, FileSum] = {}
-        for name, model in self.trained.items():
-            self.residency.enter(STEP_PHASES[name])
-            found = save_model(model, Path(folder, name))
-            written |= {f"{name}/{file}": each for file, each in found.items()}
-        arr = self.config.actor_rollout_ref
-        export = functools.partial(
-            export_huggingface, self.actor, tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code
-        )
-        if arr.actor.checkpoint.save_hf_model:
-            export(Path(folder, "huggingface"))
-        if arr.actor.checkpoint.save_merged:
-            export(Path(folder, "huggingface_merged"), merge=True)
-        return written
+    def take_snapshot(self, *, tokenizer_path: str) -> None:
+        """The same in two parts: copy to the host what is to be written, as it is now; then `write_snapshot`."""
+        self.saver.take_snapshot(tokenizer_path)
+
+    def write_snapshot(self, folder: str) -> None:
+        """Begin to write it, behind the calls that follow; `finish_snapshot` waits for the end."""
+        self.saver.write_snapshot(Path(folder))
+
+    def snapshot_written(self) -> bool:
+        return self.saver.snapshot_written()
+
+    def finish_snapshot(self) -> dict[str, FileSum]:
+        return self.saver.finish_snapshot()
 
     def load_checkpoint(self, folder: str) -> None:
         """Restore models, optimizers and schedules. Call `publish` next."""
-        from hybrid_gkd.student.checkpoint_io import load_model
-
-        for name, model in self.trained.items():
-            self.residency.enter(STEP_PHASES[name])
-            load_model(model, Path(folder, name))
+        self.saver.load(Path(folder))
 
     def memory_metrics(self) -> dict[str, float]:
         return self.shared.metrics(self.residency)

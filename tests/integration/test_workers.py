@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
+from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, find_damage
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
@@ -194,17 +195,33 @@ def learn_values(group, steps):
     return metrics, np.concatenate([item.values for item in ready(9)])
 
 
+def killed_while_it_writes(group, store, path):
+    """The disk takes nothing: a named pipe that nobody reads."""
+    group.take_snapshot(tokenizer_path=path)
+    folder = store.begin(4)
+    (folder / "actor").mkdir()
+    os.mkfifo(folder / "actor" / "rank_0_of_1.safetensors")
+    group.write_snapshot(folder)
+    assert not group.snapshot_written()
+    os.kill(group.placements[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="worker 0 died"):
+        group.finish_snapshot()
+    assert store.latest().name == "global_step_2"
+
+
 def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model, tmp_path):
     """On two workers its shards and the actor's are cut in different ways. The reference is the start in both, and the
-    reward model is transformers' own."""
+    reward model is transformers' own. The checkpoint is written while the first worker trains on, which is then killed
+    while it writes another one."""
     judge = make_tiny_model(tmp_path / "judge", seed=5, architecture="Qwen2ForTokenClassification")
     gae = (
         "distillation.enabled=false", "algorithm.adv_estimator=gae", "reward_model.enable=true",
         f"reward_model.model.path={judge}",
         "critic.optim.lr=1e-2", "critic.optim.eps=1e-4", "critic.fsdp_config.fsdp_size=1",
         "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
-        "actor_rollout_ref.ref.topk=8",
+        "actor_rollout_ref.ref.topk=8", "trainer.save_freq=1",
     )
+    store = CheckpointStore(tmp_path / "run", keep=1)
     one = make_config(model, tmp_path / "one", *gae)
     two = make_config(model, tmp_path / "two", *gae, "trainer.n_gpus_per_node=2")
     found, references, judged = [], [], []
@@ -215,11 +232,13 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
             if config is one:
                 start = group.compute_logprobs(plan)
             if config is two:
-                group.load_checkpoint(tmp_path / "saved")
+                assert find_damage(store.latest()) == {}
+                group.load_checkpoint(store.latest())
             else:
                 learn_values(group, range(2))
-                written = group.save_checkpoint(tmp_path / "saved", tokenizer_path=str(model))
-                assert {name.split("/")[0] for name in written} == {"actor", "critic"}
+                assert group.saves_behind
+                group.take_snapshot(tokenizer_path=str(model))
+                group.write_snapshot(store.begin(2))
             found.append(learn_values(group, range(2, 4)))
             references.append(group.compute_ref_logprobs(plan))
             scores = group.compute_ref_topk(plan)
@@ -228,6 +247,11 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
                 np.testing.assert_allclose(scores[index].sampled_logprobs, expected, rtol=0, atol=2e-5)
             # The second of two workers has no text.
             judged.append(group.compute_reward_scores([((*texts,), ()), ((), ())][: group.size]))
+            if config is one:
+                written = group.finish_snapshot()
+                assert {name.split("/")[0] for name in written} == {"actor", "critic", "huggingface"}
+                store.complete(TrainerState(step=2, data={}, first_metrics={}), written)
+                killed_while_it_writes(group, store, str(model))
     (curve_one, values_one), (curve_two, values_two) = found
     assert curve_one[-1]["actor/ref_kl"] > 1e-3
     assert np.ptp(values_one) > 0.1

@@ -5,6 +5,9 @@ import errno
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import zlib
 from types import SimpleNamespace
 
@@ -60,6 +63,25 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
     write(store, 6)  # what was left behind is no obstacle
     assert store.latest() == tmp_path / "global_step_6"
     assert not (store.latest() / "half").exists()
+
+
+def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
+    write(CheckpointStore(tmp_path, keep=1), 5, "good")
+    code = f"""if True:
+        import os, signal
+        from pathlib import Path
+        from hybrid_gkd.checkpoint import CheckpointStore
+        folder = CheckpointStore(Path({str(tmp_path)!r}), keep=1).begin(6)
+        (folder / "actor").mkdir()
+        (folder / "actor" / "part").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL
+    store = CheckpointStore(tmp_path, keep=1)
+    assert (store.latest() / "actor" / "part").read_text() == "good"
+    assert find_damage(store.latest()) == {}
+    write(store, 6)
+    assert store.latest() == tmp_path / "global_step_6"
 
 
 def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):

@@ -13,12 +13,14 @@ from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_s
 from hybrid_gkd.offload.budget import (
     GIB,
     check_memory,
+    host_bytes,
     phase_bytes,
     rollout_share,
     teacher_share,
 )
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.workers.placement import Placement
+from hybrid_gkd.workers.group import holds_snapshots
+from hybrid_gkd.workers.placement import Placement, free_host_bytes
 
 SEVEN_B = ModelSpec(
     parameters=7_615_616_512, kv_bytes_per_token=57_344, activation_bytes_per_token=4_386_816,
@@ -434,6 +436,59 @@ def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     assert "gathered_params" in text
     assert "kv_cache" not in text
     assert text.endswith("computed when the cluster has placed the workers")
+
+
+def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_meanwhile():
+    master, saves = 4 * SEVEN_B.parameters, "trainer.save_freq=5"
+    assert host_bytes(config(), SEVEN_B, device="cuda") == {}
+    offloaded = {"actor_params": master, "optimizer_state": 2 * master}
+    assert host_bytes(config(*OFFLOAD), SEVEN_B, device="cuda") == offloaded
+    found = host_bytes(config(*OFFLOAD, saves), SEVEN_B, device="cuda")
+    assert found == offloaded | {"checkpoint": 3 * master + 2 * SEVEN_B.parameters}
+    two = (saves, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.checkpoint.save_hf_model=false")
+    assert host_bytes(config(*two), SEVEN_B, device="cuda") == {"checkpoint": 1.5 * master}
+    on_cpu = host_bytes(config(saves), SEVEN_B, device="cpu")
+    assert on_cpu["largest phase"] >= 4 * master
+    assert config("trainer.save_freq=-1").saves_while_training is config(saves, "trainer.val_only=true",
+        "data.val_files=x").saves_while_training is False  # fmt: skip
+
+
+def test_a_host_without_the_memory_for_a_copy_is_said_once_and_training_waits(tmp_path, caplog):
+    saving = config(
+        f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.save_freq=1", "trainer.n_gpus_per_node=3"
+    )
+    needed = sum(host_bytes(saving, student_spec(saving), device="cpu").values())
+
+    def placed(hosts, free):
+        places = [
+            Placement(rank=rank, host=host, pid=rank, visible_devices="", free_host_bytes=int(free))
+            for rank, host in enumerate(hosts)
+        ]
+        return holds_snapshots(saving, places, "cpu")
+
+    assert placed("aaa", 4 * needed)
+    assert placed("aab", 3 * needed)
+    assert caplog.text == ""
+    assert not placed("aab", 2 * needed)
+    assert caplog.text.count("training waits for checkpoints: 2 worker(s) at a would take 0.0 GiB") == 1
+    assert not holds_snapshots(config(), [], "cuda")
+
+
+def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):
+    def write(**files):
+        for name, text in files.items():
+            file = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    write(proc__meminfo="MemTotal: 200 kB\nMemAvailable: 100 kB\n")
+    assert free_host_bytes(tmp_path) == 102400
+    write(sys__fs__cgroup__memory_dot_current="50000", sys__fs__cgroup__memory_dot_stat="anon 3\ninactive_file 10000\n")
+    write(sys__fs__cgroup__memory_dot_max="max\n")
+    assert free_host_bytes(tmp_path) == 102400
+    write(sys__fs__cgroup__memory_dot_max="60000")
+    assert free_host_bytes(tmp_path) == 20000
+    assert free_host_bytes() > 2**20
 
 
 def test_a_checkpoint_holds_weights_and_moments_and_the_export():

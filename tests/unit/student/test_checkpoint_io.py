@@ -1,5 +1,7 @@
 """A resumed actor goes on to the last digit, also one whose architecture draws random numbers. CPU, one rank."""
 
+import filecmp
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,16 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.offload.pinned import HostCopies
 from hybrid_gkd.student.actor import Actor
-from hybrid_gkd.student.checkpoint_io import load_model, save_model
+from hybrid_gkd.student.checkpoint_io import (
+    export_huggingface,
+    gather_huggingface,
+    load_model,
+    save_model,
+    snapshot_bytes,
+    snapshot_model,
+)
 from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
@@ -100,6 +110,33 @@ def test_rates_are_those_of_the_configuration_and_not_of_the_checkpoint(tmp_path
         save_model(first, tmp_path / "actor")
         load_model(second, tmp_path / "actor")
     assert {group["betas"] for group in second.optimizer.param_groups} == {(0.9, 0.5)}
+
+
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]])
+def test_what_is_written_behind_further_updates_is_of_the_moment_of_the_snapshot(overrides, tmp_path):
+    """Also the second time, when the copies' memory is used again."""
+    config, copies = make_config(path := make_tiny_model(tmp_path / "model"), *overrides), HostCopies(locked=False)
+    options = {"tokenizer_path": str(path), "trust_remote_code": False}
+    with single_process_group():
+        actor = Actor(config, device=torch.device("cpu"), num_updates=5)
+        actor.update(random_batch(0))
+        copies.reserve(snapshot_bytes(actor) * (2 if not overrides else 1))
+        for step in (1, 3):
+            copies.clear()
+            write = snapshot_model(actor, copies.copy)
+            export = gather_huggingface(actor, to_host=copies.copy, **options)
+            copies.finish()
+            at_once, behind = tmp_path / f"at once {step}", tmp_path / f"behind {step}"
+            sums = save_model(actor, at_once / "actor")
+            export_huggingface(actor, at_once / "huggingface", **options)
+            for further in (step, step + 1):
+                actor.update(random_batch(further))
+            assert write(behind / "actor") == sums
+            export(behind / "huggingface")
+            files = {file.relative_to(at_once) for file in at_once.rglob("*.*")}
+            assert len(files) >= 4
+            assert filecmp.cmpfiles(at_once, behind, files, shallow=False)[1:] == ([], [])
+        assert len(copies._blocks) == 1  # as large as it was reserved
 
 
 def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):

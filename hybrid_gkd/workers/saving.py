@@ -1,0 +1,160 @@
+"""A worker's part of a checkpoint: written at once, or copied to the host and written behind the next steps."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.files import FileSum
+from hybrid_gkd.offload.pinned import HostCopies
+from hybrid_gkd.offload.residency import Residency
+from hybrid_gkd.student.checkpoint_io import (
+    export_bytes,
+    gather_huggingface,
+    load_model,
+    save_model,
+    snapshot_bytes,
+    snapshot_model,
+)
+from hybrid_gkd.student.trained_model import TrainedModel
+from hybrid_gkd.waiting import Timeout
+
+logger = logging.getLogger(__name__)
+
+STEP_PHASES = {"critic": "critic_optimizer_step", "actor": "optimizer_step"}
+"""Model -> the phase in which all of it is on the device."""
+Write = Callable[[Path], dict[str, FileSum]]
+"""Writes files into a folder; their checksums by name."""
+
+
+class Saver:
+    """Saves and loads what a worker trains.
+
+    Args:
+        trained: by the name of its folder in a checkpoint; the actor as the last, whose turn follows.
+        behind: whether `take_snapshot` will be called, which needs memory on the host, page-locked beside a GPU.
+    """
+
+    def __init__(
+        self, config: Config, trained: dict[str, TrainedModel], residency: Residency, *, on_gpu: bool, behind: bool
+    ):
+        self._config, self._trained, self._residency = config, trained, residency
+        self._snapshot: dict[str, Write] = {}
+        """By folder in the checkpoint."""
+        self._written: Future[dict[str, FileSum]] | None = None
+        if behind:
+            self._copies = HostCopies(locked=on_gpu)
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            # Behind the first step: to take and to lock so much memory lasts seconds.
+            self._reserved = self._thread.submit(self._reserve)
+
+    def _reserve(self) -> None:
+        num_bytes = sum(map(snapshot_bytes, self._trained.values()))
+        section, actor = self._config.actor_rollout_ref.actor.checkpoint, self._trained["actor"]
+        if dist.get_rank() == 0 and (section.save_merged or (section.save_hf_model and actor.adapters is None)):
+            num_bytes += export_bytes(actor)
+        try:
+            self._copies.reserve(num_bytes)
+        except MemoryError as error:
+            logger.warning("checkpoints are copied to the host into memory that is not locked, slowly: %s", error)
+            self._copies = HostCopies(locked=False)
+            self._copies.reserve(num_bytes)
+
+    def save(self, folder: Path, tokenizer_path: str) -> dict[str, FileSum]:
+        """Write at once; checksums of the shards by path in the folder. Collective. Raises CheckpointError."""
+        written: dict[str, FileSum] = {}
+        for name, model in self._trained.items():
+            self._residency.enter(STEP_PHASES[name])
+            written |= _under(name, save_model(model, folder / name))
+        for name, export in self._gather_exports(tokenizer_path, Tensor.cpu):
+            export(folder / name)
+        return written
+
+    def load(self, folder: Path) -> None:
+        """Restore models, optimizers and schedules. Collective. Raises CheckpointError."""
+        for name, model in self._trained.items():
+            self._residency.enter(STEP_PHASES[name])
+            load_model(model, folder / name)
+
+    def take_snapshot(self, tokenizer_path: str) -> None:
+        """Copy to the host what `save` would write. Collective. The one before has to be written."""
+        assert self._written is None, "the snapshot before is not written yet"
+        self._reserved.result(self._timeout.seconds)
+        self._copies.clear()
+        self._snapshot = {}
+        for name, model in self._trained.items():
+            self._residency.enter(STEP_PHASES[name])
+            self._snapshot[name] = snapshot_model(model, self._copies.copy)
+            self._copies.finish()
+        for name, export in self._gather_exports(tokenizer_path, self._copies.copy):
+            self._snapshot[name] = functools.partial(_export, export)
+        self._copies.finish()
+
+    def write_snapshot(self, folder: Path) -> None:
+        """Begin to write it, in a thread."""
+        self._written = self._thread.submit(self._write, folder)
+
+    def _write(self, folder: Path) -> dict[str, FileSum]:
+        written: dict[str, FileSum] = {}
+        for name, write in self._snapshot.items():
+            written |= _under(name, write(folder / name))
+        return written
+
+    def snapshot_written(self) -> bool:
+        """Whether it is. Raises as `finish_snapshot` if it failed."""
+        assert self._written is not None
+        return self._written.done() and bool(self._written.result())
+
+    def finish_snapshot(self) -> dict[str, FileSum]:
+        """Wait until it is; checksums of its files by path in the folder. Raises CheckpointError."""
+        assert self._written is not None
+        written, self._written = self._written, None
+        try:
+            return written.result(self._timeout.seconds)
+        except TimeoutError:
+            raise CheckpointError(f"a checkpoint was not written within {self._timeout}") from None
+
+    @property
+    def _timeout(self) -> Timeout:
+        return Timeout(self._config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
+
+    def _gather_exports(
+        self, tokenizer_path: str, to_host: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        """Folder in the checkpoint -> what writes its Hugging Face export, one after the other."""
+        arr = self._config.actor_rollout_ref
+        gather = functools.partial(
+            gather_huggingface, self._trained["actor"], tokenizer_path=tokenizer_path,
+            trust_remote_code=arr.model.trust_remote_code, to_host=to_host,
+        )
+        if arr.actor.checkpoint.save_hf_model:
+            yield "huggingface", gather()
+        if arr.actor.checkpoint.save_merged:
+            yield "huggingface_merged", gather(merge=True)
+
+
+def _under(folder: str, sums: dict[str, FileSum]) -> dict[str, FileSum]:
+    return {f"{folder}/{name}": each for name, each in sums.items()}
+
+
+def _export(write: Callable[[Path], None], folder: Path) -> dict[str, FileSum]:
+    """Write a folder, here and not where the driver waits flush it to the disk and compute the checksums."""
+    try:
+        write(folder)
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        for file in files:
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        return {str(file.relative_to(folder)): FileSum.of(file) for file in files}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}") from error

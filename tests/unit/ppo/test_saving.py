@@ -1,0 +1,160 @@
+"""Checkpoints that are written behind the next steps, on a stand-in for the workers: what waits for them, and when."""
+
+import logging
+from concurrent.futures import Future
+
+import pytest
+from test_schedulers import OWN_POOL, fit
+
+from hybrid_gkd.checkpoint import CheckpointStore, find_damage, load_state
+from hybrid_gkd.errors import CheckpointError, WorkerError
+from hybrid_gkd.ppo import saving
+from hybrid_gkd.testing import RecordingGroup
+
+
+class SlowDisk(RecordingGroup):
+    """Its writing lasts `steps` optimizer steps, unless it is waited for."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.saves_behind, self._steps, self._begun = True, steps, None
+
+    def take_snapshot(self, **arguments):
+        assert self._begun is None, "the memory of a snapshot that is being written"
+        super().take_snapshot(**arguments)
+        self.events.append(("snapshot",))
+
+    def write_snapshot(self, folder):
+        (folder / "actor").mkdir()
+        self.file, self._begun = folder / "actor" / "part", len(self.updates)
+        self.events.append(("write",))
+
+    def snapshot_written(self):
+        return len(self.updates) >= self._begun + self._steps
+
+    def finish_snapshot(self):
+        self.events.append(("finish",))
+        self.file.write_text(str(self._begun))
+        self._begun = None
+        return {}
+
+
+def moments(group):
+    return [event if event[0] != "publish" else event[:1] for event in group.events if event[0] != "generate"]
+
+
+@pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
+def test_the_snapshot_comes_before_the_publish_and_steps_follow_before_it_is_written(pools, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    group = SlowDisk(2)
+    trainer, _, failure = fit(
+        "sync", 6, tmp_path, *pools, "trainer.save_freq=3", "trainer.test_freq=0", "trainer.val_before_train=false",
+        group=group,
+    )
+    assert failure is None
+    step, behind = [("update",), ("publish",)], [("update",), ("snapshot",), ("publish",), ("write",)]
+    assert moments(group)[1:] == [*step * 2, *behind, *step * 2, ("finish",), *step]
+    assert group.saved == [3, 6]  # nothing follows the last, which needs no snapshot
+    assert "step 3 is saved: " in caplog.text
+    for number in (3, 6):
+        folder = tmp_path / f"global_step_{number}"
+        assert load_state(folder).step == number
+        assert find_damage(folder) == {}
+    assert trainer.checkpoint == tmp_path / "global_step_6"
+
+
+def test_only_complete_ones_are_counted_and_the_next_save_waits_for_the_one_before(tmp_path):
+    group, seen = SlowDisk(10), []
+    publish = group.publish
+
+    def look(version):
+        store = CheckpointStore(tmp_path, keep=None)
+        seen.append((version, store.latest() and store.latest().name, len(list(tmp_path.glob("global_step_*")))))
+        return publish(version)
+
+    group.publish = look
+    _, _, failure = fit("sync", 5, tmp_path, "trainer.save_freq=2", group=group, keep=1)
+    assert failure is None
+    assert [name for version, name, _ in seen if version == 3] == [None]
+    assert [name for version, name, _ in seen if version == 4] == ["global_step_2"]
+    assert max(number for *_, number in seen) == 1
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_5"]
+    assert group.saved == [2, 4, 5]
+
+
+def test_a_requested_stop_and_the_end_wait_for_what_is_being_written(tmp_path, caplog):
+    group = SlowDisk(10)
+    stop = lambda: len(group.trained) == 4  # noqa: E731
+    trainer, _, failure = fit("sync", 9, tmp_path, "trainer.save_freq=3", group=group, stop_requested=stop)
+    assert failure is None
+    assert group.saved == [3, 4]
+    assert load_state(tmp_path / "global_step_3").step == 3
+    assert f"to continue from: {trainer.checkpoint}, after step 4" in caplog.text
+
+
+def test_a_failure_elsewhere_waits_too_and_saves_the_last_state(tmp_path, caplog):
+    group = SlowDisk(10)
+    publish = group.publish
+
+    def dies(version):
+        if version == 3:
+            raise WorkerError("the rollout pool died")
+        return publish(version)
+
+    group.publish = dies
+    _, _, failure = fit("sync", 9, tmp_path, "trainer.save_freq=2", group=group)
+    assert str(failure) == "the rollout pool died"
+    assert group.saved == [2, 3]
+    assert load_state(tmp_path / "global_step_2").step == 2
+    assert "after step 3" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_a_failed_write_ends_the_run_by_name_and_leaves_the_checkpoint_before(steps, tmp_path):
+    group = SlowDisk(steps)
+    finish = group.finish_snapshot
+
+    def fails():
+        if group.saved[-1] == 4:
+            group._begun = None
+            raise CheckpointError(f"cannot write {group.file}: No space left on device")
+        return finish()
+
+    group.finish_snapshot = fails
+    trainer, _, failure = fit("sync", 9, tmp_path, "trainer.save_freq=2", group=group)
+    assert str(failure) == f"cannot write {group.file}: No space left on device"
+    assert group.file.parts[-3] == ".global_step_4.writing"
+    assert group.saved[:2] == [2, 4]
+    assert find_damage(tmp_path / "global_step_2") == {}
+    assert not (tmp_path / "global_step_4").exists()
+    assert load_state(trainer.checkpoint).step == trainer.step  # the last state, at once
+
+
+def test_the_best_is_saved_behind_the_next_steps_too_and_the_engine_gets_its_weights_back(tmp_path):
+    group = SlowDisk(1)
+    trainer, _, failure = fit(
+        "sync", 3, tmp_path, "trainer.save_freq=-1", "trainer.best_metric=val/forward_kl", "trainer.test_freq=1",
+        "data.val_files=unused", "trainer.val_before_train=false", group=group,
+    )
+    assert failure is None
+    first = moments(group)[moments(group).index(("update",)) :][:6]
+    assert first == [("update",), ("publish",), ("divergences", 1, 1), ("snapshot",), ("write",), ("publish",)]
+    assert trainer.best.step == 1
+    assert find_damage(tmp_path / "global_step_1") == {}
+
+
+def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, monkeypatch):
+    class AtOnce:
+        def __init__(self, *arguments):
+            pass
+
+        def submit(self, function, *arguments):
+            done = Future()
+            done.set_result(function(*arguments))
+            return done
+
+    group, reserved = SlowDisk(2), []
+    monkeypatch.setattr(saving, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(CheckpointStore, "reserve", lambda store: reserved.append(len(group.updates)))
+    fit("sync", 8, tmp_path, "trainer.save_freq=4", group=group)
+    assert reserved == [6]
