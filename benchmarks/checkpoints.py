@@ -2,8 +2,15 @@
 
     python benchmarks/checkpoints.py --shape 1.5b
     python benchmarks/checkpoints.py --shape tiny --device cpu
+    python benchmarks/checkpoints.py --shape 1.5b --steps 24
+    python benchmarks/checkpoints.py --shape tiny --device cpu --steps 24
 
-One process with random float32 weights and both moments in the shapes of Qwen2.5. Both ways write to the disk
+With --steps, what a checkpoint costs a run: PPO on one worker with every offload, random weights and a reward of no
+meaning, in which every sixth step saves; first behind the steps, then at once. A step lasts from the end of the one
+before to its own, saving included; medians, without the first two steps and the last, which always saves at once.
+"while writing": steps that do not save, in which the files of the one before are written.
+
+Without: one process with random float32 weights and both moments in the shapes of Qwen2.5. Both ways write to the disk
 (fsync) and read into the same tensors, in turns; only the first computes checksums, and `check` is what a start reads
 before anything is loaded. GB/s: bytes of the state by the time; what was just written is read from the page cache.
 """
@@ -11,20 +18,31 @@ before anything is loaded. GB/s: bytes of the state by the time; what was just w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from models import SHAPES, empty_model
+from models import SHAPES, empty_model, full_tokenizer, make_model
 from torch import Tensor
 
-from hybrid_gkd.checkpoint import find_damage, write_manifest
+from hybrid_gkd.checkpoint import CheckpointStore, find_damage, write_manifest
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
+from hybrid_gkd.testing import MetricRows
+from hybrid_gkd.types import Prompt, Rollout
+from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+
+SAVE_FREQ, LEFT_OUT = 6, 2
+"""Steps from one save to the next, and at the beginning of a run that do not count."""
 
 
 def write(state: dict[str, Tensor], folder: Path) -> None:
@@ -58,6 +76,64 @@ def seconds(action: Callable[[dict[str, Tensor], Path], object], state: dict[str
     return time.perf_counter() - started
 
 
+class TimedTrainer(PPOTrainer):
+    """Notes when each step ends, and whether files are being written then."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.ends: list[tuple[float, bool]] = []
+
+    def _train_step(self, rollout: Rollout) -> None:
+        super()._train_step(rollout)
+        self.ends.append((time.perf_counter(), self.saving.is_writing))
+
+
+def print_steps(args: argparse.Namespace, folder: Path) -> None:
+    """Train twice on one group of workers."""
+    tokenizer = full_tokenizer(args.shape)
+    model, fsdp = make_model(folder / "model", args.shape, tokenizer), "actor_rollout_ref.actor.fsdp_config"
+    total, rng = LEFT_OUT + args.steps + 1, np.random.default_rng(0)
+    config = load_config([
+        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", f"data.train_batch_size={args.prompts}",
+        "data.max_prompt_length=64", f"data.max_response_length={args.response_length}", "reward.answer_key=answer",
+        "distillation.enabled=false", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-9",
+        f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true", f"trainer.total_training_steps={total}",
+        f"trainer.save_freq={SAVE_FREQ}", f"trainer.default_local_dir={folder}", f"trainer.device={args.device}",
+        *(["actor_rollout_ref.rollout.name=hf"] if args.device == "cpu" else []), *args.overrides,
+    ])  # fmt: skip
+    prompts = [
+        Prompt(index=i, token_ids=rng.integers(0, 200, 64).astype(np.int32), text="", answer="")
+        for i in range(args.prompts)
+    ]
+    with ray_cluster(config, args.device), contextlib.closing(
+        WorkerGroup(config, device=args.device, num_updates=total, stop_token_ids=[tokenizer.eos_token_id])
+    ) as group:
+        assert group.saves_behind, "the host has no memory for a copy of a checkpoint"
+        for way in ("behind", "at once"):
+            group.saves_behind = way == "behind"
+            trainer = TimedTrainer(
+                config, group=group, tokenizer=tokenizer, train_prompts=prompts, val_prompts=[], tracking=MetricRows(),
+                reward=lambda response, answer: float(len(response) % 7), store=CheckpointStore(folder / way, keep=1),
+            )
+            trainer.fit()
+            print_way(way, trainer.ends)
+
+
+def print_way(way: str, ends: list[tuple[float, bool]]) -> None:
+    """The medians of a run: `ends` of each step, and whether files were being written then."""
+    taken: dict[str, list[float]] = {"saves": [], "while writing": [], "other": []}
+    for step in range(LEFT_OUT + 1, len(ends)):
+        (before, writes), (end, _) = ends[step - 2 : step]
+        kind = "saves" if step % SAVE_FREQ == 0 else "while writing" if writes else "other"
+        taken[kind].append(end - before)
+    medians = {kind: statistics.median(found) for kind, found in taken.items() if found}
+    parts = ", ".join(f"{kind} {found:.3f} s ({len(taken[kind])})" for kind, found in medians.items())
+    more = medians["saves"] - medians["other"]
+    ratio = medians["saves"] / medians["other"]
+    print(f"{way}: {parts}; step that saves / other step: {ratio:.2f}, {more:+.3f} s, at most "
+          f"{max(taken['saves']) - medians['other']:+.3f} s", flush=True)  # fmt: skip
+
+
 def main() -> None:
     """Print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,7 +141,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's for temporary files")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="measure steps of a run, so many")
+    parser.add_argument("--prompts", type=int, default=16, help="a step, with 4 responses each")
+    parser.add_argument("--response-length", type=int, default=256)
+    parser.add_argument("overrides", nargs="*", help="configuration keys, for --steps")
     args = parser.parse_args()
+    if args.steps:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            print_steps(args, Path(folder))
+        return
     state = {
         f"{kind}/{name}": torch.randn(parameter.shape, device=args.device)
         for name, parameter in empty_model(args.shape).named_parameters()

@@ -26,7 +26,7 @@ RESIDENCY: Mapping[str, frozenset[str]] = {
 """Phase -> owners on the device. A run has the phases whose owners it has. With LoRA the adapters are `actor_params`,
 the weights below them `frozen_params`."""
 CHANGING_PHASES = ("optimizer_step", "critic_optimizer_step")
-"""The only phases in which the content of a memory owner changes: a copy made before it is stale after it."""
+"""The only phases in which the content of a memory owner may change: then a copy made before is stale."""
 MODEL_OWNERS: Mapping[str, tuple[str, ...]] = {
     "actor": ("actor_params", "optimizer_state"), "critic": ("critic_params", "critic_optimizer_state"),
     "reference": ("ref_params",), "reward_model": ("reward_model_params",),
@@ -91,10 +91,11 @@ class Residency:
         self._seconds: dict[str, float] = {}
         self._bytes: dict[tuple[str, str], int] = {}
 
-    def enter(self, phase: str, *, finish: bool = True) -> None:
+    def enter(self, phase: str, *, finish: bool = True, changes: bool = True) -> None:
         """Make the device hold the owners of `phase`, a key of `RESIDENCY`, and no other that may leave.
 
-        Without `finish` the others are released at the next `enter`, or when their room is needed.
+        Without `finish` the others are released at the next `enter`, or when their room is needed. Without `changes`
+        copies on the host stay valid also in one of `CHANGING_PHASES`: what is on the device is only read.
 
         Raises:
             DeviceMemoryError: a memory owner does not fit, after the others have been released.
@@ -112,7 +113,7 @@ class Residency:
             self._resident.add(name)
         if finish:
             self._release(leaving)
-        if phase in CHANGING_PHASES:
+        if changes and phase in CHANGING_PHASES:
             for name in wanted & set(owners):
                 owners[name].changed()
         self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}

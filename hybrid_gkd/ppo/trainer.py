@@ -342,6 +342,7 @@ class PPOTrainer:
 
     def _save_last_state(self) -> None:
         """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""
+
         def nothing_new() -> bool:
             return self.step == self.saving.step or not self._weights_are_whole
 
@@ -376,7 +377,7 @@ class PPOTrainer:
     def _state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)
         return TrainerState(
-            step=self.step, data=data, first_metrics=self.first_metrics, settings=self.settings, best=self.best,
+            step=self.step, data=data, first_metrics=dict(self.first_metrics), settings=self.settings, best=self.best,
             kl_coef=self.reference.state, extra_batches=self.extra_batches,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/sync_rollout_weights": ("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": ("seconds", "Validation, and publishing once more after it, if no checkpoint follows"),
-    "timing/save_checkpoint": ("seconds", "What the step waited for checkpoints: copying its own to the host, or writing that of the step before"),
+    "timing/save_checkpoint": ("seconds", "Waiting for checkpoints: for the copy of one, or until one is written"),
     "timing/other": ("seconds", "What none of these rows has, since the report before: preparing batches, reporting"),
     "timing/elapsed": ("seconds", "Time of training up to here, that of the starts before a resume included"),
     # The teacher service, seen from the trainer.

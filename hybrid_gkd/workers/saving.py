@@ -74,7 +74,7 @@ class Saver:
         """Write at once; checksums of the shards by path in the folder. Collective. Raises CheckpointError."""
         written: dict[str, FileSum] = {}
         for name, model in self._trained.items():
-            self._residency.enter(STEP_PHASES[name])
+            self._residency.enter(STEP_PHASES[name], changes=False)
             written |= _under(name, save_model(model, folder / name))
         for name, export in self._gather_exports(tokenizer_path, Tensor.cpu):
             export(folder / name)
@@ -93,7 +93,7 @@ class Saver:
         self._copies.clear()
         self._snapshot = {}
         for name, model in self._trained.items():
-            self._residency.enter(STEP_PHASES[name])
+            self._residency.enter(STEP_PHASES[name], changes=False)
             self._snapshot[name] = snapshot_model(model, self._copies.copy)
             self._copies.finish()
         for name, export in self._gather_exports(tokenizer_path, self._copies.copy):

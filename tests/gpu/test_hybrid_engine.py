@@ -204,13 +204,24 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
     assert drawn[0] != drawn[1] != drawn[2]
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path):
+def copies_are_locked(worker):
+    """Of each block of memory for checkpoints on the host: one, if it was as large as it had to be."""
+    copies = getattr(worker.saver, "_copies", None)
+    return [] if copies is None else [block.is_pinned() for block, _ in copies._blocks]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, behind):
     """Weights and optimizer state go from the card to the files and, through another process, back.
 
+    The files are written at once, or while the run publishes, generates and trains on.
     What is on the host afterwards is what was loaded: the student computes the same after a rollout phase.
     """
     fsdp = "actor_rollout_ref.actor.fsdp_config"
-    config = config_for(model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
+    config = config_for(
+        model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
+        f"trainer.save_freq={1 if behind else -1}",
+    )
     rng = np.random.default_rng(0)
     fixed = [
         Sequence(
@@ -231,17 +242,27 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path):
             for step in range(0 if resumes else 2):
                 group.publish(step)
                 group.update(distil(fixed, step))
-            if not resumes:
+            assert group.saves_behind is behind
+            if not resumes and behind:
+                group.take_snapshot(tokenizer_path=str(model))
+                folder.mkdir()
+                group.write_snapshot(folder)
+            elif not resumes:
                 sums = group.save_checkpoint(folder, tokenizer_path=str(model))
                 assert sums.keys() == {"actor/rank_0_of_1.safetensors"}
-                write_manifest(folder, sums)
-                assert find_damage(folder) == {}
             group.publish(2)
             drawn = [s for part in group.generate(requests, SamplingParams(max_tokens=16)) for s in part]
             assert len(drawn) == len(fixed)
             logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in fixed),)])
             metrics = [group.update(distil(fixed, step))[0] for step in (2, 3)]
             found.append((np.concatenate([logprobs[s.index] for s in fixed]), metrics))
+            if not resumes:
+                sums = group.finish_snapshot() if behind else sums
+                assert {name.split("/")[0] for name in sums} == ({"actor", "huggingface"} if behind else {"actor"})
+                write_manifest(folder, sums)
+                assert find_damage(folder) == {}
+                own = ray.get(group.actors.workers[0].__ray_call__.remote(copies_are_locked), timeout=60)
+                assert own == ([True] if behind else [])
     (expected, whole), (logprobs, resumed) = found
     np.testing.assert_array_equal(logprobs, expected)
     for one, other in zip(whole, resumed, strict=True):

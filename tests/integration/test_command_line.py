@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from hybrid_gkd.checkpoint import find_damage
+from hybrid_gkd.checkpoint import LATEST, find_damage
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.reporting.trace import write_trace
 from hybrid_gkd.spans import Span, hidden_seconds, seconds
@@ -313,6 +313,7 @@ def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, t
     wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL)
     process = start(wanted)
     wait_for(logged_step(tmp_path, 3), "step 3")
+    wait_for((tmp_path / "hybrid_gkd" / "gkd" / LATEST).exists, "the end of the writing behind step 3")
     process.kill()
     interrupted, _, errors = finish(process)  # the run may have been through already
     code, _, errors = run(wanted)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import filecmp
 import os
 import signal
 
@@ -195,6 +196,17 @@ def learn_values(group, steps):
     return metrics, np.concatenate([item.values for item in ready(9)])
 
 
+def assert_written_alike(group, folder, path):
+    """Behind the calls and at once."""
+    group.take_snapshot(tokenizer_path=path)
+    group.write_snapshot(folder / "behind")
+    behind, at_once = group.finish_snapshot(), group.save_checkpoint(folder / "at once", tokenizer_path=path)
+    assert behind.items() >= at_once.items()
+    assert {name.split("/")[0] for name in behind.keys() - at_once.keys()} == {"huggingface"}
+    found = filecmp.cmpfiles(folder / "behind", folder / "at once", behind, shallow=False)
+    assert sorted(found[0]) == sorted(behind)
+
+
 def killed_while_it_writes(group, store, path):
     """The disk takes nothing: a named pipe that nobody reads."""
     group.take_snapshot(tokenizer_path=path)
@@ -247,6 +259,8 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
                 np.testing.assert_allclose(scores[index].sampled_logprobs, expected, rtol=0, atol=2e-5)
             # The second of two workers has no text.
             judged.append(group.compute_reward_scores([((*texts,), ()), ((), ())][: group.size]))
+            if config is two:
+                assert_written_alike(group, tmp_path, str(model))
             if config is one:
                 written = group.finish_snapshot()
                 assert {name.split("/")[0] for name in written} == {"actor", "critic", "huggingface"}

@@ -101,6 +101,17 @@ def test_without_room_for_both_a_memory_owner_leaves_before_the_next_comes():
     ]
 
 
+def test_what_is_only_read_keeps_its_copies_on_the_host():
+    residency, device = make(total=70 * GIB, resident=("kv_cache", "engine_weights"))
+    for changes, copied in ((True, ["<optimizer_state", "<actor_params"]), (False, [])):
+        residency.enter("optimizer_step", changes=changes)
+        device.events.clear()
+        residency.enter("publish")
+        residency.enter("rollout")
+        assert [event for event in device.events if event[0] == "<" and event[1:] in ("optimizer_state", "actor_params")
+                ] == copied  # fmt: skip
+
+
 def test_with_room_for_both_nothing_waits_for_what_leaves():
     residency, device = make(total=200 * GIB)
     assert moves(residency, device, *STEP) == [
