@@ -2,13 +2,14 @@
 
     python benchmarks/checkpoints.py --shape 1.5b
     python benchmarks/checkpoints.py --shape tiny --device cpu
-    python benchmarks/checkpoints.py --shape 1.5b --steps 24
-    python benchmarks/checkpoints.py --shape tiny --device cpu --steps 24
+    python benchmarks/checkpoints.py --shape 1.5b --steps 24 --save-freq 12 --prompts 64 --response-length 512
+    python benchmarks/checkpoints.py --shape tiny --device cpu --steps 24 --prompts 4 --response-length 32
 
 With --steps, what a checkpoint costs a run: PPO on one worker with every offload, random weights and a reward of no
-meaning, in which every sixth step saves; first behind the steps, then at once. A step lasts from the end of the one
-before to its own, saving included; medians, without the first two steps and the last, which always saves at once.
-"while writing": steps that do not save, in which the files of the one before are written.
+meaning; first saved behind the steps, then at once. A step lasts from the end of the one before to its own, saving
+included; medians, without the first two steps and the last, which always saves at once. "while writing": steps that do
+not save, in which the files of the one before are written. A save that comes before they are waits for them, which is
+counted: then a larger --save-freq is needed.
 
 Without: one process with random float32 weights and both moments in the shapes of Qwen2.5. Both ways write to the disk
 (fsync) and read into the same tensors, in turns; only the first computes checksums, and `check` is what a start reads
@@ -41,8 +42,8 @@ from hybrid_gkd.testing import MetricRows
 from hybrid_gkd.types import Prompt, Rollout
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
-SAVE_FREQ, LEFT_OUT = 6, 2
-"""Steps from one save to the next, and at the beginning of a run that do not count."""
+LEFT_OUT = 2
+"""Steps at the beginning of a run that do not count."""
 
 
 def write(state: dict[str, Tensor], folder: Path) -> None:
@@ -98,7 +99,7 @@ def print_steps(args: argparse.Namespace, folder: Path) -> None:
         "data.max_prompt_length=64", f"data.max_response_length={args.response_length}", "reward.answer_key=answer",
         "distillation.enabled=false", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-9",
         f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true", f"trainer.total_training_steps={total}",
-        f"trainer.save_freq={SAVE_FREQ}", f"trainer.default_local_dir={folder}", f"trainer.device={args.device}",
+        f"trainer.save_freq={args.save_freq}", f"trainer.default_local_dir={folder}", f"trainer.device={args.device}",
         *(["actor_rollout_ref.rollout.name=hf"] if args.device == "cpu" else []), *args.overrides,
     ])  # fmt: skip
     prompts = [
@@ -116,22 +117,26 @@ def print_steps(args: argparse.Namespace, folder: Path) -> None:
                 reward=lambda response, answer: float(len(response) % 7), store=CheckpointStore(folder / way, keep=1),
             )
             trainer.fit()
-            print_way(way, trainer.ends)
+            print_way(way, trainer.ends, args.save_freq)
+            shutil.rmtree(folder / way)
 
 
-def print_way(way: str, ends: list[tuple[float, bool]]) -> None:
+def print_way(way: str, ends: list[tuple[float, bool]], save_freq: int) -> None:
     """The medians of a run: `ends` of each step, and whether files were being written then."""
     taken: dict[str, list[float]] = {"saves": [], "while writing": [], "other": []}
+    waited = 0
     for step in range(LEFT_OUT + 1, len(ends)):
         (before, writes), (end, _) = ends[step - 2 : step]
-        kind = "saves" if step % SAVE_FREQ == 0 else "while writing" if writes else "other"
+        kind = "saves" if step % save_freq == 0 else "while writing" if writes else "other"
+        waited += writes and kind == "saves"
         taken[kind].append(end - before)
     medians = {kind: statistics.median(found) for kind, found in taken.items() if found}
     parts = ", ".join(f"{kind} {found:.3f} s ({len(taken[kind])})" for kind, found in medians.items())
-    more = medians["saves"] - medians["other"]
-    ratio = medians["saves"] / medians["other"]
-    print(f"{way}: {parts}; step that saves / other step: {ratio:.2f}, {more:+.3f} s, at most "
-          f"{max(taken['saves']) - medians['other']:+.3f} s", flush=True)  # fmt: skip
+    other = medians["other"]
+    more, most = medians["saves"] - other, max(taken["saves"]) - other
+    print(f"{way}: {parts}; waited for the one before: {waited}")
+    ratio = medians["saves"] / other
+    print(f"    step that saves / other step: {ratio:.2f}, {more:+.3f} s, at most {most:+.3f} s", flush=True)
 
 
 def main() -> None:
@@ -142,6 +147,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's for temporary files")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="measure steps of a run, so many")
+    parser.add_argument("--save-freq", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=16, help="a step, with 4 responses each")
     parser.add_argument("--response-length", type=int, default=256)
     parser.add_argument("overrides", nargs="*", help="configuration keys, for --steps")

@@ -125,7 +125,8 @@ class CheckpointStore:
         folder = self._unfinished(step)
         try:
             self.release()
-            shutil.rmtree(folder, ignore_errors=True)
+            for unfinished in self.run_dir.glob(".global_step_*.writing"):  # a run was killed, or a write has failed
+                shutil.rmtree(unfinished, ignore_errors=True)
             folder.mkdir(parents=True)
         except OSError as error:
             raise self._cannot_write(step, error) from error

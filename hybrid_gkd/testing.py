@@ -231,8 +231,8 @@ class RecordingGroup:
     def snapshot_written(self) -> bool:
         return True
 
-    def finish_snapshot(self) -> dict[str, FileSum]:
-        return {}
+    def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
+        return {}, 0.0
 
     def load_checkpoint(self, folder: Path) -> None:
         pass

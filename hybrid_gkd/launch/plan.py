@@ -72,9 +72,7 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
         lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {parts}")
-    on_host = budget.host_bytes(config, spec, device=device)
-    parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in on_host.items())
-    lines.append(f"host memory of each worker that trains, GiB: {sum(on_host.values()) / GIB:.3f} = {parts or 'none'}")
+    lines.append(host_plan(config, spec, device=device))
     if total is not None:
         shares = [f"rollout engine {budget.engine_share(config, spec, total):g}"]
         if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None:
@@ -84,6 +82,13 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     elif device == "cuda":
         lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
     return "\n".join(lines)
+
+
+def host_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
+    """What each worker that trains takes of its host's memory, a line."""
+    owners = budget.host_bytes(config, spec, device=device)
+    parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
+    return f"host memory of each worker that trains, GiB: {sum(owners.values()) / GIB:.3f} = {parts or 'none'}"
 
 
 def memory_by_phase(config: Config, spec: ModelSpec, *, device: str) -> dict[str, dict[str, float]]:

@@ -24,6 +24,7 @@ from hybrid_gkd.launch.fit import check_own_answers
 from hybrid_gkd.launch.plan import (
     check_free_memory,
     checkpoint_bytes,
+    host_plan,
     loading_plan,
     memory_by_phase,
     placement_plan,
@@ -134,7 +135,8 @@ def who_is_where(facts: Facts) -> list[str]:
         models.append(f"teacher's model: {arr.teacher.model.path}")
     times = [loading_plan(facts.config, device=facts.device, engine=facts.engine)]
     times += [time_plan(facts.config, facts.steps, facts.steps_done)] if facts.steps else []
-    return [*models, *lines.splitlines(), *times, f"run folder: {facts.config.run_dir}"]
+    host = [] if facts.spec is None else [host_plan(facts.config, facts.spec, device=facts.device)]
+    return [*models, *lines.splitlines(), *times, *host, f"run folder: {facts.config.run_dir}"]
 
 
 def nothing_left(facts: Facts) -> str:

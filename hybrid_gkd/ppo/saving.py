@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +26,8 @@ class _Writing:
     """A checkpoint on its way to the disk."""
 
     state: TrainerState
-    started: float
+    seconds: float = 0.0
+    """That the slowest worker wrote."""
     completing: Future[None] | None = None
     """Of what comes after the workers' part."""
 
@@ -73,7 +73,7 @@ class Saving:
         """Let them write the snapshot, which is of this state."""
         assert self.has_snapshot
         self._group.write_snapshot(self._store.begin(state.step))
-        self.has_snapshot, self._writing = False, _Writing(state, time.monotonic())
+        self.has_snapshot, self._writing = False, _Writing(state)
 
     def look(self) -> bool:
         """Whether the checkpoint that was being written has become complete. Raises as `finish`."""
@@ -82,7 +82,7 @@ class Saving:
             return False
         try:
             if writing.completing is None and self._group.snapshot_written():
-                writing.completing = self._complete(writing.state)
+                self._complete(writing)
         except Exception:
             self._writing = None  # there is nothing to wait for any more
             raise
@@ -99,7 +99,7 @@ class Saving:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        completing, step = writing.completing or self._complete(writing.state), writing.state.step
+        completing, step = writing.completing or self._complete(writing), writing.state.step
         try:
             with waiting(f"the files of the checkpoint after step {step} to be flushed and listed", self._timeout):
                 completing.result(self._timeout.seconds)
@@ -107,9 +107,10 @@ class Saving:
             folder = self._store.folder(step)
             raise CheckpointError(f"cannot write checkpoint {folder}: not complete within {self._timeout}") from None
         self.newest, self.step = self._store.latest(), step
-        seconds = time.monotonic() - writing.started
-        logger.info("step %d is saved: %s, written in %.1f s while training went on", step, self.newest, seconds)
+        logger.info("step %d is saved: %s, which the workers wrote in %.1f s", step, self.newest, writing.seconds)
 
-    def _complete(self, state: TrainerState) -> Future[None]:
-        """Take the workers' checksums, and begin with the rest: it waits for the disk."""
-        return self._thread.submit(self._store.complete, state, self._group.finish_snapshot())
+    def _complete(self, writing: _Writing) -> Future[None]:
+        """Take the workers' checksums, and begin with the rest, which waits for the disk, in a thread."""
+        sums, writing.seconds = self._group.finish_snapshot()
+        writing.completing = self._thread.submit(self._store.complete, writing.state, sums)
+        return writing.completing

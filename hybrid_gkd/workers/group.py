@@ -293,10 +293,13 @@ class WorkerGroup:
         """Whether all workers have written it. Raises as `finish_snapshot` where one has failed."""
         return all(self.actors.call("snapshot_written"))
 
-    def finish_snapshot(self) -> dict[str, FileSum]:
-        """Wait until they have; checksums of the files by path in the folder. Raises CheckpointError."""
+    def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
+        """Wait until they have; checksums of the files by path in the folder, and the slowest worker's seconds.
+
+        Raises CheckpointError.
+        """
         written = self.actors.call("finish_snapshot", timeout=self.actors.load_timeout)
-        return {name: each for part in written for name, each in part.items()}
+        return {name: each for part, _ in written for name, each in part.items()}, max(taken for _, taken in written)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint. Call `publish` next."""

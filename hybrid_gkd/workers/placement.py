@@ -79,7 +79,8 @@ class Placement:
 
 def free_host_bytes(root: Path = Path("/")) -> int:
     """Memory that the processes of this machine, or of this container if that has less, can still take."""
-    free = [_fields(root / "proc/meminfo")["MemAvailable:"] * 1024]
+    memory = _fields(root / "proc/meminfo")
+    free = [memory.get("MemAvailable:", memory["MemFree:"]) * 1024]
     for limit, used, stat, cache in CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError, KeyError):  # there is the other version, or no limit ("max")
             values = [int((root / name).read_text()) for name in (limit, used)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -51,7 +52,7 @@ class Saver:
         self._config, self._trained, self._residency = config, trained, residency
         self._snapshot: dict[str, Write] = {}
         """By folder in the checkpoint."""
-        self._written: Future[dict[str, FileSum]] | None = None
+        self._written: Future[tuple[dict[str, FileSum], float]] | None = None
         if behind:
             self._copies = HostCopies(locked=on_gpu)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -104,19 +105,19 @@ class Saver:
         """Begin to write it, in a thread."""
         self._written = self._thread.submit(self._write, folder)
 
-    def _write(self, folder: Path) -> dict[str, FileSum]:
-        written: dict[str, FileSum] = {}
+    def _write(self, folder: Path) -> tuple[dict[str, FileSum], float]:
+        written, started = dict[str, FileSum](), time.monotonic()
         for name, write in self._snapshot.items():
             written |= _under(name, write(folder / name))
-        return written
+        return written, time.monotonic() - started
 
     def snapshot_written(self) -> bool:
         """Whether it is. Raises as `finish_snapshot` if it failed."""
         assert self._written is not None
         return self._written.done() and bool(self._written.result())
 
-    def finish_snapshot(self) -> dict[str, FileSum]:
-        """Wait until it is; checksums of its files by path in the folder. Raises CheckpointError."""
+    def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
+        """Wait until it is; checksums of its files by path in the folder, and seconds. Raises CheckpointError."""
         assert self._written is not None
         written, self._written = self._written, None
         try:

@@ -309,7 +309,7 @@ class Worker(GroupMember):
     def snapshot_written(self) -> bool:
         return self.saver.snapshot_written()
 
-    def finish_snapshot(self) -> dict[str, FileSum]:
+    def finish_snapshot(self) -> tuple[dict[str, FileSum], float]:
         return self.saver.finish_snapshot()
 
     def load_checkpoint(self, folder: str) -> None:

@@ -204,10 +204,14 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
     assert drawn[0] != drawn[1] != drawn[2]
 
 
-def copies_are_locked(worker):
-    """Of each block of memory for checkpoints on the host: one, if it was as large as it had to be."""
-    copies = getattr(worker.saver, "_copies", None)
-    return [] if copies is None else [block.is_pinned() for block, _ in copies._blocks]
+def locked_blocks(group):
+    """Of each block of host memory for checkpoints, whether it is locked: one, if it was as large as it had to be."""
+
+    def look(worker):
+        copies = getattr(worker.saver, "_copies", None)
+        return [] if copies is None else [block.is_pinned() for block, _ in copies._blocks]
+
+    return ray.get(group.actors.workers[0].__ray_call__.remote(look), timeout=60)
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -257,12 +261,11 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
             metrics = [group.update(distil(fixed, step))[0] for step in (2, 3)]
             found.append((np.concatenate([logprobs[s.index] for s in fixed]), metrics))
             if not resumes:
-                sums = group.finish_snapshot() if behind else sums
+                sums = group.finish_snapshot()[0] if behind else sums
                 assert {name.split("/")[0] for name in sums} == ({"actor", "huggingface"} if behind else {"actor"})
                 write_manifest(folder, sums)
                 assert find_damage(folder) == {}
-                own = ray.get(group.actors.workers[0].__ray_call__.remote(copies_are_locked), timeout=60)
-                assert own == ([True] if behind else [])
+                assert locked_blocks(group) == ([True] if behind else [])
     (expected, whole), (logprobs, resumed) = found
     np.testing.assert_array_equal(logprobs, expected)
     for one, other in zip(whole, resumed, strict=True):

@@ -200,7 +200,7 @@ def assert_written_alike(group, folder, path):
     """Behind the calls and at once."""
     group.take_snapshot(tokenizer_path=path)
     group.write_snapshot(folder / "behind")
-    behind, at_once = group.finish_snapshot(), group.save_checkpoint(folder / "at once", tokenizer_path=path)
+    (behind, _), at_once = group.finish_snapshot(), group.save_checkpoint(folder / "at once", tokenizer_path=path)
     assert behind.items() >= at_once.items()
     assert {name.split("/")[0] for name in behind.keys() - at_once.keys()} == {"huggingface"}
     found = filecmp.cmpfiles(folder / "behind", folder / "at once", behind, shallow=False)
@@ -262,7 +262,8 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
             if config is two:
                 assert_written_alike(group, tmp_path, str(model))
             if config is one:
-                written = group.finish_snapshot()
+                written, seconds = group.finish_snapshot()
+                assert seconds > 0
                 assert {name.split("/")[0] for name in written} == {"actor", "critic", "huggingface"}
                 store.complete(TrainerState(step=2, data={}, first_metrics={}), written)
                 killed_while_it_writes(group, store, str(model))

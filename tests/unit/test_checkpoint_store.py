@@ -80,8 +80,10 @@ def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_pat
     store = CheckpointStore(tmp_path, keep=1)
     assert (store.latest() / "actor" / "part").read_text() == "good"
     assert find_damage(store.latest()) == {}
-    write(store, 6)
-    assert store.latest() == tmp_path / "global_step_6"
+    assert (tmp_path / ".global_step_6.writing").is_dir()
+    write(store, 7)
+    assert store.latest() == tmp_path / "global_step_7"
+    assert not (tmp_path / ".global_step_6.writing").exists()
 
 
 def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):

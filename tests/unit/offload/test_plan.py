@@ -481,7 +481,7 @@ def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
 
-    write(proc__meminfo="MemTotal: 200 kB\nMemAvailable: 100 kB\n")
+    write(proc__meminfo="MemTotal: 200 kB\nMemFree: 50 kB\nMemAvailable: 100 kB\n")
     assert free_host_bytes(tmp_path) == 102400
     write(sys__fs__cgroup__memory_dot_current="50000", sys__fs__cgroup__memory_dot_stat="anon 3\ninactive_file 10000\n")
     write(sys__fs__cgroup__memory_dot_max="max\n")

@@ -36,7 +36,7 @@ class SlowDisk(RecordingGroup):
         self.events.append(("finish",))
         self.file.write_text(str(self._begun))
         self._begun = None
-        return {}
+        return {}, 12.34
 
 
 def moments(group):
@@ -55,7 +55,7 @@ def test_the_snapshot_comes_before_the_publish_and_steps_follow_before_it_is_wri
     step, behind = [("update",), ("publish",)], [("update",), ("snapshot",), ("publish",), ("write",)]
     assert moments(group)[1:] == [*step * 2, *behind, *step * 2, ("finish",), *step]
     assert group.saved == [3, 6]  # nothing follows the last, which needs no snapshot
-    assert "step 3 is saved: " in caplog.text
+    assert f"step 3 is saved: {tmp_path / 'global_step_3'}, which the workers wrote in 12.3 s" in caplog.text
     for number in (3, 6):
         folder = tmp_path / f"global_step_{number}"
         assert load_state(folder).step == number
@@ -126,7 +126,7 @@ def test_a_failed_write_ends_the_run_by_name_and_leaves_the_checkpoint_before(st
     assert group.file.parts[-3] == ".global_step_4.writing"
     assert group.saved[:2] == [2, 4]
     assert find_damage(tmp_path / "global_step_2") == {}
-    assert not (tmp_path / "global_step_4").exists()
+    assert not list(tmp_path.glob("*global_step_4*"))  # the last state had its room
     assert load_state(trainer.checkpoint).step == trainer.step  # the last state, at once
 
 
