@@ -33,6 +33,8 @@ class TopLogprobs(NamedTuple):
 
     def first(self, k: int) -> TopLogprobs:
         """With the first k candidates; the others join the tail."""
+        if k == self.ids.shape[1]:
+            return self
         tail = torch.cat([self.tail[:, None], self.logprobs[:, k:]], dim=1).logsumexp(1)
         return TopLogprobs(self.ids[:, :k], self.logprobs[:, :k], tail, self.sampled)
 
