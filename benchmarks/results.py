@@ -373,7 +373,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="run: configuration keys for every run, dotted.key=value")
     parser.add_argument("--results", type=Path, default=STORED, help="folder of the stored runs (%(default)s)")
     parser.add_argument("--minutes", type=float, default=60.0, help="run: then end, also what is under way")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="run: these")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="run: these; keys come before")
     parser.add_argument("--seeds", nargs="+", type=int, help="run: these (default: as many as the list has)")
     parser.add_argument("--models", type=Path, help="run: a folder that python -m hybrid_gkd.demo gpu_demo has made")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")

@@ -39,9 +39,13 @@ MAX_NUM_SEQS = 512
 
 
 def sampled_answers(
-    teacher: str, prompts: list[str], *, device: str, max_tokens: int, max_model_len: int, seed: int
+    teacher: str, prompts: list[str], *, device: str, max_tokens: int, max_model_len: int, seed: int,
+    given: dict[str, Any],
 ) -> tuple[list[str], float]:
-    """The teacher's answer to every prompt at temperature 1, and the seconds that generating them took."""
+    """The teacher's answer to every prompt at temperature 1, and the seconds that generating them took.
+
+    `given`: further arguments of the engine.
+    """
     llm = import_llm(device)
     from vllm import SamplingParams
 
@@ -49,7 +53,8 @@ def sampled_answers(
         device, dtype="bfloat16", max_model_len=max_model_len, max_num_seqs=MAX_NUM_SEQS,
         hf_config=AutoConfig.from_pretrained(teacher),
     )  # fmt: skip
-    engine = llm(model=teacher, max_model_len=max_model_len, max_num_seqs=MAX_NUM_SEQS, seed=seed, **arguments)
+    arguments |= {"model": teacher, "max_model_len": max_model_len, "max_num_seqs": MAX_NUM_SEQS, "seed": seed}
+    engine = llm(**(arguments | given))
     sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     began = time.perf_counter()
     found = engine.generate([prompt_text(prompt) for prompt in prompts], sampling, use_tqdm=False)
@@ -61,11 +66,16 @@ def training_rows(args: argparse.Namespace, paths: DemoPaths, config: Config) ->
     rows = [json.loads(line) for line in paths.train.read_text().splitlines()]
     if args.answers == "data":
         return rows, 0.0
+    rollout = config.actor_rollout_ref.rollout  # what holds for a student's engine, where several share a card
+    given = dict(rollout.engine_kwargs.vllm)
+    if rollout.gpu_memory_utilization is not None:
+        given["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     # In a process of its own, with which the engine's memory goes.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         job = pool.submit(
             sampled_answers, str(paths.teacher), [row["prompt"] for row in rows], device=args.device, seed=args.seed,
             max_tokens=config.data.max_response_length, max_model_len=config.max_sequence_length,
+            given=given,
         )
         answers, seconds = job.result(3600)
     return [row | {"answer": answer} for row, answer in zip(rows, answers, strict=True)], seconds / len(rows)

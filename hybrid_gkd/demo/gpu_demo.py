@@ -2,10 +2,10 @@
 
     python -m hybrid_gkd.demo gpu_demo [--device cuda|cpu] [--out DIR] [--seed 0] [--force]
 
-The teacher is trained on word problems of several events (word_problems.py), whose worked solutions have 95 to 325
+The teacher is trained on word problems of several events (word_problems.py), whose worked solutions have 90 to 290
 tokens, 154,000 of them; the student has a sixth of its parameters, and its training stops while most of its answers
 are still wrong. Half of the validation prompts have templates that no training text has. Without a GPU everything is
-smaller: one event, little numbers, models of a few hundred thousand parameters.
+smaller: one or two events, little numbers, models of a few hundred thousand parameters.
 
 The same seed gives the same texts, tokenizer and initial weights. Training uses torch's deterministic algorithms, so
 that on the same type of device with the same libraries it is meant to give the same models.
@@ -100,8 +100,8 @@ class GPUDemoRecipe:
 RECIPES = {
     # On a card: 38M and 6M parameters, six layers, because the host launches kernels all the time that a step takes.
     "cuda": GPUDemoRecipe(
-        levels=(3, 4, 5), largest=30, num_names=len(NAMES), num_towns=len(TOWNS), vocab_size=2048, num_train=40_000,
-        num_val=512,
+        levels=(5, 6, 7, 8), largest=30, num_names=len(NAMES), num_towns=len(TOWNS), vocab_size=2048,
+        num_train=40_000, num_val=512,
         teacher=ModelRecipe(
             hidden_size=704, num_layers=6, intermediate_size=1920, init_seed=1,
             training=SFTRecipe(
@@ -115,7 +115,7 @@ RECIPES = {
     ),
     # On two cores: 0.6M and 0.2M parameters.
     "cpu": GPUDemoRecipe(
-        levels=(1,), largest=9, num_names=12, num_towns=12, vocab_size=1024, num_train=4000, num_val=64,
+        levels=(1, 2), largest=9, num_names=12, num_towns=12, vocab_size=1024, num_train=4000, num_val=64,
         teacher=ModelRecipe(
             hidden_size=128, num_layers=3, intermediate_size=256, init_seed=1,
             training=SFTRecipe(

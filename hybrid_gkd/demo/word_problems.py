@@ -1,9 +1,17 @@
-"""Word problems with worked solutions: two people, a few events, a question. Any number of them, by seed.
+"""Word problems with worked solutions: an amount, several events, a question. Any number of them, by seed.
 
-    In Corford Jorla has 23 apples. Pelin has 13 more apples than Jorla. Jorla buys 3 bags of 14 apples each. Pelin
-    gives a third of the apples to Jorla. How many apples does Jorla have now?
+    In Corford Ilric has 9 apples. Alan gives Ilric 26 apples. Ilric sells 8 apples at the market. Ilric gives a third
+    of the apples to Alan. Then 3 bags of 14 apples each arrive for Ilric. How many apples does Ilric have now?
 
-The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 77`). A
+    Start: 9.
+    1. Gets 26: 9 + 26 = 35.
+    2. Loses 8: 35 - 8 = 27.
+    3. Gives away 27 / 3 = 9: 27 - 9 = 18.
+    4. Gets 3 * 14 = 30 + 12 = 42: 18 + 42 = 60.
+    Ilric has 60.
+    #### 60
+
+The solution takes the events one by one, splits sums and products into parts and ends as GSM8K's do (`#### 60`). A
 problem's level is the number of its events. Its template is what it asks and the kinds of its events in their order:
 one in eight templates is held out, so that no training text has it. Of the others a prompt is for validation or for
 training by its checksum, so that texts made in different places never overlap. Needs numpy alone.
@@ -64,28 +72,34 @@ class Problem:
         return not self.held_out and zlib.crc32(self.prompt.encode()) % VALIDATION_PROMPTS != 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Story:
     """The state of a problem that is being told."""
 
     rng: np.random.Generator
     town: str
-    people: tuple[str, str]
+    name: str
+    other: str
+    """Of another person."""
     goods: str
     packs: str
     largest: int
     """Of the numbers that an event brings in."""
-    amounts: list[int]
+    amount: int = 0
 
     def number(self, low: int, high: int) -> int:
         return int(self.rng.integers(low, high + 1))
+
+    def small(self) -> int:
+        """Less than the amount, so that something is left."""
+        return self.number(1, max(1, min(self.largest, self.amount - 1)))
 
     def pick(self, *choices: str) -> str:
         return choices[self.rng.integers(len(choices))]
 
 
-Event = tuple[str, str, list[int]]
-"""The sentence of the problem, the calculation of the solution, and both amounts afterwards."""
+Event = tuple[str, str, int]
+"""The sentence of the problem, the calculation of the solution, and the amount afterwards."""
 
 
 def product(k: int, m: int) -> str:
@@ -107,122 +121,113 @@ def rest(a: int, b: int) -> str:
     return f"{a} - {b} = {a - tens} - {ones} = {a - b}" if tens and ones else f"{a} - {b} = {a - b}"
 
 
-def _with(amounts: list[int], who: int, amount: int) -> list[int]:
-    return [amount if i == who else other for i, other in enumerate(amounts)]
-
-
-def _find(s: Story, who: int) -> Event:
-    name, n, before = s.people[who], s.number(2, s.largest), s.amounts[who]
+def _get(s: Story) -> Event:
+    n = s.number(2, s.largest)
     text = s.pick(
-        f"{name} finds {n} more {s.goods}.", f"{name} gets {n} {s.goods} as a gift.",
-        f"A friend brings {name} {n} {s.goods}.",
+        f"{s.name} finds {n} more {s.goods}.", f"{s.name} gets {n} {s.goods} as a gift.",
+        f"{s.other} gives {s.name} {n} {s.goods}.", f"A friend brings {s.name} {n} {s.goods}.",
     )
-    return text, f"{name} gets {n}: {total(before, n)}.", _with(s.amounts, who, before + n)
+    return text, f"Gets {n}: {total(s.amount, n)}.", s.amount + n
 
 
-def _lose(s: Story, who: int) -> Event:
-    name, before = s.people[who], s.amounts[who]
-    n = s.number(1, max(1, min(s.largest, before - 1)))
+def _lose(s: Story) -> Event:
+    n = s.small()
     text = s.pick(
-        f"{name} loses {n} {s.goods}.", f"{name} uses up {n} {s.goods}.", f"{name} sells {n} {s.goods} at the market."
+        f"{s.name} loses {n} {s.goods}.", f"{s.name} uses up {n} {s.goods}.",
+        f"{s.name} sells {n} {s.goods} at the market.",
     )
-    return text, f"{name} is left with {rest(before, n)}.", _with(s.amounts, who, before - n)
+    return text, f"Loses {n}: {rest(s.amount, n)}.", s.amount - n
 
 
-def _buy(s: Story, who: int) -> Event:
-    name, k, m = s.people[who], s.number(2, 9), s.number(2, max(3, s.largest // 2))
-    before, more = s.amounts[who], k * m
+def _give(s: Story) -> Event:
+    n = s.small()
     text = s.pick(
-        f"{name} buys {k} {s.packs} of {m} {s.goods} each.", f"{name} orders {k} {s.packs} with {m} {s.goods} in each.",
-        f"Then {k} {s.packs} of {m} {s.goods} each arrive for {name}.",
+        f"{s.name} gives {s.other} {n} {s.goods}.", f"{s.other} gets {n} {s.goods} from {s.name}.",
+        f"{s.name} hands {n} {s.goods} to {s.other}.",
     )
-    line = f"{name} buys {product(k, m)}, so {total(before, more)}."
-    return text, line, _with(s.amounts, who, before + more)
+    return text, f"Gives away {n}: {rest(s.amount, n)}.", s.amount - n
 
 
-def _give(s: Story, who: int) -> Event:
-    name, other, before = s.people[who], s.people[1 - who], s.amounts
-    n = s.number(1, max(1, min(s.largest, before[who] - 1)))
+def _buy(s: Story) -> Event:
+    k, m = s.number(2, 9), s.number(2, max(3, s.largest // 2))
     text = s.pick(
-        f"{name} gives {other} {n} {s.goods}.", f"{other} gets {n} {s.goods} from {name}.",
-        f"{name} hands {n} {s.goods} to {other}.",
+        f"{s.name} buys {k} {s.packs} of {m} {s.goods} each.",
+        f"{s.name} orders {k} {s.packs} with {m} {s.goods} in each.",
+        f"Then {k} {s.packs} of {m} {s.goods} each arrive for {s.name}.",
     )
-    after = [a - n if i == who else a + n for i, a in enumerate(before)]
-    line = (
-        f"{name} gives {n}: {rest(before[who], n)}, and {other} has {total(before[1 - who], n)}."
-    )
-    return text, line, after
+    return text, f"Gets {product(k, m)}: {total(s.amount, k * m)}.", s.amount + k * m
 
 
-def _share(s: Story, who: int) -> Event:
-    name, other, before = s.people[who], s.people[1 - who], s.amounts
-    parts = [d for d in PARTS if before[who] % d == 0]
+def _share(s: Story) -> Event:
+    parts = [d for d in PARTS if s.amount % d == 0]
     d = parts[s.rng.integers(len(parts))] if parts else 1
-    n = before[who] // d
+    n = s.amount // d
     text = s.pick(
-        f"{name} gives {PARTS.get(d, 'all')} of the {s.goods} to {other}.",
-        f"{other} gets {PARTS.get(d, 'all')} of {name}'s {s.goods}.",
+        f"{s.name} gives {PARTS.get(d, 'all')} of the {s.goods} to {s.other}.",
+        f"{s.other} gets {PARTS.get(d, 'all')} of {s.name}'s {s.goods}.",
     )
-    after = [a - n if i == who else a + n for i, a in enumerate(before)]
-    line = (
-        f"{name} gives {before[who]} / {d} = {n}: {rest(before[who], n)}, and {other} has "
-        f"{total(before[1 - who], n)}."
-    )
-    return text, line, after
+    return text, f"Gives away {s.amount} / {d} = {n}: {rest(s.amount, n)}.", s.amount - n
 
 
-def _multiply(s: Story, who: int) -> Event:
-    name, k, before = s.people[who], s.number(2, 4), s.amounts[who]
+def _multiply(s: Story) -> Event:
+    k = s.number(2, 4)
     text = s.pick(
-        f"After that {name} has {k} times as many {s.goods}.", f"{name}'s {s.goods} become {k} times as many.",
+        f"After that {s.name} has {k} times as many {s.goods}.", f"{s.name}'s {s.goods} become {k} times as many.",
     )
-    return text, f"{name} now has {product(k, before)}.", _with(s.amounts, who, k * before)
+    return text, f"Has {k} times as many: {product(k, s.amount)}.", k * s.amount
 
 
-EVENTS: dict[str, Callable[[Story, int], Event]] = {
-    "find": _find, "lose": _lose, "buy": _buy, "give": _give, "share": _share, "multiply": _multiply,
+EVENTS: dict[str, Callable[[Story], Event]] = {
+    "get": _get, "lose": _lose, "give": _give, "buy": _buy, "share": _share, "multiply": _multiply,
 }
 
 
-def _one(s: Story) -> tuple[str, str, int]:
-    who = s.number(0, 1)
-    name, amount = s.people[who], s.amounts[who]
-    return f"How many {s.goods} does {name} have now?", f"So {name} has {amount}.", amount
+def _now(s: Story, _: int) -> Event:
+    return f"How many {s.goods} does {s.name} have now?", f"{s.name} has {s.amount}.", s.amount
 
 
-def _both(s: Story) -> tuple[str, str, int]:
-    a, b = s.amounts
-    text = s.pick(f"How many {s.goods} do they have together?", f"How many {s.goods} do both have in total?")
-    return text, f"Together: {total(a, b)}.", a + b
+def _together(s: Story, _: int) -> Event:
+    n = s.number(2, s.largest)
+    text = f"{s.other} has {n} {s.goods}. " + s.pick(
+        f"How many {s.goods} do they have together?", f"How many {s.goods} do both have in total?"
+    )
+    return text, f"Together: {total(s.amount, n)}.", s.amount + n
 
 
-def _difference(s: Story) -> tuple[str, str, int]:
-    more, less = sorted((0, 1), key=lambda i: -s.amounts[i])
-    a, b = s.amounts[more], s.amounts[less]
-    text = f"How many more {s.goods} does {s.people[more]} have than {s.people[less]}?"
-    return text, f"Difference: {rest(a, b)}.", a - b
+def _change(s: Story, first: int) -> Event:
+    less, more = sorted((first, s.amount))
+    text = f"How many {'more' if s.amount > first else 'fewer'} {s.goods} are that than in the beginning?"
+    return text, f"Change: {rest(more, less)}.", more - less
 
 
-QUESTIONS: dict[str, Callable[[Story], tuple[str, str, int]]] = {
-    "one": _one, "both": _both, "difference": _difference,
+def _missing(s: Story, _: int) -> Event:
+    n = LARGEST + 1
+    return f"How many {s.goods} are missing to {n}?", f"Missing: {rest(n, s.amount)}.", n - s.amount
+
+
+QUESTIONS: dict[str, Callable[[Story, int], Event]] = {
+    "now": _now, "together": _together, "change": _change, "missing": _missing,
 }
+"""The last event: its sentence, its calculation, and the answer, by the story and its first amount."""
 
 
-def _beginning(s: Story) -> tuple[str, str, str]:
-    """How it starts: the sentence, its calculation, and its kind."""
-    (one, two), (a, b), town = s.people, s.amounts, s.town
-    kind = s.pick("given", "more", "fewer") if a != b else "given"
-    if kind == "more" and b > a:
-        return (
-            f"In {town} {one} has {a} {s.goods}. {two} has {b - a} more {s.goods} than {one}.",
-            f"Start: {one} has {a}. {two} has {total(a, b - a)}.", "more",
-        )  # fmt: skip
-    if kind == "fewer" and b < a:
-        return (
-            f"In {town} {one} has {a} {s.goods}. {two} has {a - b} fewer {s.goods} than {one}.",
-            f"Start: {one} has {a}. {two} has {rest(a, a - b)}.", "fewer",
-        )  # fmt: skip
-    return f"In {town} {one} has {a} {s.goods} and {two} has {b}.", f"Start: {one} has {a}. {two} has {b}.", "given"
+def _given(s: Story) -> Event:
+    a = s.number(2, s.largest)
+    return f"In {s.town} {s.name} has {a} {s.goods}.", f"Start: {a}.", a
+
+
+def _packed(s: Story) -> Event:
+    k, m = s.number(2, 9), s.number(2, max(3, s.largest // 2))
+    return f"In {s.town} {s.name} has {k} {s.packs} of {m} {s.goods} each.", f"Start: {product(k, m)}.", k * m
+
+
+def _compared(s: Story) -> Event:
+    a, b = s.number(2, s.largest), s.number(1, s.largest)
+    text = f"In {s.town} {s.other} has {a} {s.goods}. {s.name} has {b} more {s.goods} than {s.other}."
+    return text, f"Start: {total(a, b)}.", a + b
+
+
+BEGINNINGS: dict[str, Callable[[Story], Event]] = {"given": _given, "packed": _packed, "compared": _compared}
 
 
 def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int, num_towns: int) -> Problem | None:
@@ -230,22 +235,24 @@ def _attempt(rng: np.random.Generator, level: int, largest: int, num_names: int,
     first, second = rng.choice(num_names, 2, replace=False)
     goods, packs = list(GOODS.items())[rng.integers(len(GOODS))]
     story = Story(
-        rng=rng, town=TOWNS[rng.integers(num_towns)], people=(NAMES[first], NAMES[second]), goods=goods, packs=packs,
-        largest=largest, amounts=[int(n) for n in rng.integers(2, largest + 1, 2)],
+        rng=rng, town=TOWNS[rng.integers(num_towns)], name=NAMES[first], other=NAMES[second], goods=goods, packs=packs,
+        largest=largest,
     )
-    text, line, start = _beginning(story)
-    texts, lines, kinds = [text], [line], [start]
-    for _ in range(level):
-        kind, who = list(EVENTS)[rng.integers(len(EVENTS))], story.number(0, 1)
-        text, line, story.amounts = EVENTS[kind](story, who)
-        if not all(0 < amount <= LARGEST for amount in story.amounts):
+    texts, lines, kinds, amounts = list[str](), list[str](), list[str](), list[int]()
+    for number in range(level + 1):
+        table = EVENTS if number else BEGINNINGS
+        kind = list(table)[rng.integers(len(table))]
+        text, line, story.amount = table[kind](story)
+        if not 0 < story.amount <= LARGEST:
             return None
-        state = ", ".join(f"{name} {amount}" for name, amount in zip(story.people, story.amounts, strict=True))
         texts.append(text)
-        lines.append(f"{len(lines)}. {line} Now: {state}.")
+        lines.append(f"{number}. {line}" if number else line)
         kinds.append(kind)
+        amounts.append(story.amount)
     asked = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
-    question, conclusion, answer = QUESTIONS[asked](story)
+    question, conclusion, answer = QUESTIONS[asked](story, amounts[0])
+    if answer == 0:  # nothing has changed, or nothing is missing
+        return None
     return Problem(
         prompt=" ".join([*texts, question]), solution="\n".join([*lines, conclusion, f"#### {answer}"]), level=level,
         template=" ".join([asked, *kinds]),

@@ -10,60 +10,48 @@ from hybrid_gkd.demo import word_problems
 from hybrid_gkd.demo.gpu_demo import RECIPES, is_right, make_data
 from hybrid_gkd.ppo.rewards import gsm8k
 
-NUMBER = r"(\d+) "
-GET = rf"(?:(\w+) finds|(\w+) gets|A friend brings (\w+)) {NUMBER}(?:more )?\w+(?: as a gift)?"
-LOSE = rf"(\w+) (?:loses|uses up|sells) {NUMBER}"
-BUY = rf"(?:(\w+) (?:buys|orders)|Then) {NUMBER}\w+ (?:of|with) {NUMBER}\w+ (?:each(?: arrive for (\w+))?|in each)"
-GIVE = rf"(?:(\w+) gives (\w+) {NUMBER}|(\w+) hands {NUMBER}\w+ to (\w+)|(\w+) gets {NUMBER}\w+ from (\w+))"
-SHARE = r"(?:(\w+) gives (half|a \w+) of the \w+ to (\w+)|(\w+) gets (half|a \w+) of (\w+)'s \w+)"
-TIMES = rf"(?:After that (\w+) has {NUMBER}times|(\w+)'s \w+ become {NUMBER}times) as many.*"
 PARTS = {"half": 2, "a third": 3, "a quarter": 4, "a fifth": 5}
-
-
-def tell(sentence, has):
-    """One event on the amounts."""
-    def groups(pattern, whole=False):
-        match = (re.fullmatch if whole else re.match)(pattern, sentence)
-        return match and [g for g in match.groups() if g]
-
-    if found := groups(GET, whole=True):
-        has[found[0]] += int(found[1])
-    elif found := groups(LOSE):
-        has[found[0]] -= int(found[1])
-    elif found := groups(BUY):
-        numbers = [int(g) for g in found if g.isdigit()]
-        (name,) = (g for g in found if not g.isdigit())
-        has[name] += numbers[0] * numbers[1]
-    elif found := groups(TIMES):
-        has[found[0]] *= int(found[1])
-    elif found := groups(SHARE):
-        one, part, two = found
-        giver, taker = (two, one) if " gets " in sentence else (one, two)
-        moved = Fraction(has[giver], PARTS[part])
-        has[giver], has[taker] = has[giver] - moved, has[taker] + moved
-    else:
-        found = groups(GIVE)
-        names, (n,) = [g for g in found if not g.isdigit()], [int(g) for g in found if g.isdigit()]
-        giver, taker = reversed(names) if " gets " in sentence else names
-        has[giver], has[taker] = has[giver] - n, has[taker] + n
+EVENTS = (
+    # a pattern of the whole sentence about X (the name) and another person, and the amount afterwards
+    (r"X (?:finds|gets) (\d+) (?:more )?\w+(?: as a gift)?", lambda has, n: has + int(n)),
+    (r"(?:A friend brings|\w+ gives) X (\d+) \w+", lambda has, n: has + int(n)),
+    (r"X (?:loses|uses up|sells) (\d+) \w+(?: at the market)?", lambda has, n: has - int(n)),
+    (r"(?:X gives \w+|\w+ gets|X hands) (\d+) \w+(?: from X| to \w+)?", lambda has, n: has - int(n)),
+    (r"(?:X (?:buys|orders)|Then) (\d+) \w+ (?:of|with) (\d+) \w+ (?:each|each arrive for X|in each)",
+     lambda has, k, m: has + int(k) * int(m)),
+    (r"(?:X gives|\w+ gets) (half|a \w+) of (?:the|X's) \w+(?: to \w+)?",
+     lambda has, part: has - Fraction(has, PARTS[part])),
+    (r"(?:After that X has|X's \w+ become) (\d+) times as many(?: \w+)?", lambda has, k: has * int(k)),
+)
 
 
 def solve(prompt):
     """The answer, by the prompt alone."""
     first, *events, question = re.split(r"(?<=[.?]) ", prompt)
-    if match := re.match(r"In \w+ (\w+) has (\d+) \w+ and (\w+) has (\d+)\.", first):
-        has = {match[1]: int(match[2]), match[3]: int(match[4])}
+    name, a, rest = re.fullmatch(r"In \w+ (\w+) has (\d+) (.*)\.", first).groups()
+    if match := re.fullmatch(r"\w+ of (\d+) \w+ each", rest):
+        start = int(a) * int(match[1])
+    elif events and (match := re.fullmatch(r"(\w+) has (\d+) more \w+ than (\w+)\.", events[0])):
+        assert match[3] == name
+        name, start = match[1], int(a) + int(match[2])
+        del events[0]
     else:
-        one, a = re.match(r"In \w+ (\w+) has (\d+) ", first).groups()
-        two, b, how = re.match(r"(\w+) has (\d+) (more|fewer) ", events.pop(0)).groups()
-        has = {one: int(a), two: int(a) + (int(b) if how == "more" else -int(b))}
+        start = int(a)
+    has = start
+    other = events.pop() if "they have together" in question or "both have" in question else None
     for event in events:
-        tell(event.rstrip("."), has)
-    if match := re.search(r"does (\w+) have now", question):
-        return has[match[1]]
-    if match := re.search(r"does (\w+) have than (\w+)\?", question):
-        return has[match[1]] - has[match[2]]
-    return sum(has.values())
+        told = re.sub(rf"\b{name}\b", "X", event.rstrip("."))
+        ((after, numbers),) = [(after, m.groups()) for pattern, after in EVENTS if (m := re.fullmatch(pattern, told))]
+        has = after(has, *numbers)
+    if other is not None:
+        return has + int(re.fullmatch(r"\w+ has (\d+) \w+\.", other)[1])
+    if "in the beginning" in question:
+        assert (" more " in question) == (has > start)
+        return abs(has - start)
+    if match := re.search(r"missing to (\d+)", question):
+        return int(match[1]) - has
+    assert question.endswith(f"does {name} have now?")
+    return has
 
 
 @pytest.mark.parametrize("device", RECIPES)
@@ -75,7 +63,7 @@ def test_solutions_are_right_and_their_calculations_hold(device):
         for chain in re.findall(r"\d+(?: [-+*/] \d+)+(?: = \d+(?: [-+] \d+)*)+", problem.solution):
             values = {Fraction(eval(part)) for part in chain.split(" = ")}
             assert len(values) == 1, chain
-        assert problem.solution.count("Now: ") == problem.level
+        assert len(problem.solution.splitlines()) == problem.level + 3  # start, events, conclusion, mark
 
 
 def test_texts_follow_from_their_seed():
