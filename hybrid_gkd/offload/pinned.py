@@ -111,6 +111,7 @@ class OffloadedTensors(MemoryOwner):
         total = sum(host.numel() for _, host in self._on_host)
         self.gigabytes_per_second[direction] = total / 1e6 / max(start.elapsed_time(end), 1e-3)
 
+    @torch.no_grad()  # with gradients, to_local is an autograd function: 4 ms for the 870 tensors of a 0.5B student
     def _storages(self) -> list[torch.UntypedStorage]:
         """Each storage once, tiny ones left out."""
         found: dict[int, torch.UntypedStorage] = {}
