@@ -9,8 +9,7 @@
         manifest.json       every other file with its size and checksum
 
 A checkpoint is written under a temporary name, perhaps while training goes on, synced to the disk and renamed when it
-is complete. It is numbers and
-JSON: nothing in it is executed when it is read.
+is complete. It is numbers and JSON: nothing in it is executed when it is read.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ class TrainerConfig:
     """Held-out prompts, evenly from the data sources, whose answers are logged with each validation."""
     grace_period: float = field(default=60.0, metadata=rules.NOT_NEGATIVE)
     """Seconds that a run has to end the step in hand and save it after Ctrl-C, SIGTERM or a closed terminal; 0 ends it
-    at once, as a second signal does. A step and a checkpoint, perhaps after one that is
-    being written, have to fit into it."""
+    at once, as a second signal does. A step and a checkpoint, perhaps after one that is being written, have to fit
+    into it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto = cuda where a GPU is visible."""
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)

@@ -41,7 +41,7 @@ class Placement:
     total_bytes: int = 0
     """Memory of the GPU."""
     free_host_bytes: int = 0
-    """See the function."""
+    """Of the host, container limits included, as `free_host_bytes` finds it."""
 
     @classmethod
     def here(cls, role: Role, rank: int, device_type: str) -> Placement:
