@@ -5,7 +5,7 @@
 The teacher is trained on word problems of several events (word_problems.py), whose worked solutions have 90 to 290
 tokens, 154,000 of them; the student has a sixth of its parameters, and its training stops while most of its answers
 are still wrong. Half of the validation prompts have templates that no training text has. Without a GPU everything is
-smaller: one or two events, little numbers, models of a few hundred thousand parameters.
+smaller: one or two events, small numbers, models of a few hundred thousand parameters.
 
 The same seed gives the same texts, tokenizer and initial weights. Training uses torch's deterministic algorithms, so
 that on the same type of device with the same libraries it is meant to give the same models.
@@ -79,6 +79,7 @@ class GPUDemoRecipe:
     num_names: int
     """Names of people that there are."""
     num_towns: int
+    """Names of towns that there are."""
     vocab_size: int
     """Tokens, the special ones included; fewer where the texts do not have as many."""
     num_train: int
@@ -113,7 +114,7 @@ RECIPES = {
             training=SFTRecipe(max_steps=1200, batch_size=128, learning_rate=1e-3, stop_at=0.05, max_tokens=65536),
         ),
     ),
-    # On two cores: 0.6M and 0.2M parameters.
+    # On two cores: 0.6M and 0.1M parameters.
     "cpu": GPUDemoRecipe(
         levels=(1, 2), largest=9, num_names=12, num_towns=12, vocab_size=1024, num_train=4000, num_val=64,
         teacher=ModelRecipe(

@@ -91,7 +91,7 @@ class Story:
         return int(self.rng.integers(low, high + 1))
 
     def small(self) -> int:
-        """Less than the amount, so that something is left."""
+        """Less than the amount, so that something is left; of an amount of 1 all of it, which no problem keeps."""
         return self.number(1, max(1, min(self.largest, self.amount - 1)))
 
     def pick(self, *choices: str) -> str:
