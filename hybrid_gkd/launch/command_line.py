@@ -95,15 +95,16 @@ def load(options: argparse.Namespace) -> Config:
     if options.config_name is None and name == VERL:
         logger.info("an advantage estimator and no teacher: --config-name %s, unless another is given", name)
     config, problems = examine_config(overrides, config_name=name, config_path=options.config_path)
-    if problems and config is not None:
+    demos = used_demos(config) if config is not None else {}
+    if config is not None and (problems or demos):  # before minutes go into a demo
         from hybrid_gkd.launch.inputs import check_presence  # imports torch
 
-        call_all([lambda: raise_all(problems), lambda: check_presence(config)])
+        call_all([lambda: raise_all(problems), lambda: check_presence(config, demos)])
     raise_all(problems)
     assert config is not None
     if config.trainer.console == "quiet":
         quieten()
-    for build in used_demos(config).values():
+    for build in demos.values():
         try:
             build()
         except OSError as error:

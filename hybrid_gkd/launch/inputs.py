@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -247,19 +247,24 @@ def left_over(config: Config, num_prompts: int, steps: int) -> str:
     )
 
 
-def check_presence(config: Config) -> None:
-    """What the configuration names is there. Loads nothing, so that it can be said beside wrong keys.
+def check_presence(config: Config, demos: Collection[Path] = ()) -> None:
+    """What the configuration names is there, but for what lies in `demos`, folders that may still have to be built.
 
-    Raises ModelError, DataError.
+    Loads nothing, so that it can be said beside wrong keys. Raises ModelError, DataError.
     """
+
+    def expected(path: str) -> bool:
+        return not any(Path(path).is_relative_to(demo) for demo in demos)
+
     model, teacher, data = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher, config.data
-    looks: list[Callable[[], object]] = [
-        lambda: check_model_folder("actor_rollout_ref.model.path", model.path),
-        lambda: config.trainer.val_only or find_sources(data.train_files, "data.train_files"),
-        lambda: find_sources(data.val_files, "data.val_files"),
-    ]
+    train_files, val_files = (list(filter(expected, files)) for files in (data.train_files, data.val_files))
+    looks: list[Callable[[], object]] = []
+    if expected(model.path):
+        looks.append(lambda: check_model_folder("actor_rollout_ref.model.path", model.path))
+    looks.append(lambda: config.trainer.val_only or find_sources(train_files, "data.train_files"))
+    looks.append(lambda: find_sources(val_files, "data.val_files"))
     path = teacher.model.path
-    if config.distillation.enabled and teacher.server_ip is None and path is not None:
+    if config.distillation.enabled and teacher.server_ip is None and path is not None and expected(path):
         looks.append(lambda: check_model_folder(TEACHER_PATH, path))
     scores = config.reward_model.model.path
     if config.uses_reward_model and scores is not None:

@@ -13,7 +13,7 @@ import hybrid_gkd
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo import gpu_demo
 from hybrid_gkd.demo.use import demo_teacher_accuracy, used_demos
-from hybrid_gkd.errors import ConfigError, TrainingError
+from hybrid_gkd.errors import ConfigError, HybridGKDError, TrainingError
 from hybrid_gkd.launch.command_line import load, parse
 
 ROOT = Path(hybrid_gkd.__file__).parents[1]
@@ -70,6 +70,16 @@ def compare(*args):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=540, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("more", [[], ["trainer.save_frq=1"]])
+def test_a_missing_file_is_named_before_the_models_are_made(tmp_path, monkeypatch, more):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(HybridGKDError, match=r"data\.train_files: file not found: '/none\.jsonl'") as found:
+        load(parse([*ON_CPU, "data.train_files=/none.jsonl", *more]))
+    assert ("save_frq" in str(found.value)) is bool(more)
+    assert str(tmp_path) not in str(found.value)  # nothing is said of what the demo has yet to make
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_build_that_fails_says_so_and_leaves_nothing(cache, tmp_path, capfd):
