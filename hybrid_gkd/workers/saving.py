@@ -56,14 +56,18 @@ class Saver:
         if behind:
             self._copies = HostCopies(locked=on_gpu)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
-            # Behind the first step: to take and to lock so much memory lasts seconds.
-            self._reserved = self._thread.submit(self._reserve)
+            # Behind the first step: to take and to lock so much memory lasts seconds. The thread gets a number and not
+            # the models, since to name their weights frees those that a forward pass has gathered.
+            self._reserved = self._thread.submit(self._reserve, self._bytes_to_copy())
 
-    def _reserve(self) -> None:
+    def _bytes_to_copy(self) -> int:
         num_bytes = sum(map(snapshot_bytes, self._trained.values()))
         section, actor = self._config.actor_rollout_ref.actor.checkpoint, self._trained["actor"]
         if dist.get_rank() == 0 and (section.save_merged or (section.save_hf_model and actor.adapters is None)):
             num_bytes += export_bytes(actor)
+        return num_bytes
+
+    def _reserve(self, num_bytes: int) -> None:
         try:
             self._copies.reserve(num_bytes)
         except MemoryError as error:

@@ -1,6 +1,7 @@
 """A resumed actor goes on to the last digit, also one whose architecture draws random numbers. CPU, one rank."""
 
 import filecmp
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.offload.pinned import HostCopies
+from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import (
     export_huggingface,
@@ -21,6 +23,7 @@ from hybrid_gkd.student.checkpoint_io import (
 )
 from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.workers.saving import Saver
 
 
 def make_phimoe(folder):
@@ -146,3 +149,24 @@ def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
         actor = Actor(config, device=torch.device("cpu"), num_updates=5)
         with pytest.raises(CheckpointError, match=r"cannot write .*actor/rank_0_of_1\.safetensors"):
             save_model(actor, tmp_path / "actor")
+
+
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "lora"])
+def test_the_thread_behind_the_steps_leaves_the_model_alone(overrides, tmp_path):
+    """FSDP2 frees gathered weights whenever a module's `state_dict` is called, also in the middle of a forward pass."""
+    path, threads = make_tiny_model(tmp_path / "model"), set()
+    config = make_config(path, *overrides)
+    with single_process_group():
+        actor = Actor(config, device=torch.device("cpu"), num_updates=5)
+        for module in actor.hf_model.modules():
+            module.register_state_dict_pre_hook(lambda *_: threads.add(threading.current_thread().name))
+        residency = Residency({}, movable=set(), resident=set())
+        saver = Saver(config, {"actor": actor}, residency, on_gpu=False, behind=True)
+        for step in range(2):
+            actor.update(random_batch(step))
+            saver.take_snapshot(str(path))
+            saver.write_snapshot(tmp_path / f"step {step}")
+            written, _ = saver.finish_snapshot()
+            assert {name.split("/")[0] for name in written} == {"actor", "huggingface"}
+        actor.hf_model.state_dict()
+    assert threads == {"MainThread"}
