@@ -5,9 +5,10 @@
     python benchmarks/results.py report               # docs/results.md and its pictures, from the stored runs alone
 
 `run` makes the models first where they are not there yet. Each finished run is a small CSV in benchmarks/results, with
-the models, the device and the command at its head; a run that does not end within the minutes is stopped, not stored,
-and begins anew the next time. All runs of a folder must have the same models, which another type of GPU or
-other libraries do not make: then take the models along (--models FOLDER).
+the models, the device and the command at its head; one that has not ended when the minutes are over is stored as far
+as it came, and made anew the next time. What a run says is a log beside it, which goes when it is stored. All runs
+of a folder must have the same models, which another type of GPU or other libraries do not make: then take the models
+along (--models FOLDER).
 
 Every run begins at the same student and trains at a constant rate, so that each point of its curve is a run that ends
 there. All train for the same minutes, those of the program and TRL's the recipe's steps at most. `--together 4` makes
@@ -42,7 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_report import COLUMNS, is_validation, read_all, report
+from peers import tail
+from results_report import COLUMNS, Stored, is_validation, read_all, report
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
@@ -61,6 +63,8 @@ WEIGHTED = "algorithm.rollout_is_threshold=2"
 SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
 LOOK_EVERY = 1.0
 """Seconds."""
+STOPPED = "stopped after"
+"""At the head of a run that did not come to its end: it is made anew."""
 MOST_ROWS = 60
 """Of a stored run, validations aside."""
 
@@ -172,33 +176,49 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
 def train(name: str, seed: int, settings: Settings, place: int, deadline: float, over: threading.Event) -> bool:
     """Train and store one run, the `place`-th of those at the same time; False if it is not at its end at the deadline.
 
-    Raises CalledProcessError if it failed.
+    Then it is stored as far as it came, if it was validated since its beginning. Raises CalledProcessError if it
+    failed, with the end of its log.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        command = run_command(name, seed, settings, folder)
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        if settings.together > 1 and (gpus := visible_gpus()):
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
-        answers = answers_per_step(name, settings)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-        try:
-            while process.poll() is None and minutes_of(curve_so_far(folder, answers)) < settings.minutes:
-                if time.monotonic() > deadline or over.wait(LOOK_EVERY):
-                    return False
-            code = process.poll()
-        finally:
-            stop(process)
-        if code:
-            raise subprocess.CalledProcessError(code, command)
-        rows = thinned(curve_so_far(folder, answers))
-    head = {
+    file = settings.results / f"{name}-{seed}.csv"
+    head = {  # before the training, which would be lost with an error here
         "run": name, "seed": seed, "models": models_key(settings.paths), "device": device_name(settings.device),
         "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "overrides": " ".join([RUNS[name].overrides, *settings.overrides]), "together": settings.together,
     }  # fmt: skip
-    store(settings.results / f"{name}-{seed}.csv", head, rows)
-    return True
+    answers, log = answers_per_step(name, settings), file.with_suffix(".log")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    if settings.together > 1 and (gpus := visible_gpus()):
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, rows, stopped = Path(temporary), list[dict[str, float]](), False
+        command = run_command(name, seed, settings, folder)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, start_new_session=True, stdout=out, stderr=subprocess.STDOUT
+            )
+        try:
+            while process.poll() is None and minutes_of(rows) < settings.minutes and not stopped:
+                stopped = over.wait(LOOK_EVERY) or time.monotonic() > deadline
+                rows, before = curve_so_far(folder, answers), rows
+                say_validations(f"{name} {seed}", rows[len(before) :])
+            code = process.poll()
+        finally:
+            stop(process)
+        if code:
+            raise subprocess.CalledProcessError(code, command, tail(log))
+        rows = curve_so_far(folder, answers)
+    if not stopped or any(is_validation(row) and row["step"] > 0 for row in rows):
+        store(file, head | ({STOPPED: f"{minutes_of(rows):.2f} minutes"} if stopped else {}), thinned(rows))
+        log.unlink()
+    return not stopped
+
+
+def say_validations(name: str, rows: list[dict[str, float]]) -> None:
+    """A line for every validation of these rows."""
+    for row in filter(is_validation, rows):
+        found = ", ".join(f"{key} {value:.4g}" for key, value in row.items() if key.startswith("val/"))
+        print(f"{name}: step {row['step']:g}, {row['minutes']:.2f} minutes of training: {found}", flush=True)
 
 
 def curve_so_far(folder: Path, answers: int) -> list[dict[str, float]]:
@@ -220,9 +240,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    with contextlib.suppress(ProcessLookupError):  # also what it has started and left behind: a pool's process
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def answers_per_step(name: str, settings: Settings) -> int:
@@ -274,7 +294,10 @@ def device_name(device: str) -> str:
 def commit() -> str:
     """The version of the code, where git knows it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:  # a machine without git
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
@@ -305,7 +328,12 @@ def stored_runs(settings: Settings) -> set[tuple[str, int]]:
             f"{settings.results} holds runs of other models ({', '.join(other)}, here {models}), which cannot be "
             "compared: --models takes the folder of theirs, --results another folder for these"
         )
-    return {(each.name, each.seed) for each in found}
+    return whole(found)
+
+
+def whole(found: list[Stored]) -> set[tuple[str, int]]:
+    """Names and seeds of the runs that came to their end."""
+    return {(each.name, each.seed) for each in found if STOPPED not in each.head}
 
 
 def train_missing(
@@ -349,10 +377,10 @@ def train_in_turn(
         print(f"{name} {seed}: {(deadline - began) / 60:.1f} minutes are left", flush=True)
         try:
             if not train(name, seed, settings, place, deadline, over):
-                print(f"{name} {seed}: stopped, the minutes are over; it begins anew the next time", flush=True)
+                print(f"{name} {seed}: stopped before its end; it is made anew the next time", flush=True)
                 break
         except subprocess.CalledProcessError as error:
-            print(f"{name} {seed}: failed with exit code {error.returncode}, its reason is above", flush=True)
+            print(f"{name} {seed}: failed with exit code {error.returncode}: {error.output}", flush=True)
             failed.append(f"{name} {seed}")
         longest = max(longest, time.monotonic() - began)
     return failed
@@ -360,7 +388,7 @@ def train_in_turn(
 
 def list_all(args: argparse.Namespace) -> None:
     """Print the state of every run."""
-    there = {(each.name, each.seed) for each in read_all(args.results)}
+    there = whole(read_all(args.results))
     for name, run in RUNS.items():
         stored = [seed for seed in range(run.seeds) if (name, seed) in there]
         print(f"{name:16} {len(stored)} of {run.seeds} stored; {run.title}")
@@ -382,6 +410,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="run: so many at the same time, on all visible GPUs")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="report: where it is written (%(default)s)")
     args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
     if args.what == "report":
         titles = {name: run.title for name, run in RUNS.items()}
         report(read_all(args.results), titles, args.docs, args.results / "conclusions.md")

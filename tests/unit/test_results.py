@@ -2,10 +2,12 @@
 
 import json
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import hybrid_gkd
@@ -94,11 +96,22 @@ def test_a_run_that_cannot_be_made_here_says_what_it_needs(tmp_path, monkeypatch
     assert capsys.readouterr().out == "trl: skipped: needs TRL, which is not installed (pip install trl)\n"
 
 
-def test_a_run_that_fails_does_not_keep_the_others_and_one_that_takes_too_long_is_not_stored(
-    tmp_path, monkeypatch, capsys
-):
-    programs = {
-        "opd": "raise SystemExit(3)",
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Names of runs -> Python code that they are to be, with the name FOLDER; filled by the test."""
+    programs = {}
+    monkeypatch.setattr(results, "run_command", lambda name, seed, settings, folder: [
+        sys.executable, "-c", f"FOLDER = {str(folder)!r}\n{programs[name]}"
+    ])  # fmt: skip
+    for folder in ("teacher", "student"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+    return programs
+
+
+def test_a_run_that_fails_does_not_keep_the_others_and_leaves_its_log(tmp_path, programs, capsys):
+    programs |= {
+        "opd": "print('no such thing'); raise SystemExit(3)",
         "grpo": """import json, pathlib
 for step in (0, 1):
     row = {"step": step, "timing/step": 6.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
@@ -111,12 +124,6 @@ with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
         print(json.dumps(row), file=log, flush=True)
         if step == 2: time.sleep(600)""",
     }
-    monkeypatch.setattr(results, "run_command", lambda name, seed, settings, folder: [
-        sys.executable, "-c", f"FOLDER = {str(folder)!r}\n{programs[name]}"
-    ])  # fmt: skip
-    for folder in ("teacher", "student"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
     settings = results.Settings(
         paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path / "stored", together=2
     )
@@ -129,8 +136,37 @@ with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
     assert run.accuracies("minutes") == [(0.0, 50.0), (0.1, 50.0)]
     assert run.accuracies("answer_tokens")[-1] == (64.0, 50.0)  # 2 tokens of each of 4 x 8 answers
     out = capsys.readouterr().out
-    assert "opd 0: failed with exit code 3" in out
-    assert "opd_k1 0: stopped, the minutes are over" in out
+    assert "opd 0: failed with exit code 3: \nno such thing" in out
+    assert "opd_k8 0: step 2, 1.00 minutes of training: val/accuracy 0.5" in out
+    assert "opd_k1 0: stopped before its end" in out
+    assert sorted(file.name for file in (tmp_path / "stored").glob("*.log")) == ["opd-0.log", "opd_k1-0.log"]
+
+
+def test_a_run_that_is_stopped_is_stored_as_far_as_it_came_and_leaves_no_process(tmp_path, programs):
+    settings = results.Settings(paths=DemoPaths.under(tmp_path), device="cpu", steps=9, minutes=9, results=tmp_path)
+    programs["opd"] = """import json, pathlib, subprocess, sys, time
+with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
+    for step in (0, 1):
+        row = {"step": step, "timing/step": 30.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
+        print(json.dumps(row), file=log, flush=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(FOLDER, "child").write_text(str(child.pid))
+pathlib.Path(FOLDER, "child").rename(""" + repr(str(tmp_path / "child")) + """)
+time.sleep(600)"""
+    file, over = tmp_path / "child", threading.Event()
+    over.wait = lambda seconds: (time.sleep(0.05), file.exists())[1]  # type: ignore[method-assign]
+    assert results.train("opd", 0, settings, 0, time.monotonic() + 300, over) is False
+    (run,) = results_report.read_all(tmp_path)
+    assert run.accuracies("minutes") == [(0.0, 50.0), (0.5, 50.0)]
+    assert run.head[results.STOPPED] == "0.50 minutes"
+    assert results.stored_runs(settings) == set()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in psutil.pids() if pid == int(file.read_text())], 60)
+    assert not alive
+
+
+def test_a_machine_without_git_can_store_runs(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert results.commit() == "unknown"
 
 
 def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
