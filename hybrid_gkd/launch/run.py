@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_BYTES = 32 * 2**20
 """Of a checkpoint's files beside its tensors."""
+LOCK_SECONDS = 1.0
+"""How long the lock of a run folder may be another's: a report that asks whether the run goes on has it for less."""
 
 
 def train(
@@ -262,17 +264,25 @@ def locked_run_folder(config: Config) -> Iterator[None]:
     except OSError as error:
         raise ConfigError("trainer.default_local_dir", f"cannot be written to: {error}", show_value=False) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                "trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name
-            ) from None
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _lock(lock):
+            if time.monotonic() > deadline:
+                raise ConfigError("trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name)
+            time.sleep(LOCK_SECONDS / 100)
         if config.trainer.resume_mode == "disable" and run_dir.exists():
             aside = run_dir.rename(free_path(run_dir))
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)
         yield
+
+
+def _lock(file: TextIO) -> bool:
+    """Whether the lock is this process's now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None) -> str:

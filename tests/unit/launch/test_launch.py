@@ -1,11 +1,13 @@
 """What a run decides before it starts anything."""
 
 import contextlib
+import fcntl
 import json
 import logging
 import signal
 import socket
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,6 +87,19 @@ def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
         assert list(config.run_dir.iterdir()) == []
     kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in config.run_dir.parent.glob("gkd.*")}
     assert kept == {"gkd.1": "1", "gkd.2": "0"}
+
+
+def test_a_report_that_looks_at_a_run_folder_does_not_keep_a_run_from_it(tmp_path):
+    config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}"])
+    config.run_dir.parent.mkdir(parents=True)
+    with open(config.run_dir.parent / f".{config.run_dir.name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as the report takes it, for a moment
+        release = threading.Timer(run.LOCK_SECONDS / 10, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        release.start()
+        with run.locked_run_folder(config):
+            with pytest.raises(ConfigError, match="another process is training"), run.locked_run_folder(config):
+                pass
+        release.join()
 
 
 def runnable(folder, *overrides):
