@@ -67,6 +67,8 @@ class VLLMRolloutEngine(RolloutEngine):
         self.llm = llm_class(**(arguments | rollout.engine_kwargs.vllm))
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
+        if self.can_sleep:
+            self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
         self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm)
         capacity = vllm_compat.full_sequences(self.engine)

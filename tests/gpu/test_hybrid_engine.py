@@ -4,6 +4,9 @@
 """
 
 import contextlib
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from transformers import (
 
 from hybrid_gkd.checkpoint import find_damage, write_manifest
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -122,6 +126,30 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
         assert memory["memory/rollout/actor_rest_gb"] < 0.5
         assert memory["memory/update/sleeping_engine_gb"] < 2
     assert drawn[0] != drawn[-1]
+
+
+def sleep_while_memory_is_taken(folder):
+    vllm_compat.prepare_environment("cuda")
+    from vllm import LLM
+
+    llm = LLM(
+        str(folder), enable_sleep_mode=True, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512,
+        kv_cache_memory_bytes=2**28, gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    llm.collective_rpc(vllm_compat.let_neighbours_grow)
+    free = [(2**36, 2**37), (2**36 - 2**30, 2**37)]  # before and after, of 2**37
+    with mock.patch("torch.accelerator.get_memory_info", side_effect=free):
+        llm.sleep(level=2)
+    executor = llm.llm_engine.model_executor
+    assert executor.is_sleeping
+    for tag in ("weights", "kv_cache"):
+        llm.wake_up(tags=[tag])
+    assert not executor.is_sleeping
+
+
+def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile(model):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(sleep_while_memory_is_taken, model).result(300)
 
 
 @pytest.mark.parametrize("eager", [True, False])

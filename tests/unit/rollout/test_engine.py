@@ -1,11 +1,17 @@
 """The table of rollout engines, and an engine of the user's own."""
 
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.imports import load_object
+from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, make_engine, resolve_engine
 
 OWN_ENGINE = """
@@ -47,3 +53,20 @@ def test_an_engine_of_the_users_own_is_built_and_never_sleeps(tmp_path):
 def test_an_import_path_that_leads_nowhere_is_refused_before_anything_starts(name, reason):
     with pytest.raises(ConfigError, match=rf"{KEY}: .*{reason}"):
         resolve_engine(name)
+
+
+def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():
+    worker = SimpleNamespace(sleep=mock.Mock(side_effect=AssertionError(vllm_compat.GREW)))
+    sleep = worker.sleep
+    vllm_compat.let_neighbours_grow(worker)
+    worker.sleep(level=2)
+    sleep.assert_called_once_with(level=2)
+    sleep.side_effect = AssertionError("something else")
+    with pytest.raises(AssertionError, match="something else"):
+        worker.sleep(level=2)
+
+
+@pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
+def test_vllm_says_that_its_memory_grew_in_the_words_that_are_expected():
+    (place,) = find_spec("vllm").submodule_search_locations
+    assert vllm_compat.GREW in Path(place, "v1", "worker", "gpu_worker.py").read_text()
