@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
             if step == 0:
                 first, own = found, group.compute_logprobs(batch)
             row |= update(args, group, found, batch)
-            rows.append(row | group.memory_metrics())
+            rows.append(row | group.device_metrics())
     exact = reference_logprobs(config.actor_rollout_ref.model.path, first[:REFERENCE_SEQUENCES])
     rows[-1]["engine and actor"] = mean_difference((s.logprobs, own[s.index]) for s in first)
     rows[-1]["engine and float32"] = mean_difference((s.logprobs, exact[s.index]) for s in first if s.index in exact)

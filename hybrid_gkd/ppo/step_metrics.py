@@ -28,21 +28,21 @@ second according to the vendor's data sheets."""
 
 
 def step_metrics(
-    config: Config, rollout: Rollout, timing: Mapping[str, float], *, devices: Iterable[str],
+    config: Config, rollout: Rollout, measured: Mapping[str, float], *, devices: Iterable[str],
     spec: Callable[[], ModelSpec],
 ) -> dict[str, float]:
-    """Times, speed and lengths of a step, with its `timing/*`.
+    """Times, speed and lengths of a step, with what was `measured` in it: `timing/*` and memory.
 
     `devices`: names of those that train. `spec`: the student's, computed where it is needed.
     """
     gen = "gen" if config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
     models = ("reward_model", "values", "update_critic", "ref", "update_actor")
     parts = (gen, "wait_prev_teacher", *models, "sync_rollout_weights")
-    seconds = sum(timing.get(f"timing/{part}", 0.0) for part in parts)
+    seconds = sum(measured.get(f"timing/{part}", 0.0) for part in parts)
     lengths = np.array([len(s.response_ids) for s in rollout.sequences])
     prompts = np.array([len(p.token_ids) for p in rollout.prompts])
     metrics = {
-        **timing,
+        **measured,
         **rollout.metrics,
         "timing/step": seconds,
         "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / seconds,
@@ -55,10 +55,14 @@ def step_metrics(
         "training/epoch": float(rollout.epoch),
         "training/staleness": float(rollout.step - 1 - min(s.weight_version for s in rollout.sequences)),
     }
-    update, peak = timing.get("timing/update_actor", 0.0), peak_flops(devices)
-    if update and peak and not spec().has_experts:
+    for update in ("timing/update_actor", "timing/update_critic"):
+        if f"{update}/compute" in measured:
+            known = sum(measured[f"{update}/{part}"] for part in ("compute", "optimizer_step", "copies"))
+            metrics[f"{update}/other"] = max(0.0, measured[update] - known)
+    compute, peak = measured.get("timing/update_actor/compute", 0.0), peak_flops(devices)
+    if compute and peak and not spec().has_experts:
         flops = training_flops(spec(), [s.num_tokens for s in rollout.sequences], int(lengths.sum()))
-        metrics["perf/mfu"] = config.actor_rollout_ref.actor.ppo_epochs * flops / update / peak
+        metrics["perf/mfu"] = config.actor_rollout_ref.actor.ppo_epochs * flops / compute / peak
     return metrics
 
 

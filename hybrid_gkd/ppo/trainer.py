@@ -296,8 +296,8 @@ class PPOTrainer:
     def _step_metrics(self, rollout: Rollout) -> dict[str, float]:
         self.tracking.log_lengths([len(sequence.response_ids) for sequence in rollout.sequences], self.step)
         devices = [worker["device"] for worker in self.group.description]
-        found = step_metrics(self.config, rollout, self.clock.take(), devices=devices, spec=self._student_spec)
-        return found | self.group.memory_metrics()
+        measured = self.clock.take() | self.group.device_metrics()
+        return step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}

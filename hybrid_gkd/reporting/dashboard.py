@@ -69,6 +69,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             "timing/update_critic", "timing/ref", "timing/update_actor", "timing/sync_rollout_weights", "timing/other",
         ), stacked=True),
         Panel("The step", ("timing/step",)),
+        Panel("The actor's update, part by part", ("timing/update_actor/",), stacked=True),
+        Panel("The critic's update, part by part", ("timing/update_critic/",), stacked=True),
         Panel("Tokens per second", ("perf/tokens_per_second",)),
         Panel("Model FLOP/s utilization", ("perf/mfu",)),
         Panel("Copies between GPU and host", ("timing/offload",)),

@@ -53,6 +53,17 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/values": ("seconds", "The critic's values of the responses"),
     "timing/update_critic": ("seconds", "Forward, backward and optimizer steps of the critic"),
     "timing/update_actor": ("seconds", "Forward, backward and optimizer steps"),
+    # Parts of both updates, each of the worker where it lasts longest.
+    **{
+        f"timing/{update}/{part}": ("seconds", text)
+        for update in ("update_actor", "update_critic")
+        for part, text in (
+            ("compute", "Forward and backward passes, by the device, with the pauses between its kernels"),
+            ("optimizer_step", "Optimizer steps and clipping of gradients, by the device"),
+            ("copies", "Waiting for parameters and optimizer state to come to the GPU"),
+            ("other", f"The rest of timing/{update}: sending the batch, passes for log-probabilities, waiting"),
+        )
+    },
     "timing/sync_rollout_weights": ("seconds", "Copying the new weights into the rollout engine"),
     "timing/offload": ("seconds", "Moving parameters, optimizer state and KV cache between GPU and host"),
     "timing/testing": ("seconds", "Validation, and publishing once more after it, if no checkpoint follows"),
@@ -75,8 +86,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/tokens_per_second": ("tokens/second", "Prompt and response tokens per second of timing/step"),
     "perf/mfu": (
         "fraction", "Model FLOP/s utilization: forward and backward of the step's tokens, without recomputation, per "
-        "second of timing/update_actor, of the GPUs' dense bf16 peak. That time also holds optimizer steps, copies "
-        "between GPU and host and passes for log-probabilities. Absent on the CPU, unknown GPUs and mixtures of experts"
+        "second of timing/update_actor/compute, of the GPUs' dense bf16 peak. Absent on the CPU, unknown GPUs and "
+        "mixtures of experts"
     ),
     "perf/max_memory_allocated_gb": ("GiB", "torch's peak of the step, any GPU; without an engine that sleeps"),
     "perf/max_host_memory_gb": ("GiB", "Largest host memory of a worker process so far"),

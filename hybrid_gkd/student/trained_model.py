@@ -5,8 +5,11 @@ What the loss is, a subclass says: the actor's is in actor.py. All methods are c
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +19,37 @@ from torch import Tensor
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.student.sharded_model import ShardedModel
 from hybrid_gkd.types import MiniBatch, TrainSequence
+
+
+class DeviceTimer:
+    """Adds up how long a device takes for what blocks of code give it to do, without waiting for it."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._seconds = defaultdict[str, float](float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """From the first piece of work of the block to the end of its last; not of one that raises."""
+        if self._on_gpu:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name since the last call, when the device has done all of it."""
+        for name, start, end in self._events:
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1e3
+        seconds, self._seconds, self._events = dict(self._seconds), defaultdict(float), []
+        return seconds
 
 
 class TrainedModel(ShardedModel):
@@ -36,6 +70,8 @@ class TrainedModel(ShardedModel):
         self._sums: dict[str, Tensor] = {}
         """Of the metrics, over the micro-batches since the last step."""
         super().__init__(*args, seed=seed, **kwargs)
+        self.timer = DeviceTimer(self.device)
+        """Of "compute", forward and backward passes, and "optimizer_step" with the clipping of gradients."""
 
     def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""
@@ -66,14 +102,17 @@ class TrainedModel(ShardedModel):
         """
         self.accumulate(batch, before_last=before_last)
         sums, self._sums = self._sums, {}  # now: a new attempt after a failure must begin anew
-        grad_norm = self.clip_grad_norm(self.grad_clip)
+        with self.timer.measure("optimizer_step"):
+            grad_norm = self.clip_grad_norm(self.grad_clip)
         metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, which has been given all work by now
         loss, norm = metrics[self.loss_name], float(grad_norm)
         if not math.isfinite(norm) or not math.isfinite(loss):
             step = self.updates_done + 1
             raise TrainingError(f"optimizer step {step}: loss {loss}, gradient norm {norm}; the step was not taken")
         before_step()
-        return metrics | {f"{self.prefix}/grad_norm": norm, f"{self.prefix}/lr": self.step()}
+        with self.timer.measure("optimizer_step"):
+            rate = self.step()
+        return metrics | {f"{self.prefix}/grad_norm": norm, f"{self.prefix}/lr": rate}
 
     def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None) -> None:
         """Add the gradients of a part of a mini-batch; its last part goes to `update`.
@@ -86,20 +125,24 @@ class TrainedModel(ShardedModel):
             self.optimizer.zero_grad()
             self._seed()
         try:
-            for number, micro_batch in enumerate(batch.micro_batches, start=1):
-                last = number == len(batch.micro_batches)
-                if last:
-                    before_last()
-                if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
-                    self.model.set_reshard_after_backward(last)
-                loss_sum, parts = self._loss(micro_batch)
-                # FSDP2 averages gradients over ranks; the loss is a sum over them.
-                (loss_sum * (self.world_size / batch.num_tokens)).backward()
-                self._add(sums, parts | {self.loss_name: loss_sum.detach()})
+            with self.timer.measure("compute"):
+                self._add_gradients(batch, sums, before_last)
         except torch.OutOfMemoryError:
             self._sums = {}
             self.abandon_backward()
             raise
+
+    def _add_gradients(self, batch: MiniBatch, sums: dict[str, Tensor], before_last: Callable[[], None]) -> None:
+        for number, micro_batch in enumerate(batch.micro_batches, start=1):
+            last = number == len(batch.micro_batches)
+            if last:
+                before_last()
+            if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
+                self.model.set_reshard_after_backward(last)
+            loss_sum, parts = self._loss(micro_batch)
+            # FSDP2 averages gradients over ranks; the loss is a sum over them.
+            (loss_sum * (self.world_size / batch.num_tokens)).backward()
+            self._add(sums, parts | {self.loss_name: loss_sum.detach()})
 
     def _add(self, sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
         for name, value in parts.items():

@@ -311,9 +311,9 @@ class WorkerGroup:
             self.rollouts.close()
         return self.actors.answers()
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Memory by metric name, GiB, each of the worker that has most."""
-        parts = [part for pool in self.pools for part in pool.call("memory_metrics")]
+    def device_metrics(self) -> dict[str, float]:
+        """Memory in GiB, and seconds of updates since the last call, by metric name: of the worker that has most."""
+        parts = [part for pool in self.pools for part in pool.call("device_metrics")]
         return {name: max(part[name] for part in parts if name in part) for part in parts for name in part}
 
     def write_profiles(self) -> list[str]:

@@ -32,7 +32,7 @@ LONG_NAMES = {
     "initialize": "loading student and rollout engine", "publish": "the weight sync",
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
     "take_snapshot": "copying the checkpoint to the host", "finish_snapshot": "writing the checkpoint",
-    "memory_metrics": "memory metrics",
+    "device_metrics": "the workers' metrics",
     "compute_logprobs": "log-probabilities", "compute_values": "the critic's values",
     "compute_reward_scores": "the reward model's scores",
     "compute_ref_logprobs": "log-probabilities of the reference policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -57,6 +58,7 @@ class Updater:
         """Tokens of the largest micro-batch behind that peak."""
         self._accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
         """Micro-batches behind the present gradients, kept until the optimizer step."""
+        self._copy_seconds = 0.0
 
     def accumulate(self, part: MiniBatch) -> None:
         """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
@@ -94,7 +96,7 @@ class Updater:
         """`compute` a part; if memory runs out, and `again`, all there is of the mini-batch in halves."""
         whole = dataclasses.replace(part, micro_batches=(*self._accumulated, *part.micro_batches))
         try:
-            self.residency.enter(self.phases.update)
+            self._enter(self.phases.update)
             if not self._accumulated:
                 self.meter.start()
             result = compute(part)
@@ -107,7 +109,7 @@ class Updater:
             raise self._out_of_memory(reason)
         logger.warning("once more with micro-batches of half the size: %s", reason)
         self._accumulated = ()
-        self.residency.enter(self.phases.update)
+        self._enter(self.phases.update)
         self.meter.trim()
         return self._attempt(compute, halves, again=False)
 
@@ -126,9 +128,19 @@ class Updater:
         def before_step() -> None:
             self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken() - arriving)
             self._largest_micro_batch = max(self._largest_micro_batch, tokens)
-            self.residency.enter(self.phases.step)
+            self._enter(self.phases.step)
 
         return self.model.update(batch, before_last=before_last, before_step=before_step)
+
+    def _enter(self, phase: str) -> None:
+        started = time.perf_counter()
+        self.residency.enter(phase)
+        self._copy_seconds += time.perf_counter() - started
+
+    def take_seconds(self) -> dict[str, float]:
+        """Since the last call: those of the model's `timer`, and "copies" that updates waited for."""
+        copies, self._copy_seconds = self._copy_seconds, 0.0
+        return {**self.model.timer.take(), "copies": copies}
 
     def _out_of_memory(self, reason: str) -> DeviceMemoryError:
         here, section = self.phases.update, self.model.section

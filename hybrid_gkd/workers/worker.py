@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from hybrid_gkd.rollout.weights import Layout
     from hybrid_gkd.student.trained_model import TrainedModel
+    from hybrid_gkd.workers.updater import Updater
 
 
 class Worker(GroupMember):
@@ -59,6 +60,8 @@ class Worker(GroupMember):
         self.profiler = StepProfiler(config.trainer.profile_steps, config.run_dir, name)
         self.weight_version: int | None = None
         """Of the engine's weights; None: undefined."""
+        self.updaters: dict[str, Updater] = {}
+        """Of the models that are trained, by the spans of their updates."""
 
     def placement(self) -> Placement:
         return Placement.here(self.role, self.rank, self.device_type)
@@ -140,11 +143,13 @@ class Worker(GroupMember):
         from hybrid_gkd.workers.updater import CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
 
         arguments: dict[str, Any] = {"worker": f"{self.role} {self.rank}", "alone": self.size == 1}
-        self.updater = Updater(self.actor, self.residency, self.shared.meter, **arguments)
+        self.updater = self.updaters["update_actor"] = Updater(
+            self.actor, self.residency, self.shared.meter, **arguments
+        )
         trained: dict[str, TrainedModel] = {}
         if self.config.uses_critic:
             trained["critic"] = self.critic
-            self.critic_updater = Updater(
+            self.critic_updater = self.updaters["update_critic"] = Updater(
                 self.critic, self.residency, self.shared.meter, phases=CRITIC_PHASES, **arguments
             )
         if self.config.has_reference_model:
@@ -316,8 +321,12 @@ class Worker(GroupMember):
         """Restore models, optimizers and schedules. Call `publish` next."""
         self.saver.load(Path(folder))
 
-    def memory_metrics(self) -> dict[str, float]:
-        return self.shared.metrics(self.residency)
+    def device_metrics(self) -> dict[str, float]:
+        """Memory, and seconds of updates since the last call, by metric name."""
+        found = self.shared.metrics(self.residency)
+        for name, updater in self.updaters.items():
+            found |= {f"timing/{name}/{part}": seconds for part, seconds in updater.take_seconds().items()}
+        return found
 
     def _memory_in_use(self) -> dict[str, float]:
         """Of this process on the host, and of the whole GPU, by the names of their curves."""

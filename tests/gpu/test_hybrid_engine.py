@@ -119,7 +119,7 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
             if step == 1:
                 group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
                 group.load_checkpoint(tmp_path / "checkpoint")
-        memory = group.memory_metrics()
+        memory = group.device_metrics()
         print("losses", losses, "peak GiB", memory)
     assert losses[-1] < losses[0]
     if offload:
@@ -373,7 +373,7 @@ def train_on_given_sequences(model, folder, workers, tensor_parallel):
                 [MiniBatch(micro_batches=(tuple(batch[r::workers]),), num_tokens=num_tokens)] for r in range(workers)
             ]
             curve.append(group.update(shares)[0])
-        print(curve, "peak GiB", group.memory_metrics())
+        print(curve, "peak GiB", group.device_metrics())
     return curve
 
 
@@ -437,7 +437,7 @@ def test_a_reward_model_comes_and_goes(model, tmp_path, offload):
             scores = group.compute_reward_scores([(tuple(texts[:9]), tuple(texts[9:]))])
             found.append(np.array([scores[text.index] for text in texts]))
             group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in drawn),)])
-        memory = group.memory_metrics()
+        memory = group.device_metrics()
     print("scores", found[0], plain, memory)
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])

@@ -108,7 +108,7 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
                 group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
                 rows, _ = train(group, 2, 2)
             found.append(rows)
-            memory = group.memory_metrics()
+            memory = group.device_metrics()
     print(which, found, memory)
     assert abs(reference[0]) < 1e-6  # the student is the reference at first
     assert abs(reference[1]) > 1e-4

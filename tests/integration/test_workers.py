@@ -5,6 +5,7 @@ import dataclasses
 import filecmp
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -117,10 +118,20 @@ def train(config, folder, *, max_tokens=128, batches=None, streamed=False):
         tokens = np.concatenate(list(group.compute_divergences(plan).values())).astype(float)
         names = ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")
         curve.append(dict(zip(names, tokens[:, :2].mean(0), strict=True)))
+        started = time.monotonic()
         for batch in batches:
             curve += update_in_parts(group, batch) if streamed else group.update(shares(batch, group.size, max_tokens))
+        assert_parts_of_updates(group, time.monotonic() - started, "update_actor")
         group.save_checkpoint(folder, tokenizer_path=config.actor_rollout_ref.model.path)
     return curve, load_file(folder / "huggingface" / "model.safetensors")
+
+
+def assert_parts_of_updates(group, seconds, *updates):
+    found = {name: value for name, value in group.device_metrics().items() if name.startswith("timing/")}
+    assert found.keys() == {f"timing/{u}/{part}" for u in updates for part in ("compute", "optimizer_step", "copies")}
+    assert min(found.values()) > 0
+    if group.size == 1:  # else they are of the worker where each lasts longest
+        assert sum(found.values()) <= seconds
 
 
 def assert_same(first, second, weights_first, weights_second):
@@ -251,7 +262,10 @@ def test_a_critic_on_one_worker_and_on_two_that_continue_from_a_checkpoint(model
                 assert group.saves_behind
                 group.take_snapshot(tokenizer_path=str(model))
                 group.write_snapshot(store.begin(2))
+            group.device_metrics()
+            started = time.monotonic()
             found.append(learn_values(group, range(2, 4)))
+            assert_parts_of_updates(group, time.monotonic() - started, "update_actor", "update_critic")
             references.append(group.compute_ref_logprobs(plan))
             scores = group.compute_ref_topk(plan)
             for index, expected in references[-1].items():

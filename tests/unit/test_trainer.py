@@ -449,6 +449,9 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
     assert num_updates(trainer.config, 5) == 20
 
 
+PARTS = {"compute": 0.5, "optimizer_step": 0.1, "copies": 0.05}
+
+
 @pytest.mark.parametrize(
     ("devices", "size", "found"),
     [
@@ -461,9 +464,12 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
 def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(devices, size, found):
     _, _, rollout = make(PPOTrainer)
     metrics = step_metrics(
-        config("actor_rollout_ref.actor.ppo_epochs=3"), rollout, {"timing/update_actor": 0.5}, devices=devices,
-        spec=lambda: size,
+        config("actor_rollout_ref.actor.ppo_epochs=3"), rollout,
+        {"timing/update_actor": 0.75} | {f"timing/update_actor/{part}": seconds for part, seconds in PARTS.items()},
+        devices=devices, spec=lambda: size,
     )
+    assert metrics["timing/step"] == 0.75
+    assert metrics["timing/update_actor/other"] == pytest.approx(0.1)
     assert ("perf/mfu" in metrics) == found
     if found:
         lengths = [s.num_tokens for s in rollout.sequences]
