@@ -30,6 +30,8 @@ from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.files import FileSum, ReservedSpace
 
 LATEST, STATE, MANIFEST = "latest_checkpointed_iteration.txt", "trainer_state.json", "manifest.json"
+RESERVED, UNFINISHED = ".reserved_for_a_checkpoint", ".global_step_*.writing"
+"""What a killed run leaves behind: the room that it held, and a checkpoint that it had begun."""
 READERS = 8
 """Files that are checked at the same time."""
 
@@ -75,6 +77,7 @@ class CheckpointStore:
     def reserve(self) -> None:
         """Hold the room of one checkpoint until the next is written. Raises CheckpointError if the disk has less."""
         try:
+            self._remove_unfinished()
             self._reserved.take()
         except OSError as error:
             needed = f"{self.reserved_bytes / 2**20:.0f} MiB"
@@ -88,7 +91,7 @@ class CheckpointStore:
 
     @property
     def _reserved(self) -> ReservedSpace:
-        return ReservedSpace(self.run_dir / ".reserved_for_a_checkpoint", self.reserved_bytes)
+        return ReservedSpace(self.run_dir / RESERVED, self.reserved_bytes)
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None. What it holds is not looked at."""
@@ -124,8 +127,7 @@ class CheckpointStore:
         folder = self._unfinished(step)
         try:
             self.release()
-            for unfinished in self.run_dir.glob(".global_step_*.writing"):  # a run was killed, or a write has failed
-                shutil.rmtree(unfinished, ignore_errors=True)
+            self._remove_unfinished()
             folder.mkdir(parents=True)
         except OSError as error:
             raise self._cannot_write(step, error) from error
@@ -152,8 +154,13 @@ class CheckpointStore:
         if self.keep is not None:
             self._prune(state, self.keep)
 
+    def _remove_unfinished(self) -> None:
+        """A run was killed, or a write has failed."""
+        for folder in self.run_dir.glob(UNFINISHED):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _unfinished(self, step: int) -> Path:
-        return self.run_dir / f".global_step_{step}.writing"
+        return self.run_dir / UNFINISHED.replace("*", str(step))
 
     def _cannot_write(self, step: int, error: OSError) -> CheckpointError:
         return CheckpointError(f"cannot write checkpoint {self.folder(step)}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import math
 import os
 import socket
@@ -11,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import examine_config
 from hybrid_gkd.errors import ConfigError
@@ -240,22 +242,28 @@ def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
     """Bytes that have to be free for the checkpoints of a run, in addition to those already in its folder.
 
     An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept, and the
-    best one beside them. Where all are kept, there has to be room for the next one. `steps`: of the whole run, None
-    where that is not known.
+    best one beside them. Where all are kept, there has to be room for the next one. What a killed run has reserved or
+    begun to write makes room for it. `steps`: of the whole run, None where that is not known.
     """
     trainer, one = config.trainer, checkpoint_bytes(config, spec)
     if trainer.save_freq == 0 or trainer.val_only:
         return 0
+    goes_on = trainer.resume_mode != "disable"  # else the run folder is moved aside
+    freed = _file_bytes(config.run_dir, RESERVED, f"{UNFINISHED}/**/*") if goes_on else 0
     keeps_best = trainer.best_metric is not None
     if trainer.max_actor_ckpt_to_keep is None or (trainer.save_freq == -1 and not keeps_best):
-        return one
+        return max(0, one - freed)
     number = trainer.max_actor_ckpt_to_keep + 1 + keeps_best
     if steps is not None:
         frequencies = [trainer.save_freq, *([trainer.test_freq] if keeps_best else [])]
         number = min(number, sum(math.ceil(steps / each) if each > 0 else 1 for each in frequencies))
-    present = 0
-    if trainer.resume_mode != "disable":  # else the run folder is moved aside
-        for file in config.run_dir.glob("global_step_*/**/*"):
-            with contextlib.suppress(FileNotFoundError):  # another run may be removing it
-                present += file.stat().st_size
-    return max(one, number * one - present)
+    present = _file_bytes(config.run_dir, "global_step_*/**/*") if goes_on else 0
+    return max(0, max(one, number * one - present) - freed)
+
+
+def _file_bytes(folder: Path, *patterns: str) -> int:
+    total = 0
+    for file in itertools.chain.from_iterable(map(folder.glob, patterns)):
+        with contextlib.suppress(FileNotFoundError):  # another run may be removing it
+            total += file.stat().st_size
+    return total

@@ -164,6 +164,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     store = make_store(facts)
     store.reserve()
+    stack.callback(store.release)  # also where the start fails
     clock = stack.enter_context(recording(config.run_dir))
     teacher, local = None, None
     if config.distillation.enabled and section.server_ip is None:
@@ -194,7 +195,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         "resume_from": facts.resumption.folder if facts.resumption else None, "settings": facts.settings,
         "clock": clock, "stop_requested": stopping.requested,
     }
-    stack.callback(store.release)  # before the trackers end: they may have rows that a full disk did not take
+    stack.callback(store.release)  # already before the trackers end: they may have rows that a full disk did not take
     if teacher is None:
         return PPOTrainer(config, **arguments)
     logger.info("teacher: %s", check_own_answers(facts, teacher))
@@ -206,7 +207,8 @@ def make_store(facts: Facts) -> CheckpointStore:
     """The run's checkpoints, with the size of the next one where there will be any."""
     config = facts.config
     assert facts.spec is not None
-    size = checkpoint_bytes(config, facts.spec) + TOKENIZER_BYTES if config.trainer.save_freq else 0
+    saves = config.trainer.save_freq != 0 and not config.trainer.val_only
+    size = checkpoint_bytes(config, facts.spec) + TOKENIZER_BYTES if saves else 0
     return CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
 
 
@@ -270,6 +272,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
                 raise ConfigError("trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name)
             time.sleep(LOCK_SECONDS / 100)
         if config.trainer.resume_mode == "disable" and run_dir.exists():
+            CheckpointStore(run_dir, keep=None).release()  # held by a run that was killed
             aside = run_dir.rename(free_path(run_dir))
             logger.info("earlier run of this name moved to %s", aside)
         run_dir.mkdir(exist_ok=True)

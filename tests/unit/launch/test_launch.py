@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from hybrid_gkd.__main__ import main
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, load_state, write_manifest
+from hybrid_gkd.checkpoint import RESERVED, CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.config_loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
 from hybrid_gkd.launch import fit, preflight, run
@@ -82,9 +82,11 @@ def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
     for number, folder in enumerate(earlier):
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(str(number))
+    (folder.parent / "gkd" / RESERVED).write_text("held by a run that was killed")
     config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=disable"])
     with run.locked_run_folder(config):
         assert list(config.run_dir.iterdir()) == []
+    assert not list(tmp_path.glob(f"**/{RESERVED}"))
     kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in config.run_dir.parent.glob("gkd.*")}
     assert kept == {"gkd.1": "1", "gkd.2": "0"}
 
@@ -122,6 +124,24 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):
         run.run(runnable(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_room_for_checkpoints_is_held_by_a_run_that_will_write_some_and_given_back_when_it_cannot_start(
+    tmp_path, monkeypatch
+):
+    held = []
+
+    def failing(config, device):
+        held.extend(file.stat().st_size for file in config.run_dir.glob(RESERVED))
+        raise WorkerError("no Ray here")
+
+    monkeypatch.setattr(run, "ray_cluster", failing)
+    validation = ("trainer.val_only=true", "data.train_files=[]", f"data.val_files={tmp_path}/train.jsonl")
+    for overrides in ((), validation):
+        with pytest.raises(WorkerError, match="no Ray here"):
+            run.run(runnable(tmp_path, *overrides))
+    assert len(held) == 1
+    assert not list(tmp_path.glob(f"**/{RESERVED}"))
 
 
 def test_validation_alone_needs_no_training_prompts_no_room_for_checkpoints_and_no_rule_of_training(

@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 from transformers import AutoConfig, Gemma3Config, Qwen2Config
 
+from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
@@ -522,4 +523,12 @@ def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
     assert needed(5, 2) == pytest.approx(one, abs=2 * 4096 * 2)  # folders take room too
     assert needed(5, 4) == pytest.approx(3 * one, abs=2 * 4096 * 2)
     assert needed(5, 1) == one  # one of them is removed only when the next is there
+    assert needed(5, 4, None, "trainer.resume_mode=disable") == 5 * one
+    # A killed run held room, and had begun a checkpoint: both are freed before the next is written.
+    (kept.parents[1] / RESERVED).write_bytes(bytes(one // 2))
+    assert needed(5, 1) == needed(5, "null") == one - one // 2
+    begun = kept.parents[1] / UNFINISHED.replace("*", "15") / "actor"
+    begun.mkdir(parents=True)
+    (begun / "weights").write_bytes(bytes(one))
+    assert needed(5, 1) == needed(5, "null") == 0
     assert needed(5, 4, None, "trainer.resume_mode=disable") == 5 * one
