@@ -98,11 +98,17 @@ give_up() {
 
 # A subshell: neither the lock, the working directory nor uv's settings reach the program that starts afterwards.
 install() (
-    mkdir -p "$venv"
+    mkdir -p "$venv" && [[ -w $venv ]] ||
+        fail "cannot install into $venv: it cannot be written to; HYBRID_GKD_VENV=/path names another folder"
+    # pip turns a Ctrl-C into a failure like any other, after which other ways of installing would be tried.
+    trap 'fail "interrupted; the next start installs anew"' INT
     # One installation at a time: a second start waits, then finds the work done.
     if command -v flock >/dev/null; then
         exec 9>"$venv/hybrid_gkd.lock"
-        flock 9
+        flock -n 9 || if [[ $? == 1 ]]; then  # held; other codes are of file systems without locks
+            say "another start is at it in $venv: waiting for it, for an hour at most; its log: $log"
+            flock -w 3600 9 || fail "the other start is at it in $venv after an hour still: end it, and start again"
+        fi
         if is_installed; then exit 0; fi
     fi
     rm -f "$stamp"

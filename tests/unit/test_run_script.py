@@ -1,8 +1,12 @@
 """run_gkd.sh: which environment it uses, what it installs there and how. A stand-in for Python notes the calls."""
 
 import configparser
+import fcntl
+import os
 import re
+import signal
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +21,7 @@ MODULES = {"pyzmq": "zmq"}
 # `-m venv` puts it into the environment; `pip install uv` puts it there as uv. It refuses what $REFUSED matches.
 PYTHON = r"""#!/bin/bash
 tool="${0##*/} $*"
+trap 'exit 1' INT  # as pip does
 case $tool in
     *"-m pip config list") printf '%s\n' "${SETTINGS:-}"; exit ;;
     *" -c "*) exit ;;  # new enough, with CUDA
@@ -27,7 +32,7 @@ case $tool in
     *"pip show"*) [[ -n ${HAS_CPU_BUILD:-} ]]; exit ;;
 esac
 echo "$tool UV_FIND_LINKS=${UV_FIND_LINKS:-} UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-}" >>"$CALLS"
-sleep "${SLOW:-0}"
+if [[ $tool =~ ${SLOW_AT:-} ]]; then sleep "${SLOW:-0}"; fi
 if [[ -n ${REFUSED:-} && $tool =~ $REFUSED ]]; then echo "cannot: $tool"; exit 1; fi
 """
 
@@ -45,7 +50,7 @@ def start(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def run(*arguments, gpu=False, script="run_gkd.sh", **variables):
+    def run(*arguments, gpu=False, script="run_gkd.sh", meanwhile=lambda process, calls: None, **variables):
         smi = tmp_path / "bin" / "nvidia-smi"
         smi.write_text("#!/bin/bash\necho 'GPU 0: a card'\n" if gpu else "#!/bin/bash\nexit 9\n")
         smi.chmod(0o755)
@@ -55,7 +60,13 @@ def start(tmp_path):
             "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PYTHON": str(python), "CALLS": str(calls), **variables
         }
         command = ["bash", str(project / script), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            start_new_session=True,
+        )
+        said = meanwhile(process, calls) or ""
+        output, errors = process.communicate(timeout=60)
+        done = subprocess.CompletedProcess(command, process.returncode, output, said + errors)
         return done, calls.read_text().splitlines()
 
     run.venv = project / ".venv"
@@ -159,6 +170,44 @@ def test_two_starts_at_once_install_once(start):
     done = [future.result()[0] for future in pending]
     assert [process.stdout for process in done] == [f"{start.venv}/bin/python\n"] * 2
     assert sorted("installing" in process.stderr for process in done) == [False, True]
+
+
+def test_a_start_that_waits_for_another_ones_installation_says_so(start):
+    start.venv.mkdir()
+    with (start.venv / "hybrid_gkd.lock").open("w") as lock:
+
+        def let_go(process, calls):
+            said = process.stderr.readline()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            return said
+
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done, _ = start("--install-only", meanwhile=let_go)
+    assert f"another start is at it in {start.venv}: waiting for it" in done.stderr.splitlines()[0]
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("at", ["-m pip .* install uv", "^uv pip install", "-m venv"])
+def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
+    def interrupt(process, calls):
+        deadline = time.monotonic() + 30
+        while not re.search(at, calls.read_text(), re.MULTILINE):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+
+    done, calls = start("trainer.total_epochs=3", SLOW="30", SLOW_AT=at, meanwhile=interrupt)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "interrupted; the next start installs anew" in done.stderr
+    assert re.search(at, calls[-1])  # nothing else was tried after it
+    assert start("--install-only")[1] != []
+
+
+def test_an_environment_that_cannot_be_written_is_named(start):
+    start.venv.write_text("a file")
+    done, _ = start()
+    assert done.returncode == 1
+    assert f"cannot install into {start.venv}: it cannot be written to; HYBRID_GKD_VENV=" in done.stderr
 
 
 def test_a_gpu_gets_cuda_and_replaces_an_installation_for_cpus(start):
