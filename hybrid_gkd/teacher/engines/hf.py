@@ -43,6 +43,8 @@ class HFScoringEngine(ScoringEngine):
             # transformers' other implementations leave the cap away without a word.
             capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             self._model = _load(options, "eager" if capped else None)
+        # The attention works on a padded copy but for that of a GPU in half precision.
+        self._pads = not self._packed or self._model.device.type == "cpu" or self._model.dtype == torch.float32
         self._head: Any = self._model.get_output_embeddings() if self._head_is_separable() else None
 
     @torch.inference_mode()
@@ -88,14 +90,14 @@ class HFScoringEngine(ScoringEngine):
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """The sequences of the next forward, at least one if any waits."""
+        """The sequences of the next forward, at least one if any waits; the limit counts padding where there is any."""
         limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
         items: list[Item] = []
         longest = total = 0
         while self._queue:
             length = self._queue[0].num_tokens
             longest, total = max(longest, length), total + length
-            size = total if self._packed else longest * (len(items) + 1)
+            size = longest * (len(items) + 1) if self._pads else total
             if items and size > limit:
                 break
             items.append(self._queue.popleft())
