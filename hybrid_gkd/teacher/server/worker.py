@@ -162,7 +162,8 @@ class ScoringWorker:
                     self._engine.add(work, work.sequences, work.request.topk, work.request.temperature)
                 done = self._engine.step()
             except Exception as error:
-                done = self._one_by_one(error, batch)
+                # As text: its frames would keep what the engine had computed, on a GPU the memory that it lacked.
+                done = self._one_by_one(f"{type(error).__name__}: {error}", batch)
             for work, scores in done:
                 self._num_failures = 0
                 result = ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
@@ -188,10 +189,10 @@ class ScoringWorker:
                 self._link.reply(_error(work.request, "expired", late), [])
         return batch
 
-    def _one_by_one(self, error: Exception, batch: list[Work]) -> Iterator[tuple[Work, list[TeacherTopK]]]:
+    def _one_by_one(self, failure: str, batch: list[Work]) -> Iterator[tuple[Work, list[TeacherTopK]]]:
         """After an exception, score one request at a time to find the one that breaks the engine."""
         pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
-        log.warning("the engine failed with %d requests: %s: %s", len(pending), type(error).__name__, error)
+        log.warning("the engine failed with %d requests: %s", len(pending), failure)
         for work in pending:
             try:
                 scores = self._engine.score(work.sequences, work.request.topk, work.request.temperature)

@@ -2,6 +2,7 @@
 
 import queue
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -27,10 +28,14 @@ class Engine(ScoringEngine):
     def __init__(self):
         super().__init__(INFO)
         self.most_tokens = 0
+        self.computed, self.saw_leftovers = [], False
 
     def _step(self):
         self.most_tokens = max(self.most_tokens, self.num_tokens)
         item = self._queue.popleft()
+        self.saw_leftovers = self.saw_leftovers or any(each() is not None for each in self.computed)
+        activations = np.zeros(9)
+        self.computed.append(weakref.ref(activations))
         if item.prompt_ids[0] == POISON:
             raise ValueError("poison")
         shape = (len(item.response_ids), item.k)
@@ -78,14 +83,16 @@ def logprobs(reply):
 
 
 def test_a_request_that_breaks_the_engine_takes_no_other_along(monkeypatch):
+    monkeypatch.setattr(worker_module.log, "disabled", True)  # pytest keeps records, and their tracebacks
     # Large enough to be answered before the link's end is seen.
     big = TOKENS_AHEAD
-    replies, _ = run(monkeypatch, [work("a", [1, 2]), work("b", [3, POISON]), work("c", [4]), work("d", [5], big)])
+    replies, engine = run(monkeypatch, [work("a", [1, 2]), work("b", [3, POISON]), work("c", [4]), work("d", [5], big)])
     assert logprobs(replies["a"]) == [-1, -1, -1, -2, -2, -2]
     assert logprobs(replies["c"]) == [-4, -4, -4]
     assert isinstance(replies["b"][0], ScoreError)
     assert replies["b"][0].code == "failed"
     assert "ValueError: poison" in replies["b"][0].reason
+    assert not engine.saw_leftovers  # what failed for want of memory is tried again with all of it
 
 
 def test_expired_work_is_not_scored(monkeypatch):
