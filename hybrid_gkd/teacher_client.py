@@ -409,8 +409,9 @@ class TeacherClient:
                 continue
             load = {each: sum(other.connection is each for other in self._in_flight.values()) for each in alive}
             connection = min(alive, key=lambda each: (each is request.last_connection, load[each]))
+            timeout = min(max(0.0, request.deadline - now), protocol.MAX_TIMEOUT_SECONDS)
             message = ScoreRequest(
-                id=request.id, attempt=request.attempt + 1, timeout_seconds=request.deadline - now, topk=self._topk,
+                id=request.id, attempt=request.attempt + 1, timeout_seconds=timeout, topk=self._topk,
                 temperature=self._temperature, prompt_lengths=[len(each.prompt_ids) for each in request.sequences],
                 response_lengths=request.response_lengths,
             )

@@ -37,6 +37,8 @@ MAX_FRAMES = 1 + MAX_ARRAYS
 MAX_REQUEST_BYTES = 16 << 20
 """Largest frame that a broker takes from a client, and the arrays of one request; they hold token ids only."""
 MAX_REPLY_BYTES = 1 << 30
+MAX_TIMEOUT_SECONDS = 7 * 86400.0
+"""Of one sending of a request."""
 DTYPES: dict[str, np.dtype] = {"int32": np.dtype("<i4"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 
 TokenIds = np.ndarray
@@ -111,7 +113,7 @@ class ScoreRequest(Message, tag="score"):
 
     id: RequestId
     attempt: Count
-    timeout_seconds: Annotated[float, msgspec.Meta(ge=0, le=7 * 86400)]
+    timeout_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_SECONDS)]
     """Counted from the receipt of the message: the clocks of two hosts need not agree."""
     topk: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     temperature: Annotated[float, msgspec.Meta(gt=0, le=1e4)]

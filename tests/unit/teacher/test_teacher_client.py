@@ -190,7 +190,8 @@ def expect_scores(futures, batch):
 
 def test_scores_come_back_in_order_and_are_counted():
     batch = sequences(50)
-    with Server() as server, connect(server, n_server_workers=2) as client:
+    # A timeout that is longer than a message may have.
+    with Server() as server, connect(server, n_server_workers=2, request_timeout=1e8) as client:
         assert client.handshake(**STUDENT).model == "m"
         expect_scores(client.submit(batch), batch)
         metrics = client.drain_metrics()
