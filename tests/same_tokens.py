@@ -3,12 +3,14 @@
 In a process of its own, because vLLM changes the process that imports it.
 """
 
+import os
 import random
 
 import numpy as np
 
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_scheduler
+from hybrid_gkd.workers.process_group import LOOPBACK
 
 # Several answers to a prompt that share its blocks, and answers of many lengths; greedy ones have no seed.
 JOBS = (
@@ -20,6 +22,17 @@ PROMPTS, STOP_TOKENS = 8, [7, 11]
 MANY, FEW = 60, 6
 """Blocks of the KV cache: with few of them sequences lose their place."""
 CASES = ((True, MANY), (False, FEW), (True, FEW))
+
+
+def check_rank(rank, folder, port):
+    """`compare` as one of two ranks that share the model, tensor parallel, and run the same requests; on the CPU."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOOPBACK)
+    vllm_compat.prepare_environment("cpu")
+    more = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    short, _, preemptions = compare(folder, "cpu", caching=True, blocks=FEW, more=more)
+    assert preemptions > 0
+    assert short > 0
 
 
 def check_cases(folder, device):
@@ -34,9 +47,9 @@ def check_cases(folder, device):
         assert short > (4 * full if blocks == MANY else 0)
 
 
-def compare(folder, device, *, caching, blocks):
+def compare(folder, device, *, caching, blocks, more=None):
     """Log-probabilities and tokens of all jobs are equal. Returns how many steps were short and preempted."""
-    llm = make_llm(folder, device, caching=caching, blocks=blocks)
+    llm = make_llm(folder, device, caching=caching, blocks=blocks, more=more or {})
     core = llm.llm_engine.engine_core.engine_core
     expected = [generate(llm, job, own=False) for job in JOBS]
     assert vllm_scheduler.install(llm.llm_engine) is None
@@ -55,18 +68,18 @@ def compare(folder, device, *, caching, blocks):
     return core.scheduler.short_steps, core.scheduler.full_steps, len(preemptions)
 
 
-def make_llm(folder, device, *, caching, blocks):
+def make_llm(folder, device, *, caching, blocks, more):
     from vllm import LLM
 
-    more = {"num_gpu_blocks_override": blocks * 8, "gpu_memory_utilization": 0.1}  # of 16 tokens
+    size = {"num_gpu_blocks_override": blocks * 8, "gpu_memory_utilization": 0.1}  # of 16 tokens
     if device == "cpu":
         block_bytes = 128 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, head size, float32
-        more = {"kv_cache_memory_bytes": blocks * block_bytes, "dtype": "float32", "enforce_eager": True}
-        more |= vllm_compat.seeded_sampling_args(device)
+        size = {"kv_cache_memory_bytes": blocks * block_bytes, "dtype": "float32", "enforce_eager": True}
+        size |= vllm_compat.seeded_sampling_args(device)
     return LLM(
         str(folder), enable_prefix_caching=caching, max_model_len=512, max_num_seqs=12, max_num_batched_tokens=512,
         disable_log_stats=True, generation_config="vllm", logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
-        seed=0, **more,
+        seed=0, **size, **more,
     )
 
 

@@ -1,11 +1,12 @@
 """The short path of the rollout scheduler on the CPU: vLLM's synchronous scheduler and its older model runner."""
 
 import multiprocessing
+import socket
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from same_tokens import check_cases
+from same_tokens import check_cases, check_rank
 
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_scheduler
@@ -22,6 +23,16 @@ def in_own_process(function, *args, **kwargs):
 
 def test_both_schedulers_give_the_same_tokens(tmp_path):
     in_own_process(check_cases, make_tiny_model(tmp_path / "model", num_words=200), "cpu")
+
+
+def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", num_words=200)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for rank in [pool.submit(check_rank, rank, folder, port) for rank in range(2)]:
+            rank.result(TIMEOUT)
 
 
 def leave_unknown_ones_alone():
