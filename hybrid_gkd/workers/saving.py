@@ -102,7 +102,8 @@ class Saver:
             self._snapshot[name] = snapshot_model(model, self._copies.copy)
             self._copies.finish()
         for name, export in self._gather_exports(tokenizer_path, self._copies.copy):
-            self._snapshot[name] = functools.partial(_export, export)
+            if dist.get_rank() == 0:  # which alone writes it; another would list and read what is being written
+                self._snapshot[name] = functools.partial(_export, export)
         self._copies.finish()
 
     def write_snapshot(self, folder: Path) -> None:
