@@ -111,10 +111,11 @@ def _load_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer, files
 
 def _weights(model: ShardedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each once, under the first of its Hugging Face names; or the adapters."""
+    # Here FSDP2 takes back what a pass that has failed left gathered: not the weights that the optimizer knows.
+    state = model.hf_model.state_dict(keep_vars=True)
     if model.adapters is not None:
         return dict(adapter_weights(model.hf_model))
-    found = unique_tensors(model.hf_model.state_dict(keep_vars=True).items())
-    return {names[0]: tensor for names, tensor in found}
+    return {names[0]: tensor for names, tensor in unique_tensors(state.items())}
 
 
 def _tensors(model: ShardedModel) -> dict[str, Tensor]:

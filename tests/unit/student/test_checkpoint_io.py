@@ -142,6 +142,25 @@ def test_what_is_written_behind_further_updates_is_of_the_moment_of_the_snapshot
         assert len(copies._blocks) == 1  # as large as it was reserved
 
 
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "lora"])
+def test_a_pass_that_failed_costs_the_checkpoint_nothing(overrides, tmp_path):
+    """It leaves weights gathered, in the type of the computation, of which the optimizer knows nothing."""
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = make_config(make_tiny_model(tmp_path / "model"), f"{fsdp}.reshard_after_forward=false", *overrides)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory, planted")
+
+    with single_process_group():
+        actor = Actor(config, device=torch.device("cpu"), num_updates=5)
+        actor.update(random_batch(0))
+        expected = save_model(actor, tmp_path / "before")
+        actor.hf_model.model.layers[1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            actor.compute_logprobs(random_batch(1).micro_batches)
+        assert save_model(actor, tmp_path / "after") == expected
+
+
 def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
     config = make_config(make_tiny_model(tmp_path / "model"))
     (tmp_path / "actor").write_text("in the way")
