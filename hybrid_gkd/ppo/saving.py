@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState
+from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.files import FileSum
@@ -47,6 +47,8 @@ class Saving:
         self.newest: Path | None = None
         """The newest complete checkpoint that this run wrote or continued from, after `step`."""
         self.step = 0
+        self.best: Best | None = None
+        """As that checkpoint knows it: its own is there, while that of a newer one may have failed."""
         self.has_snapshot = False
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -61,7 +63,7 @@ class Saving:
         sums = dict[str, FileSum]()
         with self._store.writing(state, sums) as folder:
             sums |= self._group.save_checkpoint(folder, tokenizer_path=self._tokenizer_path)
-        self.newest, self.step = self._store.latest(), state.step
+        self._keep(state)
 
     def take_snapshot(self) -> None:
         """Let the workers copy what is to be saved, as it is now; first wait for the checkpoint before."""
@@ -106,8 +108,11 @@ class Saving:
         except TimeoutError:
             folder = self._store.folder(step)
             raise CheckpointError(f"cannot write checkpoint {folder}: not complete within {self._timeout}") from None
-        self.newest, self.step = self._store.latest(), step
+        self._keep(writing.state)
         logger.info("step %d is saved: %s, which the workers wrote in %.1f s", step, self.newest, writing.seconds)
+
+    def _keep(self, state: TrainerState) -> None:
+        self.newest, self.step, self.best = self._store.latest(), state.step, state.best
 
     def _complete(self, writing: _Writing) -> Future[None]:
         """Take the workers' checksums, and begin with the rest, which waits for the disk, in a thread."""

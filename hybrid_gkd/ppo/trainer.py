@@ -354,6 +354,8 @@ class PPOTrainer:
                 if nothing_new():
                     return
                 self._remember(self._unreported)
+                if self.best is not None and self.best.step != self.step:
+                    self.best = self.saving.best  # of a checkpoint that failed there is nothing to keep
                 self.saving.write(self._state())
                 logger.warning("the state after step %d is saved: %s", self.step, self.checkpoint)
                 if self._unreported:  # a run that resumes here will not see this step again
@@ -370,9 +372,8 @@ class PPOTrainer:
             logger.warning("there is no checkpoint to continue from%s", left)
         else:
             logger.warning("to continue from: %s, after step %d%s", self.checkpoint, self.saving.step, left)
-        if self.best is not None:
-            found = self.store.folder(self.best.step)
-            logger.warning("the best checkpoint: %s, %s %.5g", found, self.best.metric, self.best.value)
+        if (best := self.saving.best) is not None:
+            logger.warning("the best checkpoint: %s, %s %.5g", self.store.folder(best.step), best.metric, best.value)
 
     def _state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)
@@ -387,6 +388,6 @@ class PPOTrainer:
         self.step = self.saving.step = state.step
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
-        self.best = best_to_resume(self.config, state, self.store)
+        self.best = self.saving.best = best_to_resume(self.config, state, self.store)
         self.reference.resume(state.kl_coef)
         self.saving.newest = folder

@@ -143,6 +143,30 @@ def test_the_best_is_saved_behind_the_next_steps_too_and_the_engine_gets_its_wei
     assert find_damage(tmp_path / "global_step_1") == {}
 
 
+def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_path, caplog):
+    group = SlowDisk(1)
+    finish, compute = group.finish_snapshot, group.compute_divergences
+
+    def fails():
+        if group.saved[-1] == 2:
+            raise CheckpointError("No space left on device")
+        return finish()
+
+    group.finish_snapshot = fails
+    group.compute_divergences = lambda plan: {
+        index: values * (3, 2, 1, 2)[group._version] for index, values in compute(plan).items()
+    }
+    trainer, _, failure = fit(
+        "sync", 9, tmp_path, "trainer.save_freq=-1", "trainer.best_metric=val/forward_kl", "trainer.test_freq=1",
+        "data.val_files=unused", "trainer.val_before_train=false", group=group, keep=1,
+    )
+    assert str(failure) == "No space left on device"
+    assert trainer.checkpoint == tmp_path / "global_step_3"
+    assert load_state(trainer.checkpoint).best.step == 1
+    assert find_damage(tmp_path / "global_step_1") == {}
+    assert f"the best checkpoint: {tmp_path / 'global_step_1'}, val/forward_kl 1" in caplog.text
+
+
 def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, monkeypatch):
     class AtOnce:
         def __init__(self, *arguments):
