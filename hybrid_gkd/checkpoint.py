@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import logging
 import math
 import os
 import shutil
@@ -28,6 +29,8 @@ from typing import Any
 
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.files import FileSum, ReservedSpace
+
+logger = logging.getLogger(__name__)
 
 LATEST, STATE, MANIFEST = "latest_checkpointed_iteration.txt", "trainer_state.json", "manifest.json"
 RESERVED, UNFINISHED = ".reserved_for_a_checkpoint", ".global_step_*.writing"
@@ -180,7 +183,10 @@ class CheckpointStore:
     def _prune(self, state: TrainerState, keep: int) -> None:
         for step in [step for step in self._steps() if step <= state.step][:-keep]:
             if state.best is None or step != state.best.step:
-                shutil.rmtree(self.folder(step))
+                try:
+                    shutil.rmtree(self.folder(step))
+                except OSError as error:  # the new one is complete: a file that is in use, or a link, ends no run
+                    logger.warning("an old checkpoint stays: %s: %s", self.folder(step), error)
 
 
 def load_state(folder: Path) -> TrainerState:

@@ -93,6 +93,19 @@ def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):
     assert (store.latest() / "actor" / "part").read_text() == "new"
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_stays_and_is_named(tmp_path, caplog):
+    """Somebody has moved it to another disk, and left a link."""
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    (tmp_path / "run").mkdir()
+    write(store, 5)
+    (tmp_path / "run" / "global_step_5").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "global_step_5").symlink_to(tmp_path / "elsewhere")
+    write(store, 6)
+    assert store.latest() == tmp_path / "run" / "global_step_6"
+    assert (tmp_path / "elsewhere" / "actor" / "part").is_file()
+    assert f"an old checkpoint stays: {tmp_path / 'run' / 'global_step_5'}" in caplog.text
+
+
 def test_a_run_killed_while_it_replaces_a_step_keeps_the_old_one(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5, "old")
