@@ -159,7 +159,7 @@ class PPOTrainer:
             self._publish_weights()
         if self.step in self.config.trainer.profile_steps:
             logger.info("torch's profiler, step %d: %s", self.step, ", ".join(self.group.write_profiles()))
-        metrics = metrics | self._step_metrics(rollout)
+        metrics = metrics | self._step_metrics(rollout, ends_here)
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         metrics |= self._validate() if validates else {}
         best = new_best(self.config, metrics, self.step, self.best) if validates else None
@@ -293,10 +293,11 @@ class PPOTrainer:
         last = self.step == self.total_steps
         return every != 0 and (last or (every > 0 and self.step % every == 0))
 
-    def _step_metrics(self, rollout: Rollout) -> dict[str, float]:
+    def _step_metrics(self, rollout: Rollout, ends_here: bool) -> dict[str, float]:
         self.tracking.log_lengths([len(sequence.response_ids) for sequence in rollout.sequences], self.step)
         devices = [worker["device"] for worker in self.group.description]
-        measured = self.clock.take() | self.group.device_metrics()
+        # Workers that generate ahead answer when they are done: a requested stop does not wait for them.
+        measured = self.clock.take() | ({} if ends_here else self.group.device_metrics())
         return step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
 
     def _report(self, metrics: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -404,6 +405,35 @@ def test_a_requested_stop_ends_with_the_step_in_hand_which_is_saved_and_continue
     assert failure is None
     assert_trained(group, [4, 5])
     assert sorted(tracking.by_step) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
+    """A worker that generates answers no call until it is done, which may be later than the grace period."""
+    began, ended = threading.Event(), threading.Event()
+
+    class Busy(RecordingGroup):
+        def update(self, batches):
+            assert began.wait(60)
+            return super().update(batches)
+
+        def device_metrics(self):
+            assert not self._is_generating
+            return {}
+
+    def respond(request, version):
+        if request.seed in request_seeds(0, 2, BATCH):
+            began.set()
+            ended.wait(60)
+        return np.array([request.seed, request.index], np.int32)
+
+    group = Busy(respond)
+    trainer, _, failure = fit(
+        "one_step_off", 3, tmp_path, *OWN_POOL, "trainer.save_freq=-1", "trainer.val_before_train=false", group=group,
+        stop_requested=lambda: len(group.trained) == 1,
+    )
+    ended.set()
+    assert failure is None
+    assert load_state(trainer.checkpoint).step == 1
 
 
 def test_a_stop_in_the_last_step_or_after_a_save_leaves_nothing_out(tmp_path):
