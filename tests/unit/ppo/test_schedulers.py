@@ -365,6 +365,8 @@ def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(
     for device, times in (("cpu", 0), ("NVIDIA H200", 1)):
         group = RecordingGroup()
         group.description = [{"device": device}] * 2
+        parts = {f"timing/update_actor/{part}": 1e-6 for part in ("compute", "optimizer_step", "copies")}
+        group.device_metrics = lambda parts=parts: parts
         trainer, _, _ = fit("sync", 3, tmp_path / device, group=group)
         assert len(asked) == times
         assert all(("perf/mfu" in trainer.tracking.by_step[step]) == bool(times) for step in (1, 2, 3))
