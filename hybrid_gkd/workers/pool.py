@@ -172,7 +172,7 @@ class Pool:
         # They may also have been idle for long.
         remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
         try:
-            gather("placement", self.start("placement"), Timeout(remaining, NCCL_KEY))
+            gather("the end of earlier calls", self.start("placement"), Timeout(remaining, NCCL_KEY))
         except WorkerError:
             return False
         return True
