@@ -18,7 +18,7 @@ import numpy as np
 
 from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config
-from hybrid_gkd.errors import TrainingError
+from hybrid_gkd.errors import DeviceMemoryError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
@@ -254,8 +254,10 @@ class PPOTrainer:
         were_whole, self._weights_are_whole = self._weights_are_whole, False
         try:
             yield
-        except TrainingError:  # the step was refused on all ranks: the weights are those before it
-            self._weights_are_whole = were_whole and steps == 1
+        except (TrainingError, DeviceMemoryError) as error:
+            # Refused on all ranks, or given up by the only one: the weights are those before it.
+            unchanged = isinstance(error, TrainingError) or (self.group.size == 1 and not error.weights_changed)
+            self._weights_are_whole = were_whole and steps == 1 and unchanged
             raise
 
     def _publish_weights(self) -> None:

@@ -147,11 +147,13 @@ class ShardedModel:
         try:
             self.optimizer.step()
         except torch.OutOfMemoryError as error:  # some parameters may have changed: never to be tried again
-            raise DeviceMemoryError(
+            failure = DeviceMemoryError(
                 "phase optimizer_step: out of device memory within the step, continue from the last checkpoint; switch "
                 f"on {self.section}.fsdp_config.optimizer_offload or take more GPUs. "
                 f"{str(error).splitlines()[0]}"
-            ) from error
+            )
+            failure.weights_changed = True
+            raise failure from error
         self.optimizer.zero_grad()
         self.updates_done += 1
         return rate

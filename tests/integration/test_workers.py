@@ -394,8 +394,9 @@ def test_out_of_memory_again_ends_the_run_with_what_was_there_and_what_to_change
     config = make_config(model, tmp_path)
     with contextlib.closing(make_group(config)) as group:
         plant_out_of_memory(group, "backward", 10**6)
-        with pytest.raises(DeviceMemoryError, match=r"phase update: worker 0 .*actor_params 0\.00 GiB.*ppo_max"):
+        with pytest.raises(DeviceMemoryError, match=r"phase update: worker 0 .*actor_params 0\.00 GiB.*ppo_max") as it:
             group.update(shares(random_batch(0), 1, 128))
+        assert not it.value.weights_changed
         group.save_checkpoint(tmp_path / "after", tokenizer_path=str(model))
     after, before = (load_file(p / "model.safetensors") for p in (tmp_path / "after" / "huggingface", model))
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -412,8 +413,9 @@ def test_out_of_memory_within_the_optimizer_step_is_not_tried_again(model, tmp_p
 
     with contextlib.closing(make_group(make_config(model, tmp_path))) as group:
         ray.get(group.actors.workers[0].__ray_call__.remote(plant), timeout=60)
-        with pytest.raises(DeviceMemoryError, match=r"phase optimizer_step: .*last checkpoint.*planted"):
+        with pytest.raises(DeviceMemoryError, match=r"phase optimizer_step: .*last checkpoint.*planted") as failure:
             group.update(shares(random_batch(0), 1, 128))
+        assert failure.value.weights_changed
     assert "once more" not in group.log_files[0].read_text()
 
 

@@ -12,7 +12,15 @@ from hybrid_gkd.checkpoint import Best, CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.errors import BadTeacherReply, CheckpointError, ConfigError, HybridGKDError, TrainingError, WorkerError
+from hybrid_gkd.errors import (
+    BadTeacherReply,
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    HybridGKDError,
+    TrainingError,
+    WorkerError,
+)
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.steps import request_seeds
@@ -290,19 +298,28 @@ def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(schedu
     assert group.saved == [trained]
 
 
+def within_the_step():
+    error = DeviceMemoryError("phase optimizer_step: out of device memory within the step")
+    error.weights_changed = True
+    return error
+
+
 @pytest.mark.parametrize(
-    ("error", "overrides", "saved"),
+    ("error", "overrides", "size", "saved"),
     [
-        (WorkerError("worker 0 died"), [], []),
-        (TrainingError("loss nan; the step was not taken"), [], [1]),
-        (TrainingError("loss nan; the step was not taken"), ["actor_rollout_ref.actor.ppo_mini_batch_size=1"], []),
+        (WorkerError("worker 0 died"), [], 2, []),
+        (TrainingError("loss nan; the step was not taken"), [], 2, [1]),
+        (TrainingError("loss nan; the step was not taken"), ["actor_rollout_ref.actor.ppo_mini_batch_size=1"], 2, []),
+        (DeviceMemoryError("phase update: worker 0 ran out"), [], 1, [1]),
+        (DeviceMemoryError("phase update: worker 0 ran out"), [], 2, []),  # the other one waits in a collective
+        (within_the_step(), [], 1, []),
     ],
-    ids=["lost", "refused", "refused after others"],
+    ids=["lost", "refused", "refused after others", "given up", "given up by one", "within the step"],
 )
 @POOLS
-def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overrides, saved, tmp_path):
+def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overrides, size, saved, tmp_path):
     group = RecordingGroup()
-    update = group.update
+    group.size, update = size, group.update
 
     def fail_at_step_2(shares):
         if group.trained:
