@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="configuration keys, for --steps")
     args = parser.parse_args()
     if args.steps:
+        # A step that saves has to be among those that count, and one before it in which no files are written.
+        if not LEFT_OUT + 2 <= args.save_freq <= LEFT_OUT + args.steps:
+            parser.error(f"--save-freq must be from {LEFT_OUT + 2} to --steps + {LEFT_OUT}, is {args.save_freq}")
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             print_steps(args, Path(folder))
         return

@@ -189,7 +189,8 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     if settings.together > 1 and (gpus := visible_gpus()):
         environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
-    with tempfile.TemporaryDirectory() as temporary:
+    # A process that ended with the run may write into it for another moment.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, rows, stopped = Path(temporary), list[dict[str, float]](), False
         command = run_command(name, seed, settings, folder)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -352,6 +353,7 @@ def train_missing(
         else:
             missing.append((name, seed))
     waiting, over = iter(missing), threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
     with ThreadPoolExecutor(settings.together) as pool:
         places = range(settings.together)
         try:
@@ -360,6 +362,8 @@ def train_missing(
         except BaseException:
             over.set()  # the pool waits for its threads, which end their runs
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -410,7 +414,6 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="run: so many at the same time, on all visible GPUs")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="report: where it is written (%(default)s)")
     args = parser.parse_intermixed_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
     if args.what == "report":
         titles = {name: run.title for name, run in RUNS.items()}
         report(read_all(args.results), titles, args.docs, args.results / "conclusions.md")

@@ -31,6 +31,7 @@ from hybrid_gkd.demo.models import SFTRecipe, greedy_answers, prompt_text
 from hybrid_gkd.demo.sft import SFT, alone, encode
 from hybrid_gkd.models.vllm_compat import device_engine_args, import_llm
 from hybrid_gkd.ppo.rewards import gsm8k
+from hybrid_gkd.rollout.vllm_scheduler import install
 from hybrid_gkd.types import Sequence
 
 VALIDATIONS = 10
@@ -54,11 +55,19 @@ def sampled_answers(
         hf_config=AutoConfig.from_pretrained(teacher),
     )  # fmt: skip
     arguments |= {"model": teacher, "max_model_len": max_model_len, "max_num_seqs": MAX_NUM_SEQS, "seed": seed}
-    engine = llm(**(arguments | given))
-    sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
+    # Token ids and the scheduler of a student's engine, so that a token costs the time that it costs there.
+    engine = llm(**(arguments | given), skip_tokenizer_init=True)
+    install(engine.llm_engine)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    ids = tokenizer([prompt_text(prompt) for prompt in prompts], add_special_tokens=False).input_ids
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=max_tokens, stop_token_ids=[tokenizer.eos_token_id], detokenize=False
+    )
     began = time.perf_counter()
-    found = engine.generate([prompt_text(prompt) for prompt in prompts], sampling, use_tqdm=False)
-    return [each.outputs[0].text for each in found], time.perf_counter() - began
+    found = engine.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    answers = [list(each.outputs[0].token_ids) for each in found]
+    return tokenizer.batch_decode(answers, skip_special_tokens=True), seconds
 
 
 def training_rows(args: argparse.Namespace, paths: DemoPaths, config: Config) -> tuple[list[Row], float]:
