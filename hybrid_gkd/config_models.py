@@ -317,7 +317,8 @@ class TeacherConfig:
     backend: Literal["auto", "vllm", "hf"] = "auto"
     """Scoring engine of a local service; auto = vllm where it is installed."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of a local service's weights; auto = as stored, float32 on the CPU, where there is no other."""
+    """Type of a local service's weights; auto = as stored, but half precision for what is stored as float32 with vllm;
+    float32 on the CPU, where there is no other."""
     engine_kwargs: TeacherEngineKwargs = field(default_factory=TeacherEngineKwargs)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""

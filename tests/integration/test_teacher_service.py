@@ -340,6 +340,9 @@ def test_no_process_survives_the_service(own_teacher, how):
     wait_until(lambda: own_teacher.poll() is not None, "for the service to end")
     wait_until(lambda: not any(map(is_alive, processes)), "for its worker to end")
     assert own_teacher.poll() == (-signal.SIGKILL if how == signal.SIGKILL else 0)
+    if how == signal.SIGKILL:
+        with pytest.raises(TeacherError, match=r"the teacher ended: it was killed by SIGKILL \(out of memory\?\); its"):
+            own_teacher.check()
 
 
 def test_the_service_ends_with_its_parent(model_path, tmp_path):

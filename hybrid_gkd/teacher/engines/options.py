@@ -38,7 +38,7 @@ class EngineOptions:
     backend: str = option("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
     max_model_len: int | None = option(None, "longest prompt and response together, in tokens", type=positive)
     gpu_memory_utilization: float = option(0.9, "share of GPU memory (vllm)", type=float)
-    dtype: str = option("auto", "auto: as stored; float32 on the CPU")
+    dtype: str = option("auto", "auto: as stored (vllm: float32 in half precision); float32 on the CPU")
     engine_kwargs: str = option(
         "{}", 'JSON, more arguments: {"vllm": {...}} for vllm.LLM, {"hf": {...}} for from_pretrained',
         type=engine_arguments,

@@ -76,12 +76,13 @@ class TeacherProcess:
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 
     def check(self) -> None:
-        """Raises TeacherError with the last error line of the log, or its last line, if the service has ended."""
-        if self.poll() is None:
+        """If the service has ended, raises TeacherError with its last error line or last line, or the signal."""
+        code = self.poll()
+        if code is None:
             return
         lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
         lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
-        reason = lines[-1] if lines else f"it ended with exit code {self.poll()} without a word"
+        reason = lines[-1] if lines and code >= 0 else f"it {how_it_ended(code)}"
         what = "ended" if self.address else "did not start"
         raise TeacherError(f"the teacher {what}: {reason}; its log: {self._log_path}")
 
@@ -93,6 +94,11 @@ class TeacherProcess:
     def poll(self) -> int | None:
         """Exit code of the service, None while it runs."""
         return None if self._process is None else self._process.poll()
+
+
+def how_it_ended(code: int) -> str:
+    """The return code of a subprocess in words."""
+    return f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with code {code}"
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_period: float = 10.0) -> None:

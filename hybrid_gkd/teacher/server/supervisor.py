@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.local import child_environment, stop_process
+from hybrid_gkd.teacher.server.local import child_environment, how_it_ended, stop_process
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
@@ -59,8 +59,7 @@ class Supervisor:
             code = slot.process.poll()
             if code is None:
                 continue
-            killed = f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else ""
-            how = killed or f"ended with code {code}"
+            how = how_it_ended(code)
             slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
             hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
             if self._broker.model is None or hopeless:
