@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.offload.device import SharedDevice
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.reference import Reference
 from hybrid_gkd.testing import make_tiny_model, tail_of
 from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.workers.updater import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -89,5 +91,50 @@ def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
             distances.append(metrics["actor/ref_kl"])
         assert abs(distances[0]) < 1e-3
         assert distances[1] > 1e-3
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=4"]], ids=["full", "lora"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_out_of_memory_is_tried_again_in_halves_and_changes_nothing_else(reshard, overrides, tmp_path):
+    """Once in a forward and once in a backward pass; the optimizer state is on the host in between."""
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    config = load_config(
+        [
+            "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
+            "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",
+            "actor_rollout_ref.actor.optim.eps=1e-4", f"{fsdp}.optimizer_offload=true",
+            f"{fsdp}.reshard_after_forward={reshard}", *overrides,
+        ]
+    )
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found = []
+        for runs_out in (False, True):
+            actor, shared, asked = Actor(config, device=torch.device("cuda"), num_updates=3), SharedDevice("cuda"), []
+            shared.add_model("actor", actor)
+            residency = shared.manage(None, lambda: None)
+            updater = Updater(actor, residency, shared.meter, worker="worker 0", alone=True)
+
+            def ask_for_too_much(*_, asked=asked):
+                asked.append(None)
+                if len(asked) == 2:
+                    torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+            rows = []
+            for step in range(3):
+                block, parts = actor.hf_model.model.layers[1], random_batch(step).micro_batches
+                register = {1: block.register_forward_pre_hook, 2: block.register_full_backward_pre_hook}.get(step)
+                hook = register(ask_for_too_much) if runs_out and register else None
+                asked.clear()
+                rows += updater.update([MiniBatch(micro_batches=(parts[0], parts[1] + parts[2]), num_tokens=153)])
+                if hook:
+                    assert len(asked) > 2
+                    hook.remove()
+            found.append(rows)
+        for one, other in zip(*found, strict=True):
+            for name in ("actor/loss", "actor/grad_norm"):
+                assert one[name] == pytest.approx(other[name], rel=2e-2), name
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""Critic, reference policy and adapters on one GPU, with every offload: who is where, what is kept, what resumes.
+"""Critic, reference policy and adapters on one GPU, with every offload: who is where, what is kept, what resumes from a
+checkpoint that is written behind the steps.
 
     bash tests/run.sh -m gpu tests/gpu/test_ppo_on_gpu.py
 """
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from hybrid_gkd.checkpoint import find_damage, write_manifest
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TrainSequence
@@ -93,7 +95,8 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
         "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2000000000",
         "actor_rollout_ref.rollout.verify_weights=true", f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.use_kl_loss=true",
-        f"{ACTOR}.entropy_coeff=0.01", f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true", *own,
+        f"{ACTOR}.entropy_coeff=0.01", f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
+        "trainer.save_freq=1", *own,
     ])  # fmt: skip
     found = []
     for resumes in (False, True):
@@ -105,8 +108,13 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
                 rows, _ = train(group, 2, 2)
             else:
                 rows, reference = train(group, 2, 0)
-                group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
+                assert group.saves_behind
+                group.take_snapshot(tokenizer_path=str(model))
+                (tmp_path / "checkpoint").mkdir()
+                group.write_snapshot(tmp_path / "checkpoint")
                 rows, _ = train(group, 2, 2)
+                write_manifest(tmp_path / "checkpoint", group.finish_snapshot()[0])
+                assert find_damage(tmp_path / "checkpoint") == {}
             found.append(rows)
             memory = group.device_metrics()
     print(which, found, memory)
