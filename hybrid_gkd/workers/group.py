@@ -276,7 +276,7 @@ class WorkerGroup:
         return seconds
 
     def save_checkpoint(self, folder: Path, *, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write all parts of a checkpoint into `folder`, which all workers see; checksums of shards by path in it."""
+        """Write all parts of a checkpoint into `folder`, which all workers see; checksums of its files."""
         timeout = self.actors.load_timeout
         written = self.actors.call("save_checkpoint", str(folder), tokenizer_path=tokenizer_path, timeout=timeout)
         return {name: each for part in written for name, each in part.items()}

@@ -76,13 +76,13 @@ class Saver:
             self._copies.reserve(num_bytes)
 
     def save(self, folder: Path, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write at once; checksums of the shards by path in the folder. Collective. Raises CheckpointError."""
+        """Write at once; checksums of the files by path in the folder. Collective. Raises CheckpointError."""
         written: dict[str, FileSum] = {}
         for name, model in self._trained.items():
             self._residency.enter(STEP_PHASES[name], changes=False)
             written |= _under(name, save_model(model, folder / name))
         for name, export in self._gather_exports(tokenizer_path, Tensor.cpu):
-            export(folder / name)
+            written |= _under(name, export(folder / name))
         return written
 
     def load(self, folder: Path) -> None:
@@ -101,9 +101,7 @@ class Saver:
             self._residency.enter(STEP_PHASES[name], changes=False)
             self._snapshot[name] = snapshot_model(model, self._copies.copy)
             self._copies.finish()
-        for name, export in self._gather_exports(tokenizer_path, self._copies.copy):
-            if dist.get_rank() == 0:  # which alone writes it; another would list and read what is being written
-                self._snapshot[name] = functools.partial(_export, export)
+        self._snapshot |= self._gather_exports(tokenizer_path, self._copies.copy)
         self._copies.finish()
 
     def write_snapshot(self, folder: Path) -> None:
@@ -136,17 +134,19 @@ class Saver:
 
     def _gather_exports(
         self, tokenizer_path: str, to_host: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[str, Callable[[Path], None]]]:
-        """Folder in the checkpoint -> what writes its Hugging Face export, one after the other."""
+    ) -> Iterator[tuple[str, Write]]:
+        """Folder in the checkpoint -> what writes its Hugging Face export, one after the other; for rank 0 alone: the
+        others would list and read what it is writing. Collective."""
         arr = self._config.actor_rollout_ref
-        gather = functools.partial(
-            gather_huggingface, self._trained["actor"], tokenizer_path=tokenizer_path,
-            trust_remote_code=arr.model.trust_remote_code, to_host=to_host,
-        )
-        if arr.actor.checkpoint.save_hf_model:
-            yield "huggingface", gather()
-        if arr.actor.checkpoint.save_merged:
-            yield "huggingface_merged", gather(merge=True)
+        section = arr.actor.checkpoint
+        wanted = {"huggingface": section.save_hf_model, "huggingface_merged": section.save_merged}
+        for name in [name for name, is_wanted in wanted.items() if is_wanted]:
+            export = gather_huggingface(
+                self._trained["actor"], tokenizer_path=tokenizer_path, trust_remote_code=arr.model.trust_remote_code,
+                merge=name == "huggingface_merged", to_host=to_host,
+            )
+            if dist.get_rank() == 0:
+                yield name, functools.partial(_export, export)
 
 
 def _under(folder: str, sums: dict[str, FileSum]) -> dict[str, FileSum]:
@@ -154,7 +154,7 @@ def _under(folder: str, sums: dict[str, FileSum]) -> dict[str, FileSum]:
 
 
 def _export(write: Callable[[Path], None], folder: Path) -> dict[str, FileSum]:
-    """Write a folder, here and not where the driver waits flush it to the disk and compute the checksums."""
+    """Write a folder, flush it to the disk and compute the checksums. Raises CheckpointError."""
     try:
         write(folder)
         files = [file for file in folder.rglob("*") if file.is_file()]

@@ -300,7 +300,7 @@ class Worker(GroupMember):
         return seconds
 
     def save_checkpoint(self, folder: str, *, tokenizer_path: str) -> dict[str, FileSum]:
-        """Write this rank's part of a checkpoint into `folder`; checksums of its shards by their path in it."""
+        """Write this rank's part of a checkpoint into `folder`; checksums of its files by their path in it."""
         return self.saver.save(Path(folder), tokenizer_path)
 
     def take_snapshot(self, *, tokenizer_path: str) -> None:

@@ -281,7 +281,6 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
                 group.write_snapshot(folder)
             elif not resumes:
                 sums = group.save_checkpoint(folder, tokenizer_path=str(model))
-                assert sums.keys() == {"actor/rank_0_of_1.safetensors"}
             group.publish(2)
             drawn = [s for part in group.generate(requests, SamplingParams(max_tokens=16)) for s in part]
             assert len(drawn) == len(fixed)
@@ -290,7 +289,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
             found.append((np.concatenate([logprobs[s.index] for s in fixed]), metrics))
             if not resumes:
                 sums = group.finish_snapshot()[0] if behind else sums
-                assert {name.split("/")[0] for name in sums} == ({"actor", "huggingface"} if behind else {"actor"})
+                assert {name.split("/")[0] for name in sums} == {"actor", "huggingface"}
                 write_manifest(folder, sums)
                 assert find_damage(folder) == {}
                 assert locked_blocks(group) == ([True] if behind else [])

@@ -168,6 +168,12 @@ def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
         actor = Actor(config, device=torch.device("cpu"), num_updates=5)
         with pytest.raises(CheckpointError, match=r"cannot write .*actor/rank_0_of_1\.safetensors"):
             save_model(actor, tmp_path / "actor")
+        (export := tmp_path / "step" / "huggingface").mkdir(parents=True)
+        (export / "config.json").symlink_to("/dev/full")
+        residency = Residency({}, movable=set(), resident=set())
+        saver = Saver(config, {"actor": actor}, residency, on_gpu=False, behind=False)
+        with pytest.raises(CheckpointError, match=r"cannot write .*step/huggingface: .*No space left on device"):
+            saver.save(tmp_path / "step", config.actor_rollout_ref.model.path)
 
 
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "lora"])
