@@ -8,6 +8,7 @@ ends, however it ends. They are spawned, not forked from a process with threads,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import importlib
@@ -44,12 +45,16 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 """Where `reward.num_workers` says nothing."""
+MOST_BREAKS = 3
+"""A pool can break, with all that it computes, when a process ends at the wrong moment. So many in a row, without an
+outcome between them, are no accident."""
 GRACE_SECONDS = 1.0
 """For a process to say by itself, within `reward.timeout`, what took too long; then it is killed."""
 GUARD = 'read _; rm -rf "$0"; kill -KILL 0'
 """Waits for the end of its input, which is the end of the run, and kills its process group."""
 Unit = list[tuple["Response", "Future[Outcome]"]]
 """What has to be computed in one call."""
+Work = tuple[RewardFunction, Unit]
 
 _functions: dict[str, RewardFunction] | HybridGKDError = {}
 """In a process of the pool."""
@@ -71,12 +76,16 @@ class RewardPool:
         self._guarded, self._lifeline = context.Pipe(duplex=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="hybrid_gkd_rewards_", ignore_cleanup_errors=True)
         """Where a process writes what it was at when its time was up."""
-        self._pool = ProcessPool(
-            max_workers=self._size, initializer=_enter, initargs=(section, self._guarded, self._stacks.name),
-            context=context,
+        self._new_pool = functools.partial(
+            ProcessPool, max_workers=self._size, initializer=_enter,
+            initargs=(section, self._guarded, self._stacks.name), context=context,
         )  # fmt: skip
-        self._waiting: deque[tuple[RewardFunction, Unit]] = deque()
-        self._running = self._started = 0
+        self._pool = self._new_pool()
+        self._waiting: deque[Work] = deque()
+        self._running: dict[Path, Work] = {}
+        """By the file of its stack."""
+        self._started = self._breaks = 0
+        self._closed = False
         self._lock = threading.RLock()  # pebble may call back from within its own call
 
     def submit(self, function: RewardFunction, responses: Sequence[Response]) -> list[Future[Outcome]]:
@@ -93,6 +102,8 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes, whatever they do, and with them all that they have started."""
+        with self._lock:
+            self._closed = True
         self._pool.stop()
         self._lifeline.close()
         self._pool.join()
@@ -101,47 +112,76 @@ class RewardPool:
 
     def _feed(self) -> None:
         """Give each free process what it can compute at once."""
-        while self._waiting and self._running < self._size:
+        while self._waiting and len(self._running) < self._size:
             function, unit = self._waiting.popleft()
             while self._waiting and self._waiting[0][0] is function and len(unit) + 1 <= function.at_once < math.inf:
                 unit = unit + self._waiting.popleft()[1]
             self._started += 1
-            self._running += 1
-            stack = Path(self._stacks.name, str(self._started))
+            stack, pool = Path(self._stacks.name, str(self._started)), self._pool
+            self._running[stack] = function, unit
             limit = None if self.section.timeout == math.inf else self.section.timeout + GRACE_SECONDS
             arguments = function.name, [response for response, _ in unit], str(stack), self.section.timeout
             try:
-                task = self._pool.schedule(_compute, args=arguments, timeout=limit)
+                task = pool.schedule(_compute, args=arguments, timeout=limit)
             except RuntimeError as error:  # the pool is closed or broken
-                self._fail(unit, error)
+                self._on_broken(pool, error)
             else:
-                task.add_done_callback(functools.partial(self._done, function, unit, stack))
+                task.add_done_callback(functools.partial(self._done, pool, stack))
 
-    def _done(self, function: RewardFunction, unit: Unit, stack: Path, task: Future[list[Outcome]]) -> None:
-        try:
-            outcomes = task.result()
-        except TimeoutError:
-            outcomes = [Failure(NOT_IN_TIME + self._place(stack))] * len(unit)
-        except ProcessExpired as error:
-            outcomes = [Failure(f"ended its process (exit code {error.exitcode})")] * len(unit)
-        except (BrokenProcessPool, CancelledError) as error:
-            self._fail(unit, error)
+    def _done(self, pool: ProcessPool, stack: Path, task: Future[list[Outcome]]) -> None:
+        error = CancelledError() if task.cancelled() else task.exception()
+        if isinstance(error, BrokenProcessPool | CancelledError):
+            self._on_broken(pool, error)
             return
-        except BaseException as error:  # raised by the function, which may raise SystemExit
-            outcomes = [Failure(f"raised {type(error).__name__}: {error}")] * len(unit)
+        if isinstance(error, ProcessExpired):
+            with contextlib.suppress(ProcessLookupError):  # it had not begun a group of its own
+                os.killpg(error.pid, signal.SIGKILL)  # what it has started; its guard has kept the number from others
         with self._lock:
-            self.num_done += len(unit)
-            self._running -= 1
+            work = self._running.pop(stack, None)
+            if work is None:  # its pool broke, and it is computed again
+                return
+            function, unit = work
+            again = error is not None and len(unit) > 1 and not function.needs_all
+            if again:  # whose fault it was shows one by one
+                alone = dataclasses.replace(function, at_once=1)
+                self._waiting.extendleft((alone, [each]) for each in reversed(unit))
+            else:
+                self.num_done += len(unit)
+            self._breaks = 0
             self._feed()
-        for (_, future), outcome in zip(unit, outcomes, strict=True):
-            future.set_result(outcome)
+        if not again:
+            outcomes = task.result() if error is None else [Failure(self._reason(error, stack))] * len(unit)
+            for (_, future), outcome in zip(unit, outcomes, strict=True):
+                future.set_result(outcome)
 
-    def _fail(self, unit: Unit, error: BaseException) -> None:
-        failed = TrainingError(f"the processes that compute rewards have ended: {type(error).__name__}: {error}")
+    def _on_broken(self, pool: ProcessPool, error: BaseException) -> None:
+        """Compute what was under way in new processes, or give up where the last ones were closed or all ended too."""
         with self._lock:
-            self._running -= 1
-        for _, future in unit:
-            future.set_exception(failed)
+            if pool is not self._pool:
+                return
+            lost = [*self._running.values()]
+            self._running.clear()
+            if not self._closed and self._breaks < MOST_BREAKS:
+                self._breaks += 1
+                self._waiting.extendleft(reversed(lost))
+                self._pool = self._new_pool()
+                threading.Thread(target=_retire, args=[pool], name="end broken pool", daemon=True).start()
+                self._feed()
+                return
+            lost += self._waiting
+            self._waiting.clear()
+        failed = TrainingError(f"the processes that compute rewards have ended: {type(error).__name__}: {error}")
+        for _, unit in lost:
+            for _, future in unit:
+                future.set_exception(failed)
+
+    def _reason(self, error: BaseException, stack: Path) -> str:
+        """Why there is no score."""
+        if isinstance(error, TimeoutError):
+            return NOT_IN_TIME + self._place(stack)
+        if isinstance(error, ProcessExpired):
+            return f"ended its process (exit code {error.exitcode})"
+        return f"raised {type(error).__name__}: {error}"  # SystemExit, for example
 
     def _place(self, stack: Path) -> str:
         """Where it was when its time was up: in the user's own file, if there."""
@@ -151,6 +191,12 @@ class RewardPool:
             for file, line in (own or frames)[:1]:
                 return f"; it was at {file}:{line}"
         return ""
+
+
+def _retire(pool: ProcessPool) -> None:
+    """End the processes that a broken pool still has; not in its own thread, which this waits for."""
+    pool.stop()
+    pool.join()
 
 
 def _enter(section: RewardConfig, guarded: Connection, stacks: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import DataError, TrainingError
+from hybrid_gkd.ppo import reward_pool
 from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.testing import NumberTokenizer
@@ -157,6 +158,47 @@ def test_a_failure_counts_as_a_fixed_score_and_its_process_is_replaced(make, cap
     assert scorer.scores([pair(9, 1)]) == [0.5]
 
 
+def test_an_async_function_fails_on_its_own_responses_and_on_no_others_of_its_process(make):
+    scorer = make("reward.timeout=0.5", "reward.score_on_error=-1", text="""
+        import os, time
+        async def compute_score(response, answer):
+            if response == "2": os._exit(5)
+            if response == "3": time.sleep(1000)
+            return 1.0
+        """)  # fmt: skip
+    assert scorer.scores([pair(row, row) for row in range(1, 5)]) == [1.0, -1.0, -1.0, 1.0]
+
+
+def test_nothing_is_left_of_a_process_that_has_ended(make, tmp_path):
+    scorer = make("reward.score_on_error=-1", text=f"""
+        import os, subprocess
+        def compute_score(response, answer):
+            started = subprocess.Popen(["sleep", "1000"])
+            open({str(tmp_path / "group")!r}, "w").write(str(os.getpgid(started.pid)))
+            os._exit(5)
+        """)  # fmt: skip
+    assert scorer.scores([pair(0, 1)]) == [-1.0]
+    group = int((tmp_path / "group").read_text())
+    wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
+
+
+def test_processes_that_end_at_any_moment_are_replaced_but_not_for_ever(make, tmp_path, monkeypatch):
+    """One that has nothing to do, whose library then takes all of them for lost; and all, before they do anything."""
+    monkeypatch.setattr(reward_pool, "MOST_BREAKS", 1)
+    scorer = make(text=f"""
+        import os
+        if os.path.exists({str(tmp_path / "gone")!r}): os._exit(3)
+        def compute_score(response, answer): return 1
+        """)  # fmt: skip
+    assert scorer.scores([pair(0, 1)]) == [1.0]
+    kill_idle(scorer._pool._pool)
+    assert scorer.scores([pair(0, 1), pair(1, 1)]) == [1.0, 1.0]
+    (tmp_path / "gone").touch()
+    kill_idle(scorer._pool._pool)
+    with pytest.raises(TrainingError, match=r"the processes that compute rewards have ended: .*All workers expired"):
+        scorer.scores([pair(row, 1) for row in range(3)])
+
+
 def test_a_pattern_without_end_is_a_wrong_response(make):
     scorer = make("reward.name=format", "reward.format='^(\\d+ ?)+$'", "reward.timeout=0.1")
     assert scorer.scores([pair(0, 1), pair(1, *[11111111] * 8, -1)]) == [1.0, 0.0]
@@ -172,6 +214,7 @@ def test_a_process_that_cannot_load_the_function_says_so(make, tmp_path):
 RUN = """
 import sys, time
 from hybrid_gkd.config import CustomRewardFunction, RewardConfig
+from hybrid_gkd.ppo import reward_pool
 from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.ppo.reward_pool import RewardPool
 from hybrid_gkd.ppo.rewards import Response
@@ -213,6 +256,19 @@ def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
+        return False
+
+
+def kill_idle(pool):
+    (worker,) = pool._pool_manager.worker_manager.workers
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not pool.active)
+
+
+def in_group(pid, group):
+    try:
+        return os.getpgid(pid) == group and alive(pid)
+    except ProcessLookupError:
         return False
 
 
