@@ -17,6 +17,8 @@ from hybrid_gkd.types import TrainSequence
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios beyond it count as the limit, where a single token or response may not make the rest vanish."""
+SMALLEST_LOG_WEIGHT = 80.0
+"""A weight is exp(-80) at least, which float32 still tells from 0: that would be a token that is left out."""
 
 
 def importance_weights(
@@ -32,7 +34,7 @@ def importance_weights(
     """
     log_ratios = logprobs.astype(np.float64) - rollout_logprobs
     if level == "prefix":
-        log_ratios = np.cumsum(log_ratios)
+        log_ratios = np.cumsum(log_ratios).clip(min=-SMALLEST_LOG_WEIGHT)
     else:
         log_ratios = np.full_like(log_ratios, log_ratios.sum()) if level == "sequence" else log_ratios
         log_ratios = log_ratios.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -538,6 +538,7 @@ def test_importance_weights_are_products_of_ratios_up_to_a_limit():
     np.testing.assert_allclose(importance_weights(now, then, 2.0), np.minimum(products, 2.0), rtol=1e-5)
     np.testing.assert_allclose(importance_weights(now, now, 2.0), np.ones(20))
     assert np.isfinite(importance_weights(np.full(5, 300.0), np.full(5, -300.0), 2.0)).all()
+    assert importance_weights(np.full(3000, -1.05), np.full(3000, -1.0), 2.0).min() > 0  # 0 would be left out of means
 
 
 def test_weighted_with_what_it_was_drawn_from_a_mean_becomes_that_of_the_policy():
