@@ -19,7 +19,7 @@ class Prompt:
     """One row of the prompt data, already tokenized."""
 
     index: int
-    """Row number in the data set."""
+    """Position in the data set, all of its files together, from 0 on."""
     token_ids: np.ndarray
     """[P], chat template applied."""
     teacher_ids: np.ndarray | None = None
@@ -36,6 +36,11 @@ class Prompt:
     """Short name of the file that the row is from: the data source in a validation's metrics where that is None."""
     extra_info: dict[str, Any] | None = None
     """What else the row has for a reward function of the user's own; None where it has nothing or none asks."""
+
+    @property
+    def row(self) -> int:
+        """As messages count: the first one is row 1."""
+        return self.index + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,7 +226,7 @@ def check_data_sources(facts: Facts) -> None:
         for prompt in prompts:
             if function_of_source(prompt.data_source) is None:
                 raise DataError(
-                    f"{key}: row {prompt.index} of the data has {prompt.data_source!r} in the column "
+                    f"{key}: row {prompt.row} of the data has {prompt.data_source!r} in the column "
                     f"{facts.config.data.reward_fn_key!r} (data.reward_fn_key), for which reward.name=by_data_source "
                     f"knows no function; it knows {', '.join(DATA_SOURCES)}, and names that begin with aime"
                 )

@@ -51,7 +51,7 @@ class RewardTexts:
             text = self.own.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
         except Exception as error:  # a template is a program, which refuses roles or their order in its own way
             reason = f"the chat template of reward_model.model.path refuses it: {first_line(error)}"
-            raise DataError(f"row {prompt.index} of the data: {reason}") from error
+            raise DataError(f"row {prompt.row} of the data: {reason}") from error
         return np.array(self.own(text, add_special_tokens=False).input_ids, np.int32)
 
 
@@ -82,7 +82,7 @@ class RewardModelTurn:
         found = self.group.compute_reward_scores(self._plan(texts))
         for index, (prompt, _) in enumerate(pairs):
             if not math.isfinite(found[index]):
-                raise TrainingError(f"row {prompt.index} of the data: the reward model's score is {found[index]}")
+                raise TrainingError(f"row {prompt.row} of the data: the reward model's score is {found[index]}")
         return [Score(found[index], {TRUNCATED: float(each)}) for index, each in enumerate(cut)]
 
     def _plan(self, texts: list[np.ndarray]) -> list[tuple[tuple[RewardText, ...], ...]]:

@@ -210,7 +210,7 @@ class Scorer:
                 share_of_limit=len(sequence.response_ids) / self.config.data.max_response_length,
             )  # fmt: skip
             alive = weakref.ref(sequence.response_ids, lambda _: self._entries.pop(key, None))
-            self._entries[key] = _Entry(prompt.index, response, alive)
+            self._entries[key] = _Entry(prompt.row, response, alive)
         return self._entries[key]
 
     def _submit(self, function: RewardFunction, entries: list[_Entry]) -> None:

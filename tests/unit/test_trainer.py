@@ -250,11 +250,11 @@ def test_a_reward_that_takes_long_is_said_with_its_row_and_what_it_raises_names_
         raise ValueError("it failed")
 
     trainer, group, rollout = make(PPOTrainer, reward=reward)
-    with pytest.raises(TrainingError, match=r"^row 0 of the data: the reward reward raised ValueError: it failed "):
+    with pytest.raises(TrainingError, match=r"^row 1 of the data: the reward reward raised ValueError: it failed "):
         trainer._update_actor(rollout)
     assert group.updates == []
     assert re.fullmatch(
-        r"waiting for the reward function reward: 0 of 6 responses are scored, now one to row 0 of the data; "
+        r"waiting for the reward function reward: 0 of 6 responses are scored, now one to row 1 of the data; "
         r"since \S+, for 0 s now", said.messages[0],
     )
 

@@ -205,7 +205,7 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
         facts.train_prompts = prompts[:1]
         check_data_sources(facts)
     facts.val_prompts = prompts
-    with pytest.raises(DataError, match=r"^data\.val_files: row 2 of the data has None in the column 'data_source'"):
+    with pytest.raises(DataError, match=r"^data\.val_files: row 3 of the data has None in the column 'data_source'"):
         check_data_sources(facts)
 
 

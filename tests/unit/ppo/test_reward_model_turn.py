@@ -85,7 +85,7 @@ def test_with_functions_the_reward_is_the_weighted_sum_and_they_alone_are_the_ac
 
 
 def test_a_score_that_is_no_number_ends_the_run_with_the_row():
-    with pytest.raises(TrainingError, match="row 0 of the data: the reward model's score is nan"):
+    with pytest.raises(TrainingError, match="row 1 of the data: the reward model's score is nan"):
         make(score=float("nan"))[0].fit()
 
 
@@ -118,7 +118,7 @@ def test_what_it_reads_is_the_chat_behind_its_own_template():
     own.chat_template = None
     assert own.decode(RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)) == "be brief\n3\nyes"
     own.chat_template = "{{ raise_exception('no system') }}" + CHAT_TEMPLATE
-    with pytest.raises(HybridGKDError, match=r"row 3 of the data: .*reward_model\.model\.path refuses it: .*no system"):
+    with pytest.raises(HybridGKDError, match=r"row 4 of the data: .*reward_model\.model\.path refuses it: .*no system"):
         RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
 
 

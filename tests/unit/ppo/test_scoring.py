@@ -79,7 +79,7 @@ def test_long_responses_have_a_penalty_in_training(make):
 
 
 def test_a_row_without_an_answer_is_named(make):
-    with pytest.raises(DataError, match=r"^row 3 of the data: there is no answer to compute a reward from$"):
+    with pytest.raises(DataError, match=r"^row 4 of the data: there is no answer to compute a reward from$"):
         make().scores([pair(3, 7, answer=None)])
 
 
@@ -138,7 +138,7 @@ def test_a_failure_ends_the_run_and_names_row_answer_and_place(make):
     scorer = make("reward.timeout=0.1", text=HANGS)
     pairs = [pair(0, 1), pair(5, 2)]
     expected = (
-        r"^row 5 of the data: the reward \S+my_reward\.py:compute_score did not return in time \(reward\.timeout\); it "
+        r"^row 6 of the data: the reward \S+my_reward\.py:compute_score did not return in time \(reward\.timeout\); it "
         r"was at \S+my_reward\.py:5, for the answer '7' and a response that starts with '2'$"
     )
     with pytest.raises(TrainingError, match=expected):
