@@ -214,7 +214,7 @@ def _normalise(config: Config) -> list[ConfigError]:
     ref = config.actor_rollout_ref.ref.model
     paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
     others = ((teacher, "keys"), (config.critic.model, "path"), (ref, "path"), (config.reward_model.model, "path"))
-    for section, name in (*paths, *others):
+    for section, name in (*paths, *others, (config.trainer, "resume_from_path")):
         value = getattr(section, name)
         if isinstance(value, str):  # the shell leaves the ~ behind a = alone
             setattr(section, name, os.path.expanduser(value))

@@ -74,6 +74,7 @@ class SpellingReader:
     """What was accepted without a meaning, and what was read as something else, to be said to the user."""
     _set_by: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _accepted: dict[str, list[str]] = field(default_factory=dict)
+    _reading: list[str] = field(default_factory=list)
 
     def read(self, key: str, value: Any) -> dict[str, Any]:
         """What a key sets, by keys of `Config`; the same where it is none of verl's.
@@ -102,7 +103,7 @@ class SpellingReader:
         if isinstance(row, Read):
             self._one_teacher(key)
             try:
-                return row.reading(value, self._look)
+                return self._read(key, value, row)
             except ValueError as error:
                 raise ConfigError(key, str(error), value) from None
         if table is REFUSED:
@@ -128,11 +129,19 @@ class SpellingReader:
             row = (find(moved(given)) or (None, None))[1]
             if row is None and moved(given) == key:
                 return value
-            if isinstance(row, Read) and key in row.keys:
-                result = row.reading(value, self._look)
+            if isinstance(row, Read) and key in row.keys and given not in self._reading:
+                result = self._read(given, value, row)
                 if key in result:
                     return result[key]
         return self.below(key)
+
+    def _read(self, key: str, value: Any, row: Read) -> dict[str, Any]:
+        """As the row says, which may look up what the key itself would set: then it finds what others give."""
+        self._reading.append(key)
+        try:
+            return row.reading(value, self._look)
+        finally:
+            self._reading.pop()
 
 
 def markdown_page() -> str:

@@ -97,14 +97,13 @@ def _min_clamp(value: Any, look: Look) -> dict[str, Any]:
 
 
 def _rollout_is(value: Any, look: Look) -> dict[str, Any]:
-    if value is None:
-        return {}
-    limit = look(f"{CORRECTION}.rollout_is_threshold")
-    return {"algorithm.rollout_is": value, "algorithm.rollout_is_threshold": 2.0 if limit is None else limit}
+    limits = look(f"{CORRECTION}.rollout_is_threshold"), look("algorithm.rollout_is_threshold"), 2.0
+    limit = None if value is None else next(each for each in limits if each is not None)
+    return {"algorithm.rollout_is": value or "prefix", "algorithm.rollout_is_threshold": limit}
 
 
 def _rollout_threshold(value: Any, look: Look) -> dict[str, Any]:
-    return {} if look(f"{CORRECTION}.rollout_is") is None else {"algorithm.rollout_is_threshold": value}
+    return {} if look("algorithm.rollout_is") == "prefix" else {"algorithm.rollout_is_threshold": value}
 
 
 def _filter_metric(value: Any, look: Look) -> dict[str, Any]:

@@ -30,6 +30,12 @@ def test_a_recipe_for_users_has_nothing_of_the_demo():
     assert [load_config(OWN, config_name=name) for name in names] == [load_config(OWN, config_name="gkd")] * 3
 
 
+def test_a_checkpoint_to_continue_from_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    config = load_config([*OWN, "trainer.resume_mode=resume_path", "trainer.resume_from_path=~/run/global_step_3"])
+    assert config.trainer.resume_from_path == "/home/user/run/global_step_3"
+
+
 def test_null_for_the_size_of_a_request_is_the_default():
     teacher = load_config([*OWN, "actor_rollout_ref.teacher.num_microbatches=null"]).actor_rollout_ref.teacher
     assert teacher.num_microbatches == 8

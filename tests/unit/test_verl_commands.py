@@ -78,6 +78,22 @@ def test_a_row_for_a_key_that_there_is_would_not_be_read():
     assert not [key for key in own if find(key) is not None and key not in VALUES]
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout_is_threshold=5", ("token", 5.0)), ("rollout_is=sequence", ("sequence", 3.0)),
+        ("rollout_is=null", ("prefix", None)),
+    ],
+)
+def test_a_key_counts_where_the_one_that_it_goes_with_is_in_a_file_below(override, expected, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer]\nalgorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}\n"
+    )
+    given = [*OWN, f"algorithm.rollout_correction.{override}"]
+    found = load_config(given, config_name="mine", config_path=tmp_path).algorithm
+    assert (found.rollout_is, found.rollout_is_threshold) == expected
+
+
 def test_docs_page_is_the_tables():
     page = ROOT / "docs" / "verl.md"
     assert page.read_text() == markdown_page(), "run: python -m hybrid_gkd.config_spelling > docs/verl.md"
