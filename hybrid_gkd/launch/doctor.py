@@ -7,6 +7,7 @@ code is 1 if a check failed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import shutil
@@ -76,12 +77,23 @@ class PlacedWorkers:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; the exit code, also after a signal."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments, "python -m hybrid_gkd.doctor", {"--self-test": SELF_TEST})
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("hybrid_gkd.waiting").setLevel(logging.INFO)
-    Stopping().install()
+    stopping = Stopping()
+    stopping.install()
+    try:
+        return examine(options)
+    except (KeyboardInterrupt, SystemExit):
+        if stopping.exit_code is None:
+            raise
+        return stopping.exit_code
+
+
+def examine(options: argparse.Namespace) -> int:
+    """Walk the checks and print what they find; the exit code, 1 if one failed."""
     try:
         config = load(options)
     except HybridGKDError as error:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hybrid_gkd.launch import doctor
 from hybrid_gkd.launch import stopping as stopping_module
 from hybrid_gkd.launch.stopping import SIGNALS, Stopping
 
@@ -29,6 +30,12 @@ def wait_for_threads():
         if thread.name == "signal":
             thread.join(60)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_doctor_with_its_code_and_no_traceback(stopping, monkeypatch, number):
+    monkeypatch.setattr(doctor, "load", lambda options: signal.raise_signal(number))
+    assert doctor.main([]) == 128 + number
 
 
 @pytest.mark.parametrize("number", SIGNALS)
