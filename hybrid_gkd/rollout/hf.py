@@ -27,16 +27,18 @@ class HFRolloutEngine(RolloutEngine):
     description = "hf (transformers generation)"
 
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         model = config.actor_rollout_ref.model
         self.dtype = getattr(torch, engine_dtype(config, device.type))
         self.device, self.stop_token_ids = device, stop_token_ids
+        self.pad = stop_token_ids[0] if stop_token_ids else 0
         self.max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         self.model = AutoModelForCausalLM.from_config(
             hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
         ).to(device).eval()
+        self.model.generation_config = GenerationConfig()  # the model's would fill what a request leaves open
         self.weight_bytes = num_bytes(self.model)
 
     @torch.no_grad()
@@ -53,7 +55,7 @@ class HFRolloutEngine(RolloutEngine):
         from transformers import GenerationConfig
 
         width = max(len(request.prompt_ids) for request in batch)
-        ids = torch.full((len(batch), width), self.stop_token_ids[0], dtype=torch.int64)
+        ids = torch.full((len(batch), width), self.pad, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(batch):
             ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
@@ -63,8 +65,8 @@ class HFRolloutEngine(RolloutEngine):
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0),
         }
         generation = GenerationConfig(
-            max_new_tokens=sampling.max_tokens, do_sample=not greedy, eos_token_id=self.stop_token_ids,
-            pad_token_id=self.stop_token_ids[0], return_dict_in_generate=True, output_logits=sampling.logprobs,
+            max_new_tokens=sampling.max_tokens, do_sample=not greedy, eos_token_id=self.stop_token_ids or None,
+            pad_token_id=self.pad, return_dict_in_generate=True, output_logits=sampling.logprobs,
             **options,
         )
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):

@@ -88,7 +88,9 @@ class RunFolder:
         for _, row in self._metrics.rows():
             self._take_metrics(row)
         for _, row in self._lengths.rows():
-            self._bin = row["bin"]
+            if row["bin"] != self._bin:  # the run went on with another limit: counts of other widths do not go together
+                self._forget_lengths()
+                self._bin = row["bin"]
             self._counts.add(Counts(row["step"], tuple(row["counts"])))
         for start, row in self._answers.rows():
             self._validations.setdefault(row["step"], []).append(start)

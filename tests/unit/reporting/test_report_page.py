@@ -163,6 +163,12 @@ def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
     ]
 
 
+def test_lengths_of_another_limit_are_not_counted_with_those_of_this_one(tmp_path):
+    rows = [{"step": step, "bin": width, "counts": [0, 8]} for step, width in ((1, 2), (2, 2), (3, 20))]
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert data_of(tmp_path)["lengths"] == {"bin": 20, "every": 1, "steps": [3], "counts": [(0, 8)]}
+
+
 def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
     folder = make_run(tmp_path, total=99)
     rows = (folder / "starts.jsonl").read_text().splitlines()

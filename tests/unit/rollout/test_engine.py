@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.imports import load_object
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, make_engine, resolve_engine
+from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.types import GenerationRequest, SamplingParams
 
 OWN_ENGINE = """
 import torch
@@ -53,6 +56,18 @@ def test_an_engine_of_the_users_own_is_built_and_never_sleeps(tmp_path):
 def test_an_import_path_that_leads_nowhere_is_refused_before_anything_starts(name, reason):
     with pytest.raises(ConfigError, match=rf"{KEY}: .*{reason}"):
         resolve_engine(name)
+
+
+def test_transformers_generates_to_the_limit_where_no_token_ends_a_response(tmp_path):
+    model = make_tiny_model(tmp_path)
+    ends = f"actor_rollout_ref.model.override_config.eos_token_id={list(range(3, 250))}"
+    config = load_config(["data.train_files=x", f"actor_rollout_ref.model.path={model}", f"{KEY}=hf", ends,
+                          "actor_rollout_ref.teacher.server_ip=x", "trainer.device=cpu"])  # fmt: skip
+    engine = make_engine(config, device=torch.device("cpu"), stop_token_ids=[])
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 1)]
+    requests = [GenerationRequest(index=i, prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
+    found = [each for part in engine.generate(requests, SamplingParams(max_tokens=64), 0) for each in part]
+    assert [(len(each.response_ids), each.finish_reason) for each in found] == [(64, "length")] * 2
 
 
 def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():
