@@ -106,6 +106,8 @@ class SpellingReader:
                 return self._read(key, value, row)
             except ValueError as error:
                 raise ConfigError(key, str(error), value) from None
+            except (TypeError, OverflowError):  # a list where a number is wanted, for example
+                raise ConfigError(key, "cannot be a value of this kind", value) from None
         if table is REFUSED:
             raise ConfigError(key, row, value)
         if table is ONLY:

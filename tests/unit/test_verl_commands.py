@@ -195,6 +195,9 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
             ["+distillation.teacher_models.a.model_path=x", "+distillation.teacher_models.b.model_path=y"],
             ["distillation.teacher_models.b: there is one teacher", "distillation.teacher_models.a"],
         ),
+        (["distillation.loss_mode=[]"], ["distillation.loss_mode: cannot be a value of this kind; got []"]),
+        (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: cannot be a value of this kind"]),
+        ([f"{ARR}.actor.checkpoint.contents=-1"], [f"{ARR}.actor.checkpoint.contents: cannot be", "got -1"]),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name_and_reason(overrides, parts):
