@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hybrid_gkd.config import CUSTOM, MODEL
 from hybrid_gkd.errors import ConfigError, DataError
 from hybrid_gkd.imports import load_object
@@ -34,6 +36,8 @@ BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """Parameters of a function of all responses of a rollout."""
 NOT_IN_TIME = "did not return in time (reward.timeout)"
 """Why there is no score of a function that took too long."""
+NUMBER = (numbers.Real, np.bool_)
+"""What comparisons of numpy's numbers give is none of Python's."""
 AT_ONCE = 64
 """Responses for which an async function is awaited at a time in one process."""
 
@@ -218,12 +222,12 @@ def _runner() -> asyncio.Runner:
 
 def _checked(value: object) -> Outcome:
     found: Any = value.get("score") if isinstance(value, Mapping) else value
-    if not isinstance(found, numbers.Real) or not math.isfinite(found):
+    if not isinstance(found, NUMBER) or not math.isfinite(found):
         rule = "must return a finite number, or a dictionary with one under 'score'"
         return Failure(f"{rule}; it returned {value!r:.200}")
     metrics = {}
     if isinstance(value, Mapping):
-        numeric = {str(k): v for k, v in value.items() if k != "score" and isinstance(v, numbers.Real)}
+        numeric = {str(k): v for k, v in value.items() if k != "score" and isinstance(v, NUMBER)}
         metrics = {name: float(number) for name, number in numeric.items()}
     return Score(float(found), metrics)
 

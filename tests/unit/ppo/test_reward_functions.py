@@ -132,10 +132,12 @@ def test_missing_function(load, function):
         load("LIMIT = 3", function)
 
 
-@pytest.mark.parametrize("value", ["True", "1", "np.float32(1)", "np.int64(1)", "{'score': 1, 'pred': 'a'}"])
+@pytest.mark.parametrize("value", ["True", "1", "np.float32(1)", "np.int64(1)", "np.True_"])
 def test_numbers_of_any_kind(load, value):
     function = load(f"import numpy as np\ndef score(response, answer): return {value}")
     assert function.compute([ASKED]) == [Score(1.0)]
+    function = load(f"import numpy as np\ndef score(response, answer): return {{'score': 0, 'acc': {value}, 'a': ''}}")
+    assert function.compute([ASKED])[0].metrics == {"acc": 1.0}
 
 
 @pytest.mark.parametrize("value", ["None", "'1'", "float('nan')", "float('inf')", "1j", "[1.0]", "{'reward': 1}"])
