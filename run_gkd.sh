@@ -113,9 +113,10 @@ install() (
         fi
         if is_installed; then exit 0; fi
     fi
-    # What a killed uv leaves behind looks installed, and may lack files: all of it is installed anew.
+    # What a killed uv leaves behind looks installed, and may lack files: all of it is installed anew. Not in somebody
+    # else's environment, where a torch of their own would be replaced.
     unfinished=""
-    if [[ -f $begun ]]; then unfinished=yes; fi
+    if [[ -f $begun && $venv == "$here/.venv" ]]; then unfinished=yes; fi
     rm -f "$stamp"
     : >"$begun"
     : >"$log"
