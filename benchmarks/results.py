@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import tail
-from results_report import COLUMNS, Stored, is_validation, read_all, report
+from results_report import COLUMNS, Stored, is_validation, read, read_all, report
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
@@ -176,8 +176,8 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
 def train(name: str, seed: int, settings: Settings, place: int, deadline: float, over: threading.Event) -> bool:
     """Train and store one run, the `place`-th of those at the same time; False if it is not at its end at the deadline.
 
-    Then it is stored as far as it came, if it was validated since its beginning. Raises CalledProcessError if it
-    failed, with the end of its log.
+    Then it is stored as far as it came, if it was validated since its beginning and came further than what is stored.
+    Raises CalledProcessError if it failed, with the end of its log.
     """
     file = settings.results / f"{name}-{seed}.csv"
     head = {  # before the training, which would be lost with an error here
@@ -201,15 +201,16 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
         try:
             while process.poll() is None and minutes_of(rows) < settings.minutes and not stopped:
                 stopped = over.wait(LOOK_EVERY) or time.monotonic() > deadline
-                rows, before = curve_so_far(folder, answers), rows
-                say_validations(f"{name} {seed}", rows[len(before) :])
+                said, rows = len(rows), curve_so_far(folder, answers)
+                say_validations(f"{name} {seed}", rows[said:])
             code = process.poll()
         finally:
             stop(process)
         if code:
             raise subprocess.CalledProcessError(code, command, tail(log))
         rows = curve_so_far(folder, answers)
-    if not stopped or any(is_validation(row) and row["step"] > 0 for row in rows):
+    before = minutes_of(read(file).rows) if file.exists() else 0.0  # of a run that was stopped earlier
+    if not stopped or (any(is_validation(row) and row["step"] > 0 for row in rows) and minutes_of(rows) > before):
         store(file, head | ({STOPPED: f"{minutes_of(rows):.2f} minutes"} if stopped else {}), thinned(rows))
         log.unlink()
     return not stopped

@@ -160,6 +160,10 @@ time.sleep(600)"""
     assert run.accuracies("minutes") == [(0.0, 50.0), (0.5, 50.0)]
     assert run.head[results.STOPPED] == "0.50 minutes"
     assert results.stored_runs(settings) == set()
+    programs["opd"] = programs["opd"].replace("30.0", "6.0")
+    file.unlink()
+    assert results.train("opd", 0, settings, 0, time.monotonic() + 300, over) is False
+    assert results_report.read_all(tmp_path)[0].head[results.STOPPED] == "0.50 minutes"  # it came further
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in psutil.pids() if pid == int(file.read_text())], 60)
     assert not alive
 
