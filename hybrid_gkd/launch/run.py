@@ -185,7 +185,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if facts.reward_texts is not None:
         model = RewardModelTurn(config, group, facts.reward_texts, clock)
     if facts.reward is not None:
-        scorer = Scorer(facts.reward, facts.tokenizer, config, model)
+        scorer = Scorer(facts.reward, facts.tokenizer, config, model, clock)
         stack.enter_context(contextlib.closing(scorer))
     arguments: dict[str, Any] = {
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,

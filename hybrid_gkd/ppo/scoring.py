@@ -23,6 +23,7 @@ from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.ppo.reward_functions import Outcome, RewardFunction, Score, one_by_one
 from hybrid_gkd.ppo.rewards import Response, overlong_penalty
+from hybrid_gkd.spans import Clock
 from hybrid_gkd.types import Prompt, Sequence
 from hybrid_gkd.waiting import Timeout, waiting
 
@@ -69,13 +70,17 @@ class Scorer:
         tokenizer: decodes responses.
         config: the whole configuration.
         model: the reward model, where there is one.
+        clock: gets the spans `reward`.
     """
 
     def __init__(
-        self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config, model: RewardModelTurn | None = None
-    ):
+        self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config,
+        model: RewardModelTurn | None = None, clock: Clock | None = None,
+    ):  # fmt: skip
         self.functions, self.tokenizer, self.config, self.model = functions, tokenizer, config, model
-        self.section = config.reward
+        self.section, self._clock = config.reward, clock or Clock()
+        self._is_waited_for = config.actor_rollout_ref.hybrid_engine or not config.algorithm.filter_groups.enable
+        """Else a background thread scores what it has generated, while the trainer does something else."""
         known = {*functions, *([MODEL] if model is not None else [])}
         self._weights = {name: weight for name, weight in config.reward_weights.items() if name in known}
         self._pool: RewardPool | None = None
@@ -85,11 +90,11 @@ class Scorer:
         exists."""
 
     @classmethod
-    def of(cls, function: Reward, tokenizer: Any, config: Config) -> Scorer:
+    def of(cls, function: Reward, tokenizer: Any, config: Config, clock: Clock) -> Scorer:
         """Of a plain function (response, answer), which is called in this process."""
         compute = one_by_one(lambda response: function(response.text, response.right_answer))
         given = RewardFunction(CUSTOM, getattr(function, "__name__", "given"), compute)
-        scorer = cls({CUSTOM: given}, tokenizer, config)
+        scorer = cls({CUSTOM: given}, tokenizer, config, clock=clock)
         scorer._weights = {CUSTOM: 1.0}
         return scorer
 
@@ -117,7 +122,9 @@ class Scorer:
         with self.model.span() if self.model is not None and in_training else contextlib.nullcontext():
             self._ask_model(pairs)
         if self.functions:
-            self._wait_for_functions(entries)
+            timed = in_training and self._is_waited_for
+            with self._clock.span("reward") if timed else contextlib.nullcontext():
+                self._wait_for_functions(entries)
         return [self._sum(entry, self._weights) for entry in entries]
 
     def of_validation(self, pairs: list[Pair]) -> dict[str, list[float]]:

@@ -36,7 +36,7 @@ def step_metrics(
     `devices`: names of those that train. `spec`: the student's, computed where it is needed.
     """
     gen = "gen" if config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
-    models = ("reward_model", "values", "update_critic", "ref", "update_actor")
+    models = ("reward", "reward_model", "values", "update_critic", "ref", "update_actor")
     parts = (gen, "wait_prev_teacher", *models, "sync_rollout_weights")
     seconds = sum(measured.get(f"timing/{part}", 0.0) for part in parts)
     lengths = np.array([len(s.response_ids) for s in rollout.sequences])

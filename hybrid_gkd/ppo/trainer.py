@@ -80,9 +80,11 @@ class PPOTrainer:
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
         self.num_train_prompts, self.val_prompts = len(train_prompts), val_prompts
-        self.scorer = reward if reward is None or isinstance(reward, Scorer) else Scorer.of(reward, tokenizer, config)
-        self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.clock, self.stop_requested = clock or Clock(), stop_requested
+        if reward is not None and not isinstance(reward, Scorer):
+            reward = Scorer.of(reward, tokenizer, config, self.clock)
+        self.scorer = reward
+        self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = self.extra_batches = 0
         """Training steps done, and generation batches that they took beyond one each: the position in the data."""

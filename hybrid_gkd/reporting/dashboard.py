@@ -65,8 +65,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Time": (
         Panel("The step, part by part", (
-            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/reward_model", "timing/values",
-            "timing/update_critic", "timing/ref", "timing/update_actor", "timing/sync_rollout_weights", "timing/other",
+            "timing/gen", "timing/wait_prev_gen", "timing/wait_prev_teacher", "timing/reward", "timing/reward_model",
+            "timing/values", "timing/update_critic", "timing/ref", "timing/update_actor", "timing/sync_rollout_weights",
+            "timing/other",
         ), stacked=True),
         Panel("The step", ("timing/step",)),
         Panel("The actor's update, part by part", ("timing/update_actor/",), stacked=True),
@@ -208,6 +209,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "timing/get_teacher_knowledge": _distils,
     "timing/ref": lambda run: run.uses_reference,
     "timing/reward_model": lambda run: run.uses_reward_model and run.trains_on_rewards,
+    "timing/reward": lambda run: (
+        run.has_reward_functions and run.trains_on_rewards and (_is_hybrid(run) or not _leaves_groups_out(run))
+    ),
     # That of the last step is written when the last report is out.
     "timing/save_checkpoint": lambda run: run.trainer.save_freq > 0 or run.trainer.best_metric is not None,
     "timing/testing": _validates,

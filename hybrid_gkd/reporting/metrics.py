@@ -43,12 +43,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "critic/lr": ("", "Learning rate of the critic's last optimizer step"),
     # Where the time of a step goes: sums of the trainer's spans in trace.json (docs/timeline.md).
     # They may overlap, so they need not add up to timing/step.
-    "timing/step": ("seconds", "Generation (separate pools: waiting for it), teacher wait, updates and publish"),
+    "timing/step": ("seconds", "Generation (separate pools: its wait), waits for teacher and reward, updates, publish"),
     "timing/gen": ("seconds", "Drawing responses: of this batch or, ahead of the update, of a later one"),
     "timing/wait_prev_gen": ("seconds", "Waiting for responses with nothing else to do (separate pools)"),
     "timing/wait_prev_teacher": ("seconds", "Waiting for the teacher with nothing else to do"),
     "timing/get_teacher_knowledge": ("seconds", "Time with at least one request at the teacher"),
     "timing/ref": ("seconds", "Log-probabilities of the responses under the reference policy"),
+    "timing/reward": ("seconds", "Waiting for the reward functions' scores of responses, after the last is drawn"),
     "timing/reward_model": ("seconds", "The reward model's scores of the responses"),
     "timing/values": ("seconds", "The critic's values of the responses"),
     "timing/update_critic": ("seconds", "Forward, backward and optimizer steps of the critic"),

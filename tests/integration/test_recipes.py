@@ -97,7 +97,7 @@ def test_a_critic_raises_the_accuracy(environment, tmp_path):
     assert rows[30]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.1
     assert rows[30]["critic/returns/mean"] > rows[1]["critic/returns/mean"]
     assert {"critic/vf_loss", "critic/vf_explained_var", "timing/values", "timing/update_critic"} <= rows[30].keys()
-    assert {"timing/reward_model", "val/reward_model", "reward/model/mean"} <= rows[30].keys()
+    assert {"timing/reward", "timing/reward_model", "val/reward_model", "reward/model/mean"} <= rows[30].keys()
     assert rows[30]["reward/mean"] == pytest.approx(
         rows[30]["reward/exact_match/mean"] + 0.001 * rows[30]["reward/model/mean"], abs=1e-6
     )

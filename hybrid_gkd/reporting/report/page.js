@@ -32,7 +32,7 @@ const GROUPS = [  // [heading, note, panels: [title, metrics]]
   ]],
 ];
 const PARTS = [  // of a step, in the order in which they are stacked, with their colours
-  ["gen", 0], ["wait_prev_gen", 5], ["wait_prev_teacher", 7], ["reward_model", 10], ["values", 8],
+  ["gen", 0], ["wait_prev_gen", 5], ["wait_prev_teacher", 7], ["reward", 12], ["reward_model", 10], ["values", 8],
   ["update_critic", 9], ["ref", 6], ["update_actor", 1], ["sync_rollout_weights", 2], ["testing", 3], ["save_checkpoint", 4],
   ["other", 11],
 ];

@@ -36,8 +36,8 @@ PROMPT_KEPT, ANSWER_KEPT = 2000, 4000
 """Characters of a text."""
 PARTS = tuple(
     f"timing/{part}" for part in (
-        "gen", "wait_prev_gen", "wait_prev_teacher", "reward_model", "values", "update_critic", "ref", "update_actor",
-        "sync_rollout_weights", "testing", "save_checkpoint", "other",
+        "gen", "wait_prev_gen", "wait_prev_teacher", "reward", "reward_model", "values", "update_critic", "ref",
+        "update_actor", "sync_rollout_weights", "testing", "save_checkpoint", "other",
     )
 )  # fmt: skip
 """What a step's time is spent on, one after the other; 0 in a step without, so that they can be stacked."""

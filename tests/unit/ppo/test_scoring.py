@@ -64,6 +64,17 @@ def test_builtin_functions_that_are_quick_start_no_process(make):
     assert scorer._pool is None
 
 
+def test_the_wait_is_timed_where_the_trainer_waits(make):
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+    filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+    for overrides, timed in ((), True), (pools, True), (filtered, True), ((*pools, *filtered), False):
+        scorer = make("reward.name=gsm8k", *overrides)
+        scorer.of_validation([pair(0, 7)])
+        assert scorer._clock.take() == {}
+        scorer.rewards([pair(1, 7)])
+        assert set(scorer._clock.take()) == ({"timing/reward"} if timed else set())
+
+
 def test_one_function_has_no_metrics_of_its_own(make):
     scorer = make("reward.name=gsm8k")
     assert scorer.rewards([pair(0, 7)]) == [1.0]

@@ -46,14 +46,14 @@ def test_every_metric_has_a_panel_and_the_headline_ones_have_one_by_name():
 def test_a_run_has_panels_of_what_it_can_report():
     distils, learns = run_config(), run_config(*REWARDED, "distillation.enabled=false")
     assert shown(distils) == {name for name in METRICS if reports(distils, name)}
-    assert "reward/mean" not in shown(distils)
+    assert not {"reward/mean", "timing/reward"} & shown(distils)
     assert "val/accuracy" not in shown(distils)
     assert {"actor/kl_loss", "teacher/latency_p95", "timing/wait_prev_teacher"} <= shown(distils)
     assert not {"actor/kl_loss", "teacher/latency_p95", "timing/wait_prev_teacher"} & shown(learns)
     assert {"reward/mean", "actor/pg_clipfrac"} <= shown(learns)
     assert "Teacher" not in plan(learns)
     both = run_config(*REWARDED, "distillation.use_task_rewards=true", "data.val_files=b.jsonl")
-    assert {"reward/mean", "actor/kl_loss", "val/forward_kl"} <= shown(both)
+    assert {"reward/mean", "timing/reward", "actor/kl_loss", "val/forward_kl"} <= shown(both)
     several = ("actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.temperature=1")
     assert "val/pass@k" in shown(run_config("data.val_files=b.jsonl", *REWARDED, *several)) - shown(both)
     assert not {name for name in shown(run_config("trainer.device=cpu")) if name.startswith("memory/")}
