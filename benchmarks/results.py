@@ -132,6 +132,16 @@ def models_key(paths: DemoPaths) -> str:
     return digest.hexdigest()[:12]
 
 
+def in_words(paths: DemoPaths) -> dict[str, str]:
+    """Teacher and student, their sizes and how much they answer right where it was counted, for the head of a run."""
+    manifest, found = json.loads(paths.manifest.read_text()), {}
+    for name in ("teacher", "student"):
+        accuracy = manifest[name].get("held_out_accuracy")
+        right = "" if accuracy is None else f", {100 * accuracy:.1f} % right"
+        found[name] = f"{manifest[name]['parameters'] / 1e6:.3g}M parameters{right}"
+    return found
+
+
 def obstacle(run: Run, settings: Settings) -> str | None:
     """Why a run cannot be started here, or None."""
     if run.how == "trl" and importlib.util.find_spec("trl") is None:
@@ -184,6 +194,7 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
         "run": name, "seed": seed, "models": models_key(settings.paths), "device": device_name(settings.device),
         "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "overrides": " ".join([RUNS[name].overrides, *settings.overrides]), "together": settings.together,
+        **in_words(settings.paths),
     }  # fmt: skip
     answers, log = answers_per_step(name, settings), file.with_suffix(".log")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

@@ -172,7 +172,11 @@ def facts(runs: list[Stored]) -> str:
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     number = runs[0].head.get("together", "1")
     together = "" if number == "1" else f", {number} runs at a time"
-    return f"{when}, {runs[0].head['device']}{together}; models {runs[0].head['models']}; code {', '.join(codes)}."
+    models = [f"{name} {runs[0].head[name]}; " for name in ("teacher", "student") if name in runs[0].head]
+    return (
+        f"{when}, {runs[0].head['device']}{together}; {''.join(models)}models {runs[0].head['models']}; "
+        f"code {', '.join(codes)}."
+    )
 
 
 def page(runs: dict[str, list[Stored]], titles: dict[str, str], conclusions: str) -> str:

@@ -23,7 +23,10 @@ import results_gsm8k
 import results_report
 
 TITLES = {name: run.title for name, run in results.RUNS.items()}
-HEAD = {"models": "abc", "device": "CPU", "code": "123", "overrides": "", "date": "2026-01-01"}
+HEAD = {
+    "models": "abc", "device": "CPU", "code": "123", "overrides": "", "date": "2026-01-01",
+    "teacher": "38M parameters, 85.0 % right", "student": "6M parameters, 12.0 % right",
+}  # fmt: skip
 
 
 def stored(folder, name, seed, points, **head):
@@ -52,6 +55,7 @@ def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
     assert base.split(" | ")[1] == "1"  # only the seed that the variant has
     assert variant.startswith("| K = 1 (`opd_k1`) | 1 | 20.0 | 20.0 |")
     assert "What they say." in page
+    assert "teacher 38M parameters, 85.0 % right; student 6M parameters, 12.0 % right; models abc" in page
     for kind in ("methods", "variants"):
         assert f"(results_{kind}.svg)" in page
         svg = (tmp_path / f"results_{kind}.svg").read_text()
@@ -106,6 +110,8 @@ def programs(tmp_path, monkeypatch):
     for folder in ("teacher", "student"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+    sizes = {"parameters": 5_640_000, "held_out_accuracy": 0.125}
+    (tmp_path / "demo.json").write_text(json.dumps({"teacher": sizes, "student": sizes}))
     return programs
 
 
@@ -134,6 +140,7 @@ with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
     assert (run.name, ended.name) == ("grpo", "opd_k8")
     assert ended.end("minutes") == 1
     assert run.accuracies("minutes") == [(0.0, 50.0), (0.1, 50.0)]
+    assert run.head["student"] == "5.64M parameters, 12.5 % right"
     assert run.accuracies("answer_tokens")[-1] == (64.0, 50.0)  # 2 tokens of each of 4 x 8 answers
     out = capsys.readouterr().out
     assert "opd 0: failed with exit code 3: \nno such thing" in out
