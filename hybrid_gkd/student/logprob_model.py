@@ -99,7 +99,7 @@ def refuse_unsupported(model: Any) -> None:
 
 def _refuse_head(model: Any) -> None:
     """Raises ModelError if the logits are not the product of the last hidden state and a matrix."""
-    config, head = model.config, model.get_output_embeddings()
+    config, head = model.config.get_text_config(), model.get_output_embeddings()  # of Gemma 4 a part of the whole
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
     caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     CodeGenConfig,
     Gemma3TextConfig,
+    Gemma4Config,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -108,6 +109,13 @@ def test_refuses_logits_that_are_changed_behind_the_head(name):
     with pytest.raises(ModelError, match=rf"llama: config\.{name} changes the logits"):
         logprob_model(LlamaConfig(**SIZES, **{name: 30.0}))
     logprob_model(LlamaConfig(**SIZES, **{name: None}))
+
+
+def test_refuses_logits_that_are_changed_where_text_is_a_part_of_the_model():
+    text = {**SIZES, "pad_token_id": 0, "head_dim": 8, "vocab_size_per_layer_input": 50}
+    config = Gemma4Config(text_config={**text, "final_logit_softcapping": 30.0})
+    with torch.device("meta"), pytest.raises(ModelError, match=r"gemma4_text: .*softcapping changes"):
+        logprob_model(config)
 
 
 def test_refuses_a_head_with_a_bias():
