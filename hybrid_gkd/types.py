@@ -26,7 +26,7 @@ class Prompt:
     """The same behind the teacher's chat template, where it has one of its own; None: `token_ids`."""
     text: str
     """The user's message, for sample generations."""
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     """The chat that `token_ids` are of, where there is a reward model, which may have a template of its own."""
     answer: str | None = None
     """Ground truth for rule rewards; None where the data has none."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
 DATA_SOURCE, EXTRA_INFO = "data_source", "extra_info"
 """Columns that rows may have: where they are from (unless `data.reward_fn_key` names another), and anything else that a
 reward function of the user's own wants to know."""
@@ -157,7 +157,10 @@ def _check_messages(value: object, where: str) -> Chat:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f"{where}: a message must have a text under 'role' and 'content'; got {short(message)}")
-        result.append({"role": message["role"], "content": message["content"]})
+        # Templates also read tool_calls, reasoning_content and others; parquet has null where a message has none.
+        result.append({name: part for name, part in message.items() if part is not None})
+    if result[-1]["role"] == "assistant":
+        raise DataError(f"{where}: must not end with an answer, which the student is to write; got {short(result[-1])}")
     if not _user_text(result).strip():
         raise DataError(f"{where}: the prompt is empty; got {short(value)}")
     return result

@@ -174,6 +174,25 @@ def test_several_files_are_numbered_through(write):
     assert [(p.index, p.text) for p in prompts] == [(0, "a"), (1, "b")]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_template_sees_all_that_a_message_has(write, tmp_path, suffix):
+    call = {"type": "function", "function": {"name": "add"}}
+    chat = [
+        {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": "add"},
+    ]
+    file = write([{"prompt": chat}])
+    if suffix == "parquet":
+        datasets.Dataset.from_list([{"prompt": chat}]).to_parquet(file := tmp_path / "rows.parquet")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}"
+        "{% for call in m.tool_calls or [] %} calls {{ call.function.name }}{% endfor %}]{% endfor %}"
+    )
+    [prompt] = load(file, tokenizer=tokenizer)
+    assert decode(prompt) == "[user][assistant calls add][tool add]"
+
+
 def test_template_arguments_and_a_tokenizer_without_a_template(write):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
@@ -238,6 +257,10 @@ def test_hub_names(monkeypatch, file, expected):
         ('{"prompt": "x"}\n{"prompt": null}\n', r"row 2, column 'prompt': must be a text.*got None"),
         ('{"prompt": 7}\n', r"row 1.*must be a text or a list of chat messages; got 7"),
         ('{"prompt": []}\n', r"row 1.*must be a text or a list of chat messages; got \[\]"),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n',
+            r"row 1.*must not end with an answer, which the student is to write; got \{'role': 'assistant'",
+        ),
         ('{"prompt": [{"role": "user"}]}\n', r"row 1.*'role' and 'content'; got \{'role': 'user'\}"),
         ('{"prompt": "x"}\n{"prompt": "y"\n', r"cannot be read: row 2 is not a JSON object; got '\{\"prompt\": \"y\"'"),
         ('{"prompt": "x"}\n[1]\n', r"cannot be read: row 2 is not a JSON object; got '\[1\]'"),
