@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.files import FileSum
@@ -175,10 +177,24 @@ def gather_huggingface(
 
     def export(folder: Path) -> None:
         if is_first:
+            tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
             write(weights, folder)
-            load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            has_config = (folder / GENERATION_CONFIG_NAME).is_file()  # adapters have none
+            if has_config and tokenizer.eos_token_id is not None:
+                _end_with(tokenizer.eos_token_id, folder)
 
     return export
+
+
+def _end_with(token: int, folder: Path) -> None:
+    """Have transformers end responses where the student's ended: it does not ask the tokenizer, as vLLM does."""
+    config = GenerationConfig.from_pretrained(folder)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if token not in ends:
+        config.eos_token_id = [end for end in ends if end is not None] + [token]
+        config._from_model_config = False  # else transformers takes the tokens of config.json
+        config.save_pretrained(folder)
 
 
 def _tied_names(hf_model: Any) -> set[str]:

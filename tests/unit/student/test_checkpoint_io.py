@@ -6,10 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import PhimoeConfig, PhimoeForCausalLM
+from transformers import GenerationConfig, PhimoeConfig, PhimoeForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
 from hybrid_gkd.offload.pinned import HostCopies
 from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.student.actor import Actor
@@ -140,6 +141,24 @@ def test_what_is_written_behind_further_updates_is_of_the_moment_of_the_snapshot
             assert len(files) >= 4
             assert filecmp.cmpfiles(at_once, behind, files, shallow=False)[1:] == ([], [])
         assert len(copies._blocks) == 1  # as large as it was reserved
+
+
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "merged"])
+def test_transformers_ends_an_exported_students_responses_where_training_did(overrides, tmp_path):
+    path, other = make_tiny_model(tmp_path / "model"), tmp_path / "tokenizer"
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.eos_token = "a"
+    tokenizer.save_pretrained(other)
+    trained = stop_token_ids(str(path), tokenizer)
+    with single_process_group():
+        actor = Actor(make_config(path, *overrides), device=torch.device("cpu"), num_updates=5)
+        for name, tokens in (("same", path), ("other", other)):
+            options = {"tokenizer_path": str(tokens), "trust_remote_code": False, "merge": True}
+            export_huggingface(actor, tmp_path / name, **options)
+    same, ends = (GenerationConfig.from_pretrained(tmp_path / name).eos_token_id for name in ("same", "other"))
+    assert same == GenerationConfig.from_pretrained(path).eos_token_id
+    assert sorted(ends) == trained
+    assert len(trained) == 2
 
 
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "lora"])
