@@ -58,6 +58,9 @@ class JsonLines:
         self._tokens.append({"step": step, **answer} for answer in answers)
 
     def close(self, *, failed: bool) -> None:
-        for file in self._files:
+        for name, file in zip(NAMES, self._files, strict=True):
             with contextlib.closing(file):
-                file.append([])  # what a full disk did not take before
+                try:
+                    file.append([])  # what a full disk did not take before
+                except OSError as error:
+                    logger.warning("%s has lost the rows that waited for room: %s", name, error)

@@ -245,6 +245,12 @@ def test_full_disk_leaves_no_part_of_a_row_and_rows_wait_for_room(tmp_path, capl
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     assert "rows of metrics.jsonl and generations.jsonl wait for room: OSError" in caplog.text
+    with make(tmp_path / "to the end") as tracker:
+        files = tracker._trackers["jsonl"]._files
+        files[0]._file = FullDisk(files[0]._file)
+        tracker.log({"actor/kl_loss": 1.0}, 1)
+    assert "metrics.jsonl has lost the rows that waited for room: [Errno 28] No space left on device" in caplog.text
+    assert all(file._file.closed for file in files)
 
 
 # --- console
