@@ -311,16 +311,17 @@ def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it
 def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, tmp_path):
     """Killed after step 3, when step 4 has been generated with the weights of step 2 or before."""
     wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL)
-    process = start(wanted)
+    process, latest = start(wanted), tmp_path / "hybrid_gkd" / "gkd" / LATEST
     wait_for(logged_step(tmp_path, 3), "step 3")
-    wait_for((tmp_path / "hybrid_gkd" / "gkd" / LATEST).exists, "the end of the writing behind step 3")
+    wait_for(latest.exists, "the end of the writing behind step 3")
     process.kill()
-    interrupted, _, errors = finish(process)  # the run may have been through already
+    finish(process)
+    goes_on_after = int(latest.read_text())  # 4 where all steps were done by then
     code, _, errors = run(wanted)
     assert code == 0, errors
     whole, rows = rows_of(finished[0]), rows_of(tmp_path)
     assert [rows[s]["prompt_length/mean"] for s in range(1, 5)] == [whole[s]["prompt_length/mean"] for s in range(1, 5)]
-    after = 0 if interrupted else 2
+    after = 0 if goes_on_after == 2 else 2
     assert [rows[s]["training/staleness"] for s in range(1, 5)] == [0, 1, after, min(after + 1, 2)]
 
 
