@@ -7,6 +7,7 @@ no longer complete.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ class Pool:
             )
             log_file = str(self.log_files[rank])
             arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "log_file": log_file}
-            self.workers.append(remote.remote(self.config, **arguments))
+            self.workers.append(remote.remote(self.config, **arguments, folder=os.getcwd()))
 
     def rendezvous(self, timeout: Timeout | None = None) -> tuple[str, int]:
         """Host and a free port of the first worker."""

@@ -44,15 +44,22 @@ if TYPE_CHECKING:
     from hybrid_gkd.student.trained_model import TrainedModel
     from hybrid_gkd.workers.updater import Updater
 
+logger = logging.getLogger(__name__)
+
 
 class Worker(GroupMember):
     """One process of a pool; `log_file` takes everything that it prints.
 
+    Relative paths of the configuration begin at `folder`, the driver's, where this machine has it.
     Methods that concern the engine or the actor are for workers whose role has it. Spans go to a file beside the log.
     """
 
-    def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str):
+    def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str, folder: str):
         redirect_output(Path(log_file))
+        try:
+            os.chdir(folder)  # a given cluster's workers are where it was started
+        except OSError as error:
+            logger.warning("relative paths of the configuration begin at %s: %s", os.getcwd(), error)
         super().__init__(config, role=role, rank=rank, size=size, device_type=device)
         self.step: int | None = None
         name, spans = f"{role} {rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))

@@ -25,7 +25,7 @@ def address(monkeypatch):
         cluster.shutdown()
 
 
-def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path):
+def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path, monkeypatch):
     def configure(*overrides):
         return make_config(model, tmp_path, *overrides)
 
@@ -35,7 +35,9 @@ def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path):
     def node(worker):
         return ray.get_runtime_context().get_node_id()
 
-    model = make_tiny_model(tmp_path / "model")
+    make_tiny_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)  # the cluster was started elsewhere
+    model = "model"
     given = f"ray_init.address={address}"
     with ray_cluster(configure(given), "cpu"):
         room = r"trainer\.nnodes: 1 node\(s\) with room for 2 worker\(s\) .*has 2 node\(s\), with room for 1, 1"
