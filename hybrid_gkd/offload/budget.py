@@ -20,7 +20,8 @@ ENGINE_WORKSPACE_BYTES = 8 * GIB
 KV_BLOCK_TOKENS = 128
 """At most; the KV cache of a sequence is a whole number of blocks."""
 TEACHER_TOKENS = 32768
-"""KV cache of a teacher that shares a GPU: four engine steps, so that one is filled while another is scored."""
+"""KV cache of a teacher that shares a GPU, at least: four engine steps, so that one is filled while another is
+scored."""
 TEACHER_WORKSPACE_BYTES = 6 * GIB
 """Activations of one engine step, logits of 1024 positions and their top-k, CUDA context."""
 LARGEST_SHARE = 0.92
@@ -256,8 +257,10 @@ def teacher_share(config: Config, *, total_bytes: int) -> float:
     spec = model_spec(
         teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
     )
-    weights = (4 if teacher.dtype == "float32" else 2) * spec.parameters
-    per_gpu = (weights + TEACHER_TOKENS * spec.kv_bytes_per_token) / teacher.tensor_model_parallel_size
+    itemsize = 4 if teacher.dtype == "float32" else 2
+    tokens = max(TEACHER_TOKENS, teacher.max_model_len or config.max_sequence_length + 1)  # vLLM wants room for one
+    per_gpu = itemsize * spec.parameters + tokens * itemsize / 2 * spec.kv_bytes_per_token
+    per_gpu /= teacher.tensor_model_parallel_size
     return math.ceil(100 * (per_gpu + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
 
 

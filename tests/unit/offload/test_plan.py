@@ -193,6 +193,11 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     assert phases["rollout"]["teacher"] == pytest.approx(0.05 * CARD)
     assert sum(phases["rollout"].values()) == pytest.approx(0.97 * CARD, abs=0.02 * CARD)
     check_memory(one_gpu, SEVEN_B, total_bytes=CARD)
+    one_gpu.actor_rollout_ref.teacher.max_model_len = 2**24  # vLLM refuses a cache that does not hold one such sequence
+    token = model_spec(str(teacher), trust_remote_code=False, override_config={}).kv_bytes_per_token
+    for dtype, cache in (("auto", 2**24 * token), ("float32", 2**25 * token)):
+        one_gpu.actor_rollout_ref.teacher.dtype = dtype
+        assert teacher_share(one_gpu, total_bytes=CARD) * CARD == pytest.approx(6 * GIB + cache, abs=0.012 * CARD)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
 
