@@ -160,7 +160,9 @@ class PPOTrainer:
         if not ends_here:
             self._publish_weights()
         if self.step in self.config.trainer.profile_steps:
-            logger.info("torch's profiler, step %d: %s", self.step, ", ".join(self.group.write_profiles()))
+            generating = ends_here and BATCHES_AHEAD[self.config.trainer.scheduler] > 0
+            files = self.group.write_profiles(generating=generating)
+            logger.info("torch's profiler, step %d: %s", self.step, ", ".join(files))
         metrics = metrics | self._step_metrics(rollout, ends_here)
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         metrics |= self._validate() if validates else {}
@@ -300,7 +302,7 @@ class PPOTrainer:
     def _step_metrics(self, rollout: Rollout, ends_here: bool) -> dict[str, float]:
         self.tracking.log_lengths([len(sequence.response_ids) for sequence in rollout.sequences], self.step)
         devices = [worker["device"] for worker in self.group.description]
-        # Workers that generate ahead answer when they are done: a requested stop does not wait for them.
+        # As for profiles: workers that generate ahead answer when they are done, and a requested stop does not wait.
         measured = self.clock.take() | ({} if ends_here else self.group.device_metrics())
         return step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
 

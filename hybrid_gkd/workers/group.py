@@ -316,10 +316,13 @@ class WorkerGroup:
         parts = [part for pool in self.pools for part in pool.call("device_metrics")]
         return {name: max(part[name] for part in parts if name in part) for part in parts for name in part}
 
-    def write_profiles(self) -> list[str]:
-        """End the profiles of a step of `trainer.profile_steps`; their files, or why one could not be written."""
+    def write_profiles(self, *, generating: bool) -> list[str]:
+        """End the profiles of a step of `trainer.profile_steps`; their files, or why one could not be written.
+
+        Of a pool that is `generating` the next batch by itself, they have been written before that.
+        """
         calls: Calls = {}
-        for pool in self.pools:
+        for pool in self.pools[:1] if generating else self.pools:
             calls |= pool.start("write_profiles")
         return [text for part in gather("write_profiles", calls, self.actors.load_timeout) for text in part]
 

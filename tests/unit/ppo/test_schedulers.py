@@ -439,6 +439,10 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
             assert not self._is_generating
             return {}
 
+        def write_profiles(self, *, generating):
+            assert generating == self._is_generating
+            return []
+
     def respond(request, version):
         if request.seed in request_seeds(0, 2, BATCH):
             began.set()
@@ -447,8 +451,8 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
 
     group = Busy(respond)
     trainer, _, failure = fit(
-        "one_step_off", 3, tmp_path, *OWN_POOL, "trainer.save_freq=-1", "trainer.val_before_train=false", group=group,
-        stop_requested=lambda: len(group.trained) == 1,
+        "one_step_off", 3, tmp_path, *OWN_POOL, "trainer.save_freq=-1", "trainer.val_before_train=false",
+        "trainer.profile_steps=[1]", group=group, stop_requested=lambda: len(group.trained) == 1,
     )
     ended.set()
     assert failure is None
