@@ -12,6 +12,7 @@ from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.run import assemble
 from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.models.adapters import adapter_config
 
 PROMPTS, TOKENS = 8, 64
 """Of the step, at most."""
@@ -46,6 +47,12 @@ def with_itself(config: Config, folder: str) -> Config:
     arr, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
     arr.teacher.model.path = arr.model.path
+    if arr.model.lora_adapter_path is not None:  # new adapters of its shape: the teacher is the model below them
+        own, arr.model.lora_adapter_path = adapter_config(arr.model), None
+        arr.model.lora_rank, arr.model.lora_alpha = own.r, own.lora_alpha
+        targets, excluded = own.target_modules, own.exclude_modules
+        arr.model.target_modules = targets if isinstance(targets, str) else sorted(targets)
+        arr.model.exclude_modules = sorted(excluded) if isinstance(excluded, set) else excluded
     arr.actor.ppo_mini_batch_size, arr.actor.ppo_epochs, arr.rollout.n = None, 1, 1
     data.train_batch_size, data.gen_batch_size, data.val_files = min(PROMPTS, data.train_batch_size), None, []
     data.max_response_length = min(TOKENS, data.max_response_length)

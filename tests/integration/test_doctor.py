@@ -7,9 +7,11 @@ import signal
 import socket
 from types import SimpleNamespace
 
+import peft
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
@@ -54,8 +56,13 @@ def examine(capsys, *args):
 
 
 def test_a_run_that_would_start(world, tmp_path, capsys):
+    """With adapters to start from, whose answers are not those of the model below them."""
     before = set(psutil.Process().children(recursive=True))
-    code = doctor.main(["--self-test", *arguments(world, tmp_path / "out")])
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    student = AutoModelForCausalLM.from_pretrained(world / "student")
+    peft.get_peft_model(student, lora).save_pretrained(tmp_path / "adapter")
+    adapter = f"actor_rollout_ref.model.lora_adapter_path={tmp_path}/adapter"
+    code = doctor.main(["--self-test", *arguments(world, tmp_path / "out", adapter)])
     text = capsys.readouterr().out
     assert code == 0, text
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
