@@ -99,7 +99,8 @@ def _min_clamp(value: Any, look: Look) -> dict[str, Any]:
 def _rollout_is(value: Any, look: Look) -> dict[str, Any]:
     limits = look(f"{CORRECTION}.rollout_is_threshold"), look("algorithm.rollout_is_threshold"), 2.0
     limit = None if value is None else next(each for each in limits if each is not None)
-    return {"algorithm.rollout_is": value or "prefix", "algorithm.rollout_is_threshold": limit}
+    level = "prefix" if value is None else value
+    return {"algorithm.rollout_is": level, "algorithm.rollout_is_threshold": limit}
 
 
 def _rollout_threshold(value: Any, look: Look) -> dict[str, Any]:

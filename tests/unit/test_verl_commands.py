@@ -195,6 +195,10 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
             ["+distillation.teacher_models.a.model_path=x", "+distillation.teacher_models.b.model_path=y"],
             ["distillation.teacher_models.b: there is one teacher", "distillation.teacher_models.a"],
         ),
+        (
+            ["algorithm.rollout_correction.rollout_is=false"],
+            ["algorithm.rollout_is: Invalid value 'False', expected one of ['prefix', 'token', 'sequence']"],
+        ),
         (["distillation.loss_mode=[]"], ["distillation.loss_mode: cannot be a value of this kind; got []"]),
         (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: cannot be a value of this kind"]),
         ([f"{ARR}.actor.checkpoint.contents=-1"], [f"{ARR}.actor.checkpoint.contents: cannot be", "got -1"]),
