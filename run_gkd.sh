@@ -113,10 +113,10 @@ install() (
         fi
         if is_installed; then exit 0; fi
     fi
-    # What a killed uv leaves behind looks installed, and may lack files: all of it is installed anew. Not in somebody
-    # else's environment, where a torch of their own would be replaced.
+    # What a killed uv leaves behind looks installed, and may lack files: all of it is installed anew. Not in an
+    # environment that somebody else has made, where a torch of their own would be replaced.
     unfinished=""
-    if [[ -f $begun && $venv == "$here/.venv" ]]; then unfinished=yes; fi
+    if [[ -f $begun && -f $made ]]; then unfinished=yes; fi
     rm -f "$stamp"
     : >"$begun"
     : >"$log"
@@ -124,6 +124,7 @@ install() (
     cd "$here" || exit 1  # for "-e ."
     if [[ ! -x $python ]]; then
         base=$(find_python) || exit 1
+        : >"$made"
         logged "$base" -m venv "$venv" || give_up
     fi
     is_recent "$python" || fail "$python is older than Python 3.11; use another environment"
@@ -170,6 +171,7 @@ case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 python=$venv/bin/python
 stamp=$venv/hybrid_gkd.installed
 begun=$venv/hybrid_gkd.begun  # there until an installation is complete
+made=$venv/hybrid_gkd.made  # there if this script has made the environment
 log=$venv/hybrid_gkd-install.log
 wanted=$({ cat "$here/setup.cfg"; echo "$cpu_torch"; } | cksum | tr ' ' '-')
 

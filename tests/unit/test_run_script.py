@@ -219,9 +219,17 @@ def test_what_a_killed_installation_left_is_installed_anew(start):
     assert "install --python" in installs(start("--install-only")[1])[0]  # that one was complete
     start("--install-only", "dev", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill)
     assert "uv pip install --reinstall --python" in installs(start("--install-only", "dev")[1])[0]
-    own = str(start.venv.parent / "own")
-    start("--install-only", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill, VIRTUAL_ENV=own)
-    assert f"uv pip install --python {own}/bin/python" in installs(start("--install-only", VIRTUAL_ENV=own)[1])[0]
+
+    for name, is_theirs in (("ours", False), ("theirs", True)):
+        python = start.venv.parent / name / "bin" / "python"
+        if is_theirs:
+            python.parent.mkdir(parents=True)
+            python.write_text(PYTHON)
+            python.chmod(0o755)
+        where = {"HYBRID_GKD_VENV": str(start.venv.parent / name)}
+        start("--install-only", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill, **where)
+        anew = "" if is_theirs else "--reinstall "
+        assert f"uv pip install {anew}--python {python} " in installs(start("--install-only", **where)[1])[0]
 
 
 def test_a_link_to_the_script_starts_it_where_it_is(start, tmp_path):
