@@ -341,7 +341,7 @@ def test_no_process_survives_the_service(own_teacher, how):
     wait_until(lambda: not any(map(is_alive, processes)), "for its worker to end")
     assert own_teacher.poll() == (-signal.SIGKILL if how == signal.SIGKILL else 0)
     if how == signal.SIGKILL:
-        with pytest.raises(TeacherError, match=r"the teacher ended: it was killed by SIGKILL \(out of memory\?\); its"):
+        with pytest.raises(TeacherError, match=r"ended: it was killed by SIGKILL \(out of memory\?\); its last line: "):
             own_teacher.check()
 
 

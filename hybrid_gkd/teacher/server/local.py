@@ -76,13 +76,15 @@ class TeacherProcess:
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 
     def check(self) -> None:
-        """If the service has ended, raises TeacherError with its last error line or last line, or the signal."""
+        """If the service has ended, raises TeacherError with its last error line or last line, and the signal."""
         code = self.poll()
         if code is None:
             return
         lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
         lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
-        reason = lines[-1] if lines and code >= 0 else f"it {how_it_ended(code)}"
+        last = lines[-1] if lines else "none"
+        # A library that aborts says why there; what is killed does not.
+        reason = last if lines and code >= 0 else f"it {how_it_ended(code)}; its last line: {last}"
         what = "ended" if self.address else "did not start"
         raise TeacherError(f"the teacher {what}: {reason}; its log: {self._log_path}")
 
@@ -98,7 +100,9 @@ class TeacherProcess:
 
 def how_it_ended(code: int) -> str:
     """The return code of a subprocess in words."""
-    return f"was killed by {signal.Signals(-code).name} (out of memory?)" if code < 0 else f"ended with code {code}"
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory?)"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_period: float = 10.0) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.server import supervisor
+from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import Supervisor, gpu_shares
 
 TIMEOUT = 60.0  # seconds; ends a test that hangs
@@ -32,6 +33,15 @@ def watch(supervisor, condition):
         assert time.monotonic() < deadline
         supervisor.check()
         time.sleep(0.01)
+
+
+def test_a_teacher_that_aborts_is_not_said_to_be_out_of_memory(tmp_path):
+    teacher = TeacherProcess("unused", log_path=tmp_path / "log")
+    says_why = "import os; print('Assertion failed: errno == 0', flush=True); os.abort()"
+    teacher._command = [sys.executable, "-c", says_why]
+    with teacher, pytest.raises(TeacherError) as error:
+        teacher.wait_ready()
+    assert "it was killed by SIGABRT; its last line: Assertion failed: errno == 0; its log" in str(error.value)
 
 
 def test_a_worker_that_never_gets_ready_ends_the_service():
