@@ -114,8 +114,12 @@ class RewardPool:
         """Give each free process what it can compute at once."""
         while self._waiting and len(self._running) < self._size:
             function, unit = self._waiting.popleft()
-            while self._waiting and self._waiting[0][0] is function and len(unit) + 1 <= function.at_once < math.inf:
-                unit = unit + self._waiting.popleft()[1]
+            while self._waiting and self._waiting[0][0] is function:
+                more = self._waiting[0][1]  # several, where they were lost with a pool
+                if not len(unit) + len(more) <= function.at_once < math.inf:
+                    break
+                self._waiting.popleft()
+                unit = unit + more
             self._started += 1
             stack, pool = Path(self._stacks.name, str(self._started)), self._pool
             self._running[stack] = function, unit

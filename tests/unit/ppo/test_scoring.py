@@ -8,15 +8,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hybrid_gkd.config import RewardConfig
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.ppo import reward_pool
-from hybrid_gkd.ppo.reward_functions import load_functions
+from hybrid_gkd.ppo.reward_functions import RewardFunction, load_functions
+from hybrid_gkd.ppo.rewards import Response
 from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.testing import NumberTokenizer
 from hybrid_gkd.types import Prompt, Sequence
@@ -208,6 +211,25 @@ def test_processes_that_end_at_any_moment_are_replaced_but_not_for_ever(make, tm
     kill_idle(scorer._pool._pool)
     with pytest.raises(TrainingError, match=r"the processes that compute rewards have ended: .*All workers expired"):
         scorer.scores([pair(row, 1) for row in range(3)])
+
+
+def test_what_is_lost_with_a_pool_is_computed_by_no_more_at_once_than_before(monkeypatch):
+    class Idle:
+        def __init__(self, **_):
+            pass
+
+        def schedule(self, *_, **__):
+            return Future()
+
+    monkeypatch.setattr(reward_pool, "ProcessPool", Idle)
+    monkeypatch.setattr(reward_pool, "_retire", lambda pool: None)
+    function = RewardFunction("custom", "mine", lambda responses: [], at_once=3, can_hang=True)
+    pool = reward_pool.RewardPool(RewardConfig(num_workers=2))
+    for number in (1, 3, 1):  # two processes begin at once, and a response waits
+        pool.submit(function, [Response(text="1")] * number)
+    assert [len(unit) for _, unit in pool._running.values()] == [1, 3]
+    pool._on_broken(pool._pool, RuntimeError("all have ended"))
+    assert [len(unit) for _, unit in pool._running.values()] == [1, 3]
 
 
 def test_a_pattern_without_end_is_a_wrong_response(make):
