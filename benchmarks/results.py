@@ -215,6 +215,7 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
                 said, rows = len(rows), curve_so_far(folder, answers)
                 say_validations(f"{name} {seed}", rows[said:])
             code = process.poll()
+            stopped = stopped and code is None and minutes_of(rows) < settings.minutes
         finally:
             stop(process)
         if code:

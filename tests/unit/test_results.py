@@ -171,6 +171,9 @@ time.sleep(600)"""
     file.unlink()
     assert results.train("opd", 0, settings, 0, time.monotonic() + 300, over) is False
     assert results_report.read_all(tmp_path)[0].head[results.STOPPED] == "0.50 minutes"  # it came further
+    file.unlink()
+    assert results.train("opd", 0, replace(settings, minutes=0.1), 0, time.monotonic() + 300, over)  # it has them all
+    assert results.stored_runs(settings) == {("opd", 0)}
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in psutil.pids() if pid == int(file.read_text())], 60)
     assert not alive
 
