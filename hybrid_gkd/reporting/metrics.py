@@ -61,7 +61,7 @@ METRICS: dict[str, tuple[str, str]] = {
         for part, text in (
             ("compute", "Forward and backward passes, by the device, with the pauses between its kernels"),
             ("optimizer_step", "Optimizer steps and clipping of gradients, by the device"),
-            ("copies", "Waiting for parameters and optimizer state to come to the GPU"),
+            ("copies", "Waiting for the GPU to hold what the update needs: copies, and the engine's falling asleep"),
             ("other", f"The rest of timing/{update}: sending the batch, passes for log-probabilities, waiting"),
         )
     },
