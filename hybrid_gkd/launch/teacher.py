@@ -94,7 +94,8 @@ def teacher_gpus(config: Config) -> list[int]:
 
 def local_teacher_place(config: Config, device: str) -> str:
     """Where a local teacher will run, in words."""
-    if device != "cuda" or config.actor_rollout_ref.teacher.device == "cpu":
+    own = config.actor_rollout_ref.teacher.device
+    if (device if own == "auto" else own) != "cuda":
         return "the CPU"
     shared = ", shared with workers" if teacher_shares_gpu(config) else ""
     return f"GPU {', '.join(map(str, teacher_gpus(config)))}{shared}"

@@ -302,5 +302,6 @@ def teacher_shares_gpu(config: Config) -> bool:
     import torch
 
     teacher = config.actor_rollout_ref.teacher
-    local = config.distillation.enabled and teacher.server_ip is None and teacher.device != "cpu"
+    local = config.distillation.enabled and teacher.server_ip is None
+    local = local and "cpu" not in (teacher.device, config.trainer.device)
     return local and torch.cuda.device_count() < config.workers_per_node + teacher.tensor_model_parallel_size

@@ -10,6 +10,7 @@ from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
+from hybrid_gkd.launch.teacher import local_teacher_place
 from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
 from hybrid_gkd.offload.budget import (
     GIB,
@@ -198,8 +199,16 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     for dtype, cache in (("auto", 2**24 * token), ("float32", 2**25 * token)):
         one_gpu.actor_rollout_ref.teacher.dtype = dtype
         assert teacher_share(one_gpu, total_bytes=CARD) * CARD == pytest.approx(6 * GIB + cache, abs=0.012 * CARD)
+    assert local_teacher_place(one_gpu, "cuda") == "GPU 0, shared with workers"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
+    assert local_teacher_place(one_gpu, "cuda") == "GPU 1"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    one_gpu.trainer.device = "cpu"
+    assert local_teacher_place(one_gpu, "cpu") == "the CPU"
+    one_gpu.actor_rollout_ref.teacher.device = "cuda"  # beside workers that use no GPU
+    assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
+    assert local_teacher_place(one_gpu, "cpu") == "GPU 0"
 
 
 def placed(role="worker", total=CARD, free=None):
