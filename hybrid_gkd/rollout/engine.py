@@ -49,7 +49,10 @@ class RolloutEngine(Protocol):
         """Yield sequences as they finish; an empty list now and then shows progress while none does."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take full tensors under their Hugging Face names. All of them have to be taken: gathering is collective."""
+        """Take full tensors under their Hugging Face names, buffers that a folder has among them.
+
+        All of them have to be taken: gathering is collective.
+        """
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Compare the engine's weights with full tensors. Raises WorkerError naming the first that differs."""

@@ -94,11 +94,11 @@ class HFRolloutEngine(RolloutEngine):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = self.model.state_dict(keep_vars=True)
         for name, tensor in weights:
             own.pop(name).copy_(tensor)
         refuse_unset(set(own))
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = self.model.state_dict(keep_vars=True)
         verify(weights, own, lambda name, full: [(full, own[name])])

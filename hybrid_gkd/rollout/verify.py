@@ -92,6 +92,8 @@ class VLLMLayout:
         self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.places: dict[str, tuple[Any, str, int | None]] = {}
         """Hugging Face name -> module, its attribute, and which part of a merged tensor."""
+        self.buffers: dict[str, Tensor] = dict(model.named_buffers())
+        """By name; vLLM has some of its own beside those that are published."""
         merged: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
         for path, module in model.named_modules(remove_duplicate=False):
             attributes = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
@@ -116,6 +118,8 @@ class VLLMLayout:
 
     def pairs(self, name: str, full: Tensor) -> list[tuple[Tensor, Tensor]]:
         """This rank's share of a full weight with each tensor that holds it. KeyError: unknown name."""
+        if name in self.buffers:
+            return [(full, self.buffers[name])]
         module, attribute, index = self.places[name]
         tensor: Tensor = getattr(module, attribute).detach()
         copies = [tensor] if tensor.numel() else []

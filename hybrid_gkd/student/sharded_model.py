@@ -5,6 +5,7 @@ All methods are collective: every rank calls them in the same order.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
-from hybrid_gkd.rollout.weights import gather_in_buckets, itself
+from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, itself, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
@@ -162,15 +163,28 @@ class ShardedModel:
         """Parameter shards under their Hugging Face names, a tied one under each of them; without adapters."""
         return base_weights(self.hf_model.named_parameters(remove_duplicate=False))
 
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What a folder has beside parameters, such as the biases of a router; every rank has them whole."""
+        for path, module in self.hf_model.named_modules():
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
+
+    def layout(self) -> Layout:
+        """Of `full_tensors`."""
+        return layout_of(itertools.chain(self.named_parameters(), self.saved_buffers()))
+
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All weights in `dtype` under all Hugging Face names (an engine may have copies), gathered in buckets.
+        """All weights in `dtype` under all Hugging Face names (an engine may have copies), gathered in buckets, and
+        the buffers that a folder has, in their own type.
 
         Adapters are merged into them, each rank into its own rows of a bucket.
         """
-        return gather_in_buckets(
+        weights = gather_in_buckets(
             self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes,
             shard_of=itself if self.adapters is None else self.adapters.merged,
         )
+        return itertools.chain(weights, self.saved_buffers())
 
 
 def take_workspaces(device: torch.device) -> None:

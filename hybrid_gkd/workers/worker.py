@@ -172,9 +172,7 @@ class Worker(GroupMember):
         self.saver = Saver(self.config, trained, self.residency, on_gpu=on_gpu, behind=saves_behind)
 
     def weight_layout(self) -> Layout:
-        from hybrid_gkd.rollout.weights import layout_of
-
-        return layout_of(self.actor.named_parameters())
+        return self.actor.layout()
 
     def join_weight_sync(self, address: tuple[str, int], *, rank: int, size: int, layout: Layout, dtype: str) -> None:
         """Become a member of the group through which weights travel from pool to pool. Raises WorkerError."""

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from transformers import ApertusConfig, ApertusForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError
@@ -68,6 +69,19 @@ def test_transformers_generates_to_the_limit_where_no_token_ends_a_response(tmp_
     requests = [GenerationRequest(index=i, prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
     found = [each for part in engine.generate(requests, SamplingParams(max_tokens=64), 0) for each in part]
     assert [(len(each.response_ids), each.finish_reason) for each in found] == [(64, "length")] * 2
+
+
+def test_transformers_takes_buffers_that_a_folder_has(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ApertusForCausalLM(ApertusConfig(vocab_size=259, **sizes))
+    model.save_pretrained(tmp_path)
+    config = load_config(["data.train_files=x", f"actor_rollout_ref.model.path={tmp_path}", f"{KEY}=hf",
+                          "actor_rollout_ref.teacher.server_ip=x", "trainer.device=cpu"])  # fmt: skip
+    engine = make_engine(config, device=torch.device("cpu"), stop_token_ids=[])
+    weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    assert weights.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    engine.load_weights(weights.items())
+    engine.verify_weights(weights.items())
 
 
 def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():

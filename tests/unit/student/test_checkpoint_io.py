@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, PhimoeConfig, PhimoeForCausalLM
+from safetensors.torch import load_file
+from transformers import GenerationConfig, Glm4MoeConfig, Glm4MoeForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import CheckpointError
@@ -141,6 +142,31 @@ def test_what_is_written_behind_further_updates_is_of_the_moment_of_the_snapshot
             assert len(files) >= 4
             assert filecmp.cmpfiles(at_once, behind, files, shallow=False)[1:] == ([], [])
         assert len(copies._blocks) == 1  # as large as it was reserved
+
+
+@pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "merged"])
+def test_engine_and_export_get_what_a_folder_has_beside_parameters(overrides, tmp_path):
+    path = tmp_path / "model"
+    config = Glm4MoeConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=1, eos_token_id=256,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config).bfloat16()
+    model.get_buffer(name := "model.layers.1.mlp.gate.e_score_correction_bias").copy_(torch.arange(4) / 7)
+    bias = model.get_buffer(name).clone()
+    model.save_pretrained(path)
+    load_tokenizer(str(make_tiny_model(tmp_path / "tokenizer"))).save_pretrained(path)
+    overrides = overrides and [*overrides, "actor_rollout_ref.model.target_modules=[q_proj]"]
+    with single_process_group():
+        actor = Actor(make_config(path, *overrides), device=torch.device("cpu"), num_updates=5)
+        published = dict(actor.full_tensors(torch.bfloat16))
+        assert [each for names, _ in actor.layout() for each in names] == list(published)
+        assert torch.equal(published[name], bias)
+        export_huggingface(actor, tmp_path / "out", tokenizer_path=str(path), trust_remote_code=False, merge=True)
+    old, new = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "out"))
+    assert old.keys() == new.keys()
+    assert torch.equal(new[name], old[name])
 
 
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "merged"])
