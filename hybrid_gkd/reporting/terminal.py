@@ -18,13 +18,14 @@ def show_plan(stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str
         phases: phase -> owner -> bytes.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(file=stream)
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for line in lines:
         what, _, text = line.partition(": ")
-        facts.add_row(f"[bold]{what}[/bold]", text)
+        facts.add_row(f"[bold]{what}[/bold]", escape(text))
     owners = list(dict.fromkeys(name for held in phases.values() for name in held))
     owners.sort(key=lambda name: (*MEMORY_OWNERS, name).index(name))
     unit, size = ("GiB", 2**30) if max(sum(held.values()) for held in phases.values()) > 2**27 else ("MiB", 2**20)

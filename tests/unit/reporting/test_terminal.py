@@ -10,9 +10,9 @@ def test_the_plan_has_a_column_for_each_owner_and_the_sum_of_each_phase(monkeypa
     monkeypatch.setenv("COLUMNS", "120")
     stream = io.StringIO()
     phases = {"rollout": {"kv_cache": 40 * GIB, "engine_weights": 3 * GIB}, "optimizer_step": {"gradients": 6 * GIB}}
-    show_plan(stream, ["student: Qwen/Qwen3-0.6B", "teacher: host:15555, top-64"], phases)
+    show_plan(stream, ["student: runs/a[lr=1e-5]/[/x]", "teacher: host:15555, top-64"], phases)
     lines = stream.getvalue().splitlines()
-    assert lines[0].split() == ["student", "Qwen/Qwen3-0.6B"]
+    assert lines[0].split() == ["student", "runs/a[lr=1e-5]/[/x]"]
     assert lines[1].split() == ["teacher", "host:15555,", "top-64"]
     header = next(line for line in lines if "together" in line)
     assert all(name in header for name in ("engine weights", "kv cache", "gradients"))
