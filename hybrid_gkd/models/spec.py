@@ -59,30 +59,30 @@ def model_spec(
         config = read_config(path, trust_remote_code, override_config)
         with torch.device("meta"):
             model = auto_class(config, classifier).from_config(config, trust_remote_code=trust_remote_code)
-    except ConfigError:
+        ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+        stored = getattr(config, "dtype", None) or torch.float32  # text where another library read config.json
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        width = text.hidden_size
+        kept = width if checkpointing else 6 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width)
+        parameters = sum(p.numel() for p in model.parameters())
+        embedding_parameters = sum(p.numel() for p in torch.nn.ModuleList(ends).parameters())
+        return ModelSpec(
+            parameters=parameters,
+            kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
+            activation_bytes_per_token=2 * text.num_hidden_layers * kept,
+            embedding_parameters=embedding_parameters,
+            stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
+            head_parameters=text.vocab_size * text.hidden_size,
+            attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
+            has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
+            adapter_parameters=_adapter_parameters(model, lora) if lora is not None else 0,
+        )
+    except (ConfigError, ModelError):
         raise
     except Exception as error:  # whatever a model raises whose numbers do not fit together
         raise ModelError(f"{path}: the model's configuration cannot be used: {first_line(error)}") from error
-    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    stored = getattr(config, "dtype", None) or torch.float32  # text where another library read config.json
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = text.hidden_size
-    kept = width if checkpointing else 6 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width)
-    parameters = sum(p.numel() for p in model.parameters())
-    embedding_parameters = sum(p.numel() for p in torch.nn.ModuleList(ends).parameters())
-    return ModelSpec(
-        parameters=parameters,
-        kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
-        activation_bytes_per_token=2 * text.num_hidden_layers * kept,
-        embedding_parameters=embedding_parameters,
-        stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
-        head_parameters=text.vocab_size * text.hidden_size,
-        attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
-        has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
-        adapter_parameters=_adapter_parameters(model, lora) if lora is not None else 0,
-    )
 
 
 CLASSIFIERS = {

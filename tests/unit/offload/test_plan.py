@@ -4,7 +4,7 @@ import dataclasses
 
 import huggingface_hub
 import pytest
-from transformers import AutoConfig, Gemma3Config, Qwen2Config
+from transformers import AutoConfig, Gemma3Config, MambaConfig, Qwen2Config
 
 from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config_loading import load_config
@@ -442,6 +442,12 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
     (tmp_path / "student").mkdir()
     with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
         student_spec(load_config(lacking))
+
+
+def test_a_state_space_model_is_refused_by_name(tmp_path):
+    MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"configuration cannot be used: AttributeError.*num_attention_heads"):
+        model_spec(str(tmp_path), trust_remote_code=False, override_config={})
 
 
 def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
