@@ -134,7 +134,8 @@ def trackers(facts: Facts) -> str:
 def checkpoint(facts: Facts) -> str:
     """The newest checkpoint to continue from is intact, of this run, and was trained with the same settings."""
     assert facts.steps is not None
-    facts.settings = learning_settings(facts.config, steps=facts.steps) | contents_of(facts.train_prompts)
+    contents = contents_of(facts.train_prompts, answers=facts.config.trains_on_rewards)
+    facts.settings = learning_settings(facts.config, steps=facts.steps) | contents
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import operator
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,20 @@ def _flat(section: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def contents_of(prompts: Iterable[Prompt]) -> dict[str, Any]:
+def contents_of(prompts: Collection[Prompt], *, answers: bool) -> dict[str, Any]:
     """A setting of its own: files may keep their names and change. Of the texts, since a chat template may tell the
-    date."""
+    date; with `answers` also of what rewards compare responses with."""
+    texts = {"prompts": [prompt.text for prompt in prompts]}
+    if answers:
+        texts["answers"] = [f"{prompt.answer}\n" for prompt in prompts]
+    return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
+
+
+def _checksum(texts: Iterable[str]) -> str:
     checksum = 0
-    for prompt in prompts:
-        checksum = zlib.crc32(prompt.text.encode(errors="replace"), checksum)
-    return {"data.train_files (checksum of the prompts)": f"{checksum:08x}"}
+    for text in texts:
+        checksum = zlib.crc32(text.encode(errors="replace"), checksum)
+    return f"{checksum:08x}"
 
 
 def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

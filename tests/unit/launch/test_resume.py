@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 
+import numpy as np
 import pytest
 
 from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState
@@ -11,7 +12,8 @@ from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.ppo import resuming
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, data_state, learning_settings
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, contents_of, data_state, learning_settings
+from hybrid_gkd.types import Prompt
 
 STEPS, PROMPTS = 20, 64
 RUN = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=teacher"]
@@ -185,6 +187,16 @@ def test_a_reward_counts_where_it_is_trained_on():
     before, after = (load_config([*RUN, *ppo, f"reward.name={name}"]) for name in ("exact_match", "gsm8k"))
     assert changes(settings_of(before), settings_of(after)) == ["reward.name: exact_match -> gsm8k"]
     assert TEACHER_PATH not in settings_of(before)
+
+
+def test_answers_that_rewards_are_computed_from_count_like_prompts():
+    before, after = (
+        contents_of([Prompt(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], answers=True)
+        for answer in ("2", "3")
+    )
+    (change,) = changes(before, after)
+    assert change.startswith("data.train_files (checksum of the answers): ")
+    assert "data.train_files (checksum of the answers)" not in contents_of([], answers=False)
 
 
 def test_every_key_of_the_tables_exists_and_survives_a_checkpoint(tmp_path):
