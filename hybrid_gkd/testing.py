@@ -146,7 +146,7 @@ class RecordingGroup:
         self._is_generating = False
         self._waiting: list[TrainSequence] = []
 
-    def device_metrics(self) -> dict[str, float]:
+    def device_metrics(self, *, generating: bool = False) -> dict[str, float]:
         return {}
 
     def can_save(self) -> bool:

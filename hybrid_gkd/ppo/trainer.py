@@ -159,11 +159,11 @@ class PPOTrainer:
                 self.saving.take_snapshot()  # now: before the publish the devices have all that is saved
         if not ends_here:
             self._publish_weights()
+        generating = ends_here and BATCHES_AHEAD[self.config.trainer.scheduler] > 0  # else publishing has waited
         if self.step in self.config.trainer.profile_steps:
-            generating = ends_here and BATCHES_AHEAD[self.config.trainer.scheduler] > 0
             files = self.group.write_profiles(generating=generating)
             logger.info("torch's profiler, step %d: %s", self.step, ", ".join(files))
-        metrics = metrics | self._step_metrics(rollout, ends_here)
+        metrics = metrics | self._step_metrics(rollout, generating)
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         metrics |= self._validate() if validates else {}
         best = new_best(self.config, metrics, self.step, self.best) if validates else None
@@ -299,11 +299,10 @@ class PPOTrainer:
         last = self.step == self.total_steps
         return every != 0 and (last or (every > 0 and self.step % every == 0))
 
-    def _step_metrics(self, rollout: Rollout, ends_here: bool) -> dict[str, float]:
+    def _step_metrics(self, rollout: Rollout, generating: bool) -> dict[str, float]:
         self.tracking.log_lengths([len(sequence.response_ids) for sequence in rollout.sequences], self.step)
         devices = [worker["device"] for worker in self.group.description]
-        # As for profiles: workers that generate ahead answer when they are done, and a requested stop does not wait.
-        measured = self.clock.take() | ({} if ends_here else self.group.device_metrics())
+        measured = self.clock.take() | self.group.device_metrics(generating=generating)
         return step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
 
     def _report(self, metrics: dict[str, float]) -> None:

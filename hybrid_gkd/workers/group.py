@@ -311,18 +311,25 @@ class WorkerGroup:
             self.rollouts.close()
         return self.actors.answers()
 
-    def device_metrics(self) -> dict[str, float]:
-        """Memory in GiB, and seconds of updates since the last call, by metric name: of the worker that has most."""
-        parts = [part for pool in self.pools for part in pool.call("device_metrics")]
+    def _answering(self, generating: bool) -> list[Pool]:
+        """Without a pool that is `generating` by itself, whose workers answer when they are done."""
+        return self.pools[:1] if generating else self.pools
+
+    def device_metrics(self, *, generating: bool = False) -> dict[str, float]:
+        """Memory in GiB, and seconds of updates since the last call, by metric name: of the worker that has most.
+
+        `generating`: whether the next batch is being generated; a pool that does it by itself is not waited for.
+        """
+        parts = [part for pool in self._answering(generating) for part in pool.call("device_metrics")]
         return {name: max(part[name] for part in parts if name in part) for part in parts for name in part}
 
     def write_profiles(self, *, generating: bool) -> list[str]:
         """End the profiles of a step of `trainer.profile_steps`; their files, or why one could not be written.
 
-        Of a pool that is `generating` the next batch by itself, they have been written before that.
+        `generating` as in `device_metrics`; the profiles of that pool have been written before.
         """
         calls: Calls = {}
-        for pool in self.pools[:1] if generating else self.pools:
+        for pool in self._answering(generating):
             calls |= pool.start("write_profiles")
         return [text for part in gather("write_profiles", calls, self.actors.load_timeout) for text in part]
 

@@ -383,7 +383,7 @@ def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(
         group = RecordingGroup()
         group.description = [{"device": device}] * 2
         parts = {f"timing/update_actor/{part}": 1e-6 for part in ("compute", "optimizer_step", "copies")}
-        group.device_metrics = lambda parts=parts: parts
+        group.device_metrics = lambda *, generating, parts=parts: parts
         trainer, _, _ = fit("sync", 3, tmp_path / device, group=group)
         assert len(asked) == times
         assert all(("perf/mfu" in trainer.tracking.by_step[step]) == bool(times) for step in (1, 2, 3))
@@ -435,9 +435,9 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
             assert began.wait(60)
             return super().update(batches)
 
-        def device_metrics(self):
-            assert not self._is_generating
-            return {}
+        def device_metrics(self, *, generating):
+            assert generating == self._is_generating
+            return {"memory/update/actor_params_gb": 1.0}
 
         def write_profiles(self, *, generating):
             assert generating == self._is_generating
@@ -457,6 +457,7 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
     ended.set()
     assert failure is None
     assert load_state(trainer.checkpoint).step == 1
+    assert trainer.tracking.by_step[1]["memory/update/actor_params_gb"] == 1
 
 
 def test_a_stop_in_the_last_step_or_after_a_save_leaves_nothing_out(tmp_path):
