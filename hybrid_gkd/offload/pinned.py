@@ -6,9 +6,12 @@ it again: every view stays valid and nothing has to be registered anew.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -125,8 +128,7 @@ class OffloadedTensors(MemoryOwner):
     def _make_arena(self, num_bytes: int) -> torch.Tensor:
         """At least so many bytes; made anew where the last arena is too small. Raises MemoryError as `page_locked`."""
         if self.arena is None or self.arena.numel() < num_bytes:
-            if self.arena is not None:
-                torch.cuda.cudart().cudaHostUnregister(self.arena.data_ptr())
+            self.arena, self._on_host = None, []  # gives the last one back first
             self.arena = page_locked(max(num_bytes, ALIGNMENT))
         return self.arena
 
@@ -143,18 +145,23 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def page_locked(num_bytes: int) -> torch.Tensor:
-    """Page-locked host memory.
+    """Page-locked host memory, unlocked when no tensor uses it any more.
 
     Registered by hand, because torch's own pinned allocator rounds sizes up to powers of two: with 60 GB of optimizer
     state that is the difference between fitting into a host and not. Raises MemoryError if the host does not have the
     memory or must not lock it.
     """
+    memory = np.empty(num_bytes, np.uint8)  # lacking memory is a MemoryError; for torch, it is any RuntimeError
     # Written once by all threads: locking pages that exist already is an order of magnitude faster.
-    memory = torch.zeros(num_bytes, dtype=torch.uint8)
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(error) != 0:
-        raise MemoryError(f"cannot lock {memory.numel() / 2**30:.1f} GiB of host memory: {error}")
-    return memory
+    tensor, runtime = torch.from_numpy(memory).zero_(), torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0))
+    if error != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros((), device="cuda")  # CUDA keeps the error for the next launch: it must not end another's work
+        raise MemoryError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: CUDA error {error}")
+    # Memory that comes to lie at the same address could not be locked otherwise.
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+    return tensor
 
 
 class HostCopies:
