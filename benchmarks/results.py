@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
-PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=1e-4"
+PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=3e-5"
 AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
 WEIGHTED = "algorithm.rollout_is_threshold=2"
 SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
@@ -87,11 +87,12 @@ RUNS = {
     "grpo": Run(title="GRPO", how="program", overrides=PPO, seeds=3),
     "opd": Run(title="on-policy distillation", how="program", seeds=3),
     "opd_rewards": Run(
-        title="distillation with rewards", how="program", overrides=f"distillation.use_task_rewards=true {GROUPS}",
-        seeds=3,
+        title="distillation with rewards", how="program", seeds=3,
+        overrides=f"distillation.use_task_rewards=true {GROUPS} {ACTOR}.optim.lr=3e-4 "
+        "distillation.distillation_loss_coef=10",
     ),
     "ppo_gae": Run(
-        title="PPO with GAE", how="program", overrides=f"{PPO} algorithm.adv_estimator=gae critic.optim.lr=1e-4",
+        title="PPO with GAE", how="program", overrides=f"{PPO} algorithm.adv_estimator=gae critic.optim.lr=2e-4",
         seeds=3,
     ),
     "opd_reverse": Run(title="reverse KL", how="program", overrides="distillation.loss_mode=reverse_kl"),
