@@ -64,7 +64,8 @@ def examine_config(
     _merge_source(merged, [(each.partition("=")[0], _parse_override(each)) for each in overrides or []], problems)
     for key in sorted(OmegaConf.missing_keys(merged)):
         OmegaConf.update(merged, key, "")
-        rule = "must be given; --config-name demo has models and data of its own"
+        demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
+        rule = f"must be given; --config-name {demo} has models and data of its own"
         problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
     register_resolvers()
     try:
