@@ -362,12 +362,12 @@ class Config:
         """Prompts per optimizer step."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
 
-    @property
-    def saves_while_training(self) -> bool:
-        """Whether training goes on after a checkpoint."""
+    def saves_while_training(self, steps: int | None) -> bool:
+        """Whether training goes on after a checkpoint, in a run of so many steps; None: it is not known of how many."""
         trainer = self.trainer
-        saves_best = trainer.best_metric is not None and trainer.test_freq > 0
-        return (trainer.save_freq > 0 or saves_best) and not trainer.val_only
+        frequencies = [trainer.save_freq] + [trainer.test_freq] * (trainer.best_metric is not None)
+        saves = any(every > 0 and (steps is None or every < steps) for every in frequencies)
+        return saves and not trainer.val_only
 
     @property
     def experiment_dir(self) -> Path:

@@ -51,7 +51,7 @@ def placement_plan(config: Config, *, device: str, engine: str) -> str:
     return "\n".join(lines)
 
 
-def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
+def memory_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | None = None) -> str:
     """Memory of each worker by phase, and vLLM's shares of a GPU.
 
     Raises:
@@ -74,7 +74,7 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
         parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
         lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {parts}")
-    lines.append(host_plan(config, spec, device=device))
+    lines.append(host_plan(config, spec, device=device, steps=steps))
     if total is not None:
         shares = [f"rollout engine {budget.engine_share(config, spec, total):g}"]
         if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None:
@@ -86,9 +86,9 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
     return "\n".join(lines)
 
 
-def host_plan(config: Config, spec: ModelSpec, *, device: str) -> str:
+def host_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | None) -> str:
     """What each worker that trains takes of its host's memory, a line."""
-    owners = budget.host_bytes(config, spec, device=device)
+    owners = budget.host_bytes(config, spec, device=device, steps=steps)
     parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
     return f"host memory of each worker that trains, GiB: {sum(owners.values()) / GIB:.3f} = {parts or 'none'}"
 

@@ -158,7 +158,7 @@ def plan(facts: Facts) -> str:
     """Placement of the workers; the memory of each phase fits into this machine's GPU."""
     assert facts.spec is not None
     places = placement_plan(facts.config, device=facts.device, engine=facts.engine)
-    lines = [places, memory_plan(facts.config, facts.spec, device=facts.device)]
+    lines = [places, memory_plan(facts.config, facts.spec, device=facts.device, steps=facts.steps)]
     if facts.steps:
         lines.append(time_plan(facts.config, facts.steps, facts.steps_done))
     lines.append(loading_plan(facts.config, device=facts.device, engine=facts.engine))

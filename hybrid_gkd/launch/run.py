@@ -137,7 +137,7 @@ def who_is_where(facts: Facts) -> list[str]:
         models.append(f"teacher's model: {arr.teacher.model.path}")
     times = [loading_plan(facts.config, device=facts.device, engine=facts.engine)]
     times += [time_plan(facts.config, facts.steps, facts.steps_done)] if facts.steps else []
-    host = [] if facts.spec is None else [host_plan(facts.config, facts.spec, device=facts.device)]
+    host = [] if facts.spec is None else [host_plan(facts.config, facts.spec, device=facts.device, steps=facts.steps)]
     return [*models, *lines.splitlines(), *times, *host, f"run folder: {facts.config.run_dir}"]
 
 
@@ -217,7 +217,7 @@ def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: 
     config = facts.config
     assert facts.steps is not None
     group = WorkerGroup(
-        config, device=facts.device, stop_token_ids=facts.stop_token_ids,
+        config, device=facts.device, steps=facts.steps, stop_token_ids=facts.stop_token_ids,
         num_updates=num_updates(config, max(0, facts.steps - config.trainer.critic_warmup)),
         num_critic_updates=num_critic_updates(config, facts.steps),
         on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),

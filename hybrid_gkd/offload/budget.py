@@ -186,17 +186,18 @@ def phase_bytes(
     return phases
 
 
-def host_bytes(config: Config, spec: ModelSpec, *, device: str) -> dict[str, float]:
+def host_bytes(config: Config, spec: ModelSpec, *, device: str, steps: int | None = None) -> dict[str, float]:
     """Owner -> bytes on the host of each worker that trains: what may leave a GPU; on the CPU, its largest phase.
 
-    And `checkpoint`: the copy of one that is written while training goes on, as large as the first worker's.
+    And `checkpoint`: the copy of one that is written while training goes on, as large as the first worker's, unless a
+    run of so many `steps` has none.
     """
     owners, moves = _model_owners(config, spec, device)
     found = {name: size for name, size in owners.items() if moves[name]}
     if device == "cpu":
         phases = phase_bytes(config, spec, device=device, total_bytes=None).values()
         found = {"largest phase": max(sum(phase.values()) for phase in phases)}
-    if config.saves_while_training:
+    if config.saves_while_training(steps):
         section = config.actor_rollout_ref.actor.checkpoint
         exported = section.save_merged or (section.save_hf_model and not spec.adapter_parameters)
         found["checkpoint"] = 3 * sum(model.master for model in trained_models(config, spec, device))

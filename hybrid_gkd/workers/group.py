@@ -63,8 +63,8 @@ CLOSE_SECONDS = 5.0
 class WorkerGroup:
     """`config.world_size` workers that train and `config.rollout_world_size` that generate, one GPU each.
 
-    With a hybrid engine they are the same. `on_placed` is called with their places before they load; with `load=False`
-    they load nothing, for the doctor.
+    With a hybrid engine they are the same. `steps`: training steps of the whole run, where they are known. `on_placed`
+    is called with their places before they load; with `load=False` they load nothing, for the doctor.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -72,7 +72,7 @@ class WorkerGroup:
 
     def __init__(
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
-        stop_token_ids: list[int] | None = None, load: bool = True,
+        steps: int | None = None, stop_token_ids: list[int] | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None, log_folder: Path | None = None,
     ):  # fmt: skip
         self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
@@ -93,7 +93,7 @@ class WorkerGroup:
             """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
-            self.saves_behind = load and holds_snapshots(config, self.actors.placements, device)
+            self.saves_behind = load and holds_snapshots(config, self.actors.placements, device, steps)
             """Whether the workers that train have the memory for `take_snapshot`."""
             if load:
                 self._initialize({"actor": num_updates, "critic": num_critic_updates}, stop_token_ids or [])
@@ -364,14 +364,14 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
             )
 
 
-def holds_snapshots(config: Config, placements: list[Placement], device: str) -> bool:
+def holds_snapshots(config: Config, placements: list[Placement], device: str, steps: int | None = None) -> bool:
     """Whether training goes on after checkpoints, and the hosts have room for one on its way; says where one has not.
 
     The workers' free memory was measured before they load anything.
     """
-    if not config.saves_while_training:
+    if not config.saves_while_training(steps):
         return False
-    each = sum(host_bytes(config, student_spec(config), device=device).values())
+    each = sum(host_bytes(config, student_spec(config), device=device, steps=steps).values())
     for host in {place.host for place in placements}:
         here = [place for place in placements if place.host == host]
         free = min(place.free_host_bytes for place in here)

@@ -470,8 +470,25 @@ def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_m
     assert host_bytes(config(*two), SEVEN_B, device="cuda") == {"checkpoint": 1.5 * master}
     on_cpu = host_bytes(config(saves), SEVEN_B, device="cpu")
     assert on_cpu["largest phase"] >= 4 * master
-    assert config("trainer.save_freq=-1").saves_while_training is config(saves, "trainer.val_only=true",
-        "data.val_files=x").saves_while_training is False  # fmt: skip
+
+
+def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_path):
+    model = f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}"
+
+    def copies(steps, *overrides):
+        """In the plan, and at the workers."""
+        saving = config(model, *overrides)
+        spec, place = student_spec(saving), placed()
+        place = dataclasses.replace(place, free_host_bytes=GIB)
+        text = memory_plan(saving, spec, device="cpu", steps=steps)
+        return "checkpoint" in text, holds_snapshots(saving, [place], "cuda", steps)
+
+    validates = ("data.val_files=x", "trainer.test_freq=5", "trainer.best_metric=val/forward_kl", "trainer.save_freq=9")
+    for overrides in (["trainer.save_freq=5"], validates):
+        assert copies(6, *overrides) == copies(None, *overrides) == (True, True)
+        assert copies(5, *overrides) == copies(3, *overrides) == (False, False)
+    assert copies(9, "trainer.save_freq=-1") == (False, False)
+    assert copies(9, "trainer.save_freq=5", "data.val_files=x", "trainer.val_only=true") == (False, False)
 
 
 def test_a_host_without_the_memory_for_a_copy_is_said_once_and_training_waits(tmp_path, caplog):
