@@ -153,6 +153,20 @@ def let_neighbours_grow(worker: Any) -> None:
     worker.sleep = sleep_beside_others
 
 
+def sleeping_bytes() -> tuple[int, int]:
+    """Bytes that come back with the weights of this process's engine, and with its KV cache; zeros where they differ.
+
+    `CuMemAllocator` (vllm/device_allocator/cumem.py) keeps the size and the tag of all that it puts to sleep. Whatever
+    is not the KV cache comes back with the first wake. Another `sleep_mode_backend` keeps no such list.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    sizes = {True: 0, False: 0}
+    for allocation in getattr(CuMemAllocator.instance, "pointer_to_data", {}).values():
+        sizes[allocation.tag == "kv_cache"] += allocation.handle[1]
+    return sizes[False], sizes[True]
+
+
 def forget_expert_kernels(model: Any) -> None:
     """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
 

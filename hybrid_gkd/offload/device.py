@@ -30,6 +30,10 @@ class MemoryMeter:
         free, total = torch.cuda.mem_get_info() if self._on_gpu else (0, 0)
         return total - free
 
+    def reserved(self) -> int:
+        """Bytes that torch's allocator holds in this process, an engine's included, asleep or not."""
+        return torch.cuda.memory_reserved() if self._on_gpu else 0
+
     def start(self) -> None:
         """`taken` counts from here on."""
         if self._on_gpu:
@@ -63,11 +67,15 @@ class EngineOwner(MemoryOwner):
     Args:
         wake: takes the memory.
         release: frees it. Releasing the KV cache frees the weights too, so that they need no release of their own.
-        num_bytes: size of one that never wakes because it never sleeps; else it is measured at every wake.
+        size: its bytes, as the engine knows them; 0: it does not. Then they are measured at every wake, with what other
+            processes take or free on the device meanwhile.
     """
 
-    def __init__(self, wake: Callable[[], None], release: Callable[[], None] = lambda: None, num_bytes: int = 0):
-        self._wake, self._release, self._num_bytes = wake, release, num_bytes
+    def __init__(
+        self, wake: Callable[[], None], release: Callable[[], None] = lambda: None, size: Callable[[], int] = lambda: 0
+    ):
+        self._wake, self._release, self._size = wake, release, size
+        self._num_bytes = size()
 
     def num_bytes(self) -> int:
         return self._num_bytes
@@ -78,7 +86,7 @@ class EngineOwner(MemoryOwner):
             torch.cuda.empty_cache()  # waits for all copies in flight
         before = torch.cuda.mem_get_info()[0]
         self._wake()
-        self._num_bytes = max(0, before - torch.cuda.mem_get_info()[0])
+        self._num_bytes = self._size() or max(0, before - torch.cuda.mem_get_info()[0])
 
     def release(self) -> None:
         self._release()
@@ -107,15 +115,19 @@ class SharedDevice:
         self._engine_bytes = 0
         """Of the engine as it was built; asleep, if it can sleep."""
         self._actor_rest_bytes = 0
-        """In use after a publish, beyond the engine's own memory."""
-        self._engine_pool_bytes = self._used_with_engine = 0
+        """In torch's allocator after a publish, beyond the engine's own."""
+        self._engine_pool_bytes = self._reserved_with_engine = 0
 
     def build_engine(self, make: Callable[[], RolloutEngine]) -> RolloutEngine:
-        """Make the engine, put it to sleep if it can, and note the memory that it takes."""
+        """Make the engine, put it to sleep if it can, and note the memory that it takes.
+
+        Asleep it is the CUDA context above all, which only the free memory of the device shows: another process that
+        takes memory meanwhile is counted too.
+        """
         used_before = self.meter.used()
         engine = make()
         self.meter.trim()
-        self._used_with_engine = self.meter.used()
+        self._reserved_with_engine = self.meter.reserved()
         self._engine_sleeps = engine.can_sleep
         if engine.can_sleep:
             # torch counts the pool of a sleeping engine as allocated, though nothing is behind the addresses.
@@ -151,12 +163,14 @@ class SharedDevice:
         if self._models == ["actor"] and not self._hybrid:
             movable -= {"actor_params", FROZEN}
         if self.on_gpu and self._hybrid and engine is not None:
-            weights = rest = 0  # measured when they wake
-            if not engine.can_sleep:
-                weights, rest = engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
+            def sizes() -> tuple[int, int]:
+                if engine.can_sleep:
+                    return engine.sleeping_bytes()
+                return engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
+
             # An engine that never sleeps may lack these methods.
-            owners["engine_weights"] = EngineOwner(lambda: engine.wake_weights(), num_bytes=weights)
-            owners["kv_cache"] = EngineOwner(lambda: engine.wake_kv_cache(), sleep, rest)
+            owners["engine_weights"] = EngineOwner(lambda: engine.wake_weights(), size=lambda: sizes()[0])
+            owners["kv_cache"] = EngineOwner(lambda: engine.wake_kv_cache(), sleep, size=lambda: sizes()[1])
             asleep |= {"kv_cache", "engine_weights"} if engine.can_sleep else set()
         return Residency(
             owners, movable=movable | asleep, resident=set(owners) - asleep,
@@ -166,18 +180,18 @@ class SharedDevice:
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
         """Around a generation: memory that the first one takes and keeps is the engine's."""
-        before = self.meter.used()
+        before = self.meter.reserved()
         yield
         if not self._generated:
             self._generated = True
             self.meter.trim()
-            self._used_with_engine += self.meter.used() - before
+            self._reserved_with_engine += self.meter.reserved() - before
 
     def trim_after_publish(self) -> float:
         """Give cached memory back and note how much of the actor's stays; seconds."""
         started = time.perf_counter()
         self.meter.trim()
-        self._actor_rest_bytes = self.meter.used() - self._used_with_engine
+        self._actor_rest_bytes = self.meter.reserved() - self._reserved_with_engine
         return time.perf_counter() - started
 
     def metrics(self, residency: Residency) -> dict[str, float]:

@@ -97,12 +97,14 @@ METRICS: dict[str, tuple[str, str]] = {
         for owner in (*(owner for owners in MODEL_OWNERS.values() for owner in owners), FROZEN)
         for direction, where in (("in", "to"), ("out", "from"))
     },
-    "memory/update/sleeping_engine_gb": ("GiB", "What vLLM keeps on the GPU while it sleeps, as it was built"),
-    "memory/rollout/actor_rest_gb": (
-        "GiB", "GPU memory after a publish beyond vLLM's own, first generation included: what the student did not free"
+    "memory/update/sleeping_engine_gb": (
+        "GiB", "What vLLM keeps on the GPU while it sleeps, as it was built; and what other processes took meanwhile"
     ),
-    # What is on the device when a phase begins, on the worker that has most of it. Absent: not there. The engine's
-    # two are measured when it wakes, so they are 0 where it never sleeps (rollout.free_cache_engine=false).
+    "memory/rollout/actor_rest_gb": (
+        "GiB", "In torch's allocator after a publish beyond vLLM's own, first generation included: what the student "
+        "did not free"
+    ),
+    # What is on the device when a phase begins, on the worker that has most of it. Absent: not there.
     **{
         f"memory/{phase}/{owner}_gb": ("GiB", f"{owner} on the device when the phase {phase} begins")
         for phase in RESIDENCY

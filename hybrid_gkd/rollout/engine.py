@@ -61,6 +61,10 @@ class RolloutEngine(Protocol):
         """Give the memory of weights and KV cache back. The weights are lost."""
         return
 
+    def sleeping_bytes(self) -> tuple[int, int]:
+        """Bytes that `wake_weights` and `wake_kv_cache` take; zeros: to be measured when they wake."""
+        return 0, 0
+
     def wake_weights(self) -> None:
         """Take memory for the weights; their content is undefined until `load_weights`."""
         return

@@ -149,6 +149,9 @@ class VLLMRolloutEngine(RolloutEngine):
     def sleep(self) -> None:
         self.llm.sleep(level=2)
 
+    def sleeping_bytes(self) -> tuple[int, int]:
+        return vllm_compat.sleeping_bytes()
+
     def wake_weights(self) -> None:
         self.llm.wake_up(tags=["weights"])
 

@@ -121,7 +121,15 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
                 group.load_checkpoint(tmp_path / "checkpoint")
         memory = group.device_metrics()
         print("losses", losses, "peak GiB", memory)
+        neighbour = torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")  # in this process: not the worker's
+        group.publish(4)
+        assert len([s for part in group.generate(requests, sampling) for s in part]) == len(requests)
+        beside = group.device_metrics()
+        del neighbour
+        torch.cuda.empty_cache()
     assert losses[-1] < losses[0]
+    for name in ("engine_weights", "kv_cache", "actor_rest"):
+        assert beside[f"memory/rollout/{name}_gb"] == pytest.approx(memory[f"memory/rollout/{name}_gb"], abs=0.1), name
     if offload:
         assert memory["memory/rollout/actor_rest_gb"] < 0.5
         assert memory["memory/update/sleeping_engine_gb"] < 2
@@ -142,9 +150,16 @@ def sleep_while_memory_is_taken(folder):
         llm.sleep(level=2)
     executor = llm.llm_engine.model_executor
     assert executor.is_sleeping
-    for tag in ("weights", "kv_cache"):
+    sizes = vllm_compat.sleeping_bytes()
+    for tag, size in zip(("weights", "kv_cache"), sizes, strict=True):
+        before = torch.cuda.mem_get_info()[0]
         llm.wake_up(tags=[tag])
+        taken = before - torch.cuda.mem_get_info()[0]
+        print(tag, "as vLLM's allocator has it, and as the card shows it:", size, taken)
+        assert size == pytest.approx(taken, abs=2**25)
+        assert size >= 2**28
     assert not executor.is_sleeping
+    assert vllm_compat.sleeping_bytes() == sizes
 
 
 def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile(model):

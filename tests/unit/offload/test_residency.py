@@ -1,9 +1,11 @@
 """The residency table is enforced: release before acquire, only what may move moves, nothing beyond the budget."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
-from hybrid_gkd.offload.device import EngineOwner
+from hybrid_gkd.offload.device import EngineOwner, SharedDevice
 from hybrid_gkd.offload.residency import RESIDENCY, Residency
 
 GIB = 2**30
@@ -285,7 +287,66 @@ def test_unknown_owners_and_phases_are_our_own_errors():
 
 def test_an_engine_that_stays_is_counted_with_what_it_was_built_with():
     sizes = {"engine_weights": 3, "kv_cache": 5}
-    owners = {name: EngineOwner(lambda: None, num_bytes=size) for name, size in sizes.items()}
+    owners = {name: EngineOwner(lambda: None, size=lambda size=size: size) for name, size in sizes.items()}
     residency = Residency(owners, movable=set(), resident=set(owners))
     residency.enter("update")
     assert residency.bytes_by_phase() == {("update", "engine_weights"): 3, ("update", "kv_cache"): 5}
+
+
+class Card:
+    """Stand-in for torch's view of a card of 100 GiB: this process, and another one that comes later."""
+
+    def __init__(self, monkeypatch):
+        self.context, self.reserved, self.unmapped, self.other = GIB, 0, 0, 0
+        for name, function in {
+            "mem_get_info": lambda: (100 * GIB - self.context - self.reserved + self.unmapped - self.other, 100 * GIB),
+            "memory_reserved": lambda: self.reserved, "memory_allocated": lambda: self.reserved,
+            "empty_cache": lambda: None,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(f"torch.cuda.{name}", function)
+
+
+class SleepingEngine:
+    """As vLLM: torch goes on to count its memory while it sleeps."""
+
+    can_sleep = True
+
+    def __init__(self, card, known):
+        self.card, self.known = card, known
+        card.reserved += 70 * GIB
+
+    def sleeping_bytes(self):
+        return (20 * GIB, 50 * GIB) if self.known else (0, 0)
+
+    def sleep(self):
+        self.card.unmapped = 70 * GIB
+
+    def wake_weights(self):
+        self.card.unmapped -= 20 * GIB
+
+    def wake_kv_cache(self):
+        """Meanwhile another process, a teacher or a run, takes 9 GiB."""
+        self.card.unmapped -= 50 * GIB
+        self.card.other = 9 * GIB
+
+
+@pytest.mark.parametrize(("known", "cache"), [(True, 50), (False, 59)])
+def test_what_another_process_takes_is_not_the_engines_or_the_students(monkeypatch, known, cache):
+    """Where the engine does not say what it takes the whole card is measured, as before."""
+    card, device = Card(monkeypatch), SharedDevice("cuda")
+    engine = device.build_engine(lambda: SleepingEngine(card, known))
+    device._models, device.meter.take_peak = ["actor"], lambda: 0
+    residency = device.manage(engine, engine.sleep)
+    residency.enter("rollout")
+    with device.generation():
+        card.reserved += GIB
+    card.reserved += 3 * GIB  # that the student leaves there
+    device.trim_after_publish()
+    found = device.metrics(residency)
+    assert found["memory/rollout/engine_weights_gb"] == 20
+    assert found["memory/rollout/kv_cache_gb"] == cache
+    assert found["memory/rollout/actor_rest_gb"] == 3
+    residency.enter("update")
+    card.other = 20 * GIB  # the cache still fits
+    with nullcontext() if known else pytest.raises(DeviceMemoryError, match=r"kv_cache needs 59\.00 GiB.* 55\.00 GiB"):
+        residency.enter("rollout")

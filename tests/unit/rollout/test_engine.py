@@ -96,6 +96,23 @@ def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():
 
 
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
+def test_an_engine_that_sleeps_knows_its_memory_from_the_list_of_vllms_allocator():
+    from vllm.device_allocator import cumem
+
+    assert vllm_compat.sleeping_bytes() == (0, 0)  # there is no allocator on the CPU
+    allocator = cumem.CuMemAllocator()
+    with mock.patch.object(cumem.CuMemAllocator, "instance", allocator):
+        assert vllm_compat.sleeping_bytes() == (0, 0)
+        for address, (tag, size) in enumerate([("weights", 20), ("weights", 3), ("kv_cache", 50), ("default", 1)]):
+            allocator.current_tag = tag
+            allocator._python_malloc_callback((0, size, address, 7))  # as its C extension calls it
+        assert vllm_compat.sleeping_bytes() == (24, 50)
+        with mock.patch.multiple(cumem, unmap_and_release=mock.Mock(), gc=mock.Mock()):
+            allocator.sleep(())
+        assert vllm_compat.sleeping_bytes() == (24, 50)
+
+
+@pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 def test_vllm_says_that_its_memory_grew_in_the_words_that_are_expected():
     (place,) = find_spec("vllm").submodule_search_locations
     assert vllm_compat.GREW in Path(place, "v1", "worker", "gpu_worker.py").read_text()
