@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig, FSDPConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
+from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS, RESIDENCY
 
 GIB = 2**30
@@ -258,7 +259,9 @@ def teacher_share(config: Config, *, total_bytes: int) -> float:
     spec = model_spec(
         teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
     )
-    itemsize = 4 if teacher.dtype == "float32" else 2
+    plain = teacher.backend == "hf" or (teacher.backend == "auto" and not vllm_available())
+    as_stored = plain and teacher.dtype == "auto"  # vLLM takes half precision for what is stored as float32
+    itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
     tokens = max(TEACHER_TOKENS, teacher.max_model_len or config.max_sequence_length + 1)  # vLLM wants room for one
     per_gpu = itemsize * spec.parameters + tokens * itemsize / 2 * spec.kv_bytes_per_token
     per_gpu /= teacher.tensor_model_parallel_size

@@ -211,6 +211,33 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     assert local_teacher_place(one_gpu, "cpu") == "GPU 0"
 
 
+@pytest.mark.parametrize(
+    ("stored", "dtype", "backend", "has_vllm", "itemsize"),
+    [
+        ("float32", "auto", "hf", True, 4), ("float32", "auto", "auto", False, 4), ("float32", "auto", "auto", True, 2),
+        ("float32", "bfloat16", "hf", True, 2), ("bfloat16", "auto", "hf", True, 2),
+    ],
+)  # fmt: skip
+def test_a_teacher_takes_the_bytes_of_the_type_that_its_engine_loads(
+    tmp_path, monkeypatch, stored, dtype, backend, has_vllm, itemsize
+):
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES["1.5b"]
+    Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, dtype=stored,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("hybrid_gkd.offload.budget.vllm_available", lambda: has_vllm)
+    teacher = "actor_rollout_ref.teacher"
+    shared = config(
+        f"{teacher}.server_ip=null", f"{teacher}.model.path={tmp_path}", f"{teacher}.dtype={dtype}",
+        f"{teacher}.backend={backend}",
+    )
+    spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
+    expected = itemsize * (spec.parameters + 32768 * spec.kv_bytes_per_token / 2) + 6 * GIB
+    assert teacher_share(shared, total_bytes=CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
+
+
 def placed(role="worker", total=CARD, free=None):
     """A worker on a GPU of its own."""
     return Placement(
