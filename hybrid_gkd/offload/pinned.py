@@ -151,16 +151,19 @@ def page_locked(num_bytes: int) -> torch.Tensor:
     state that is the difference between fitting into a host and not. Raises MemoryError if the host does not have the
     memory or must not lock it.
     """
-    memory = np.empty(num_bytes, np.uint8)  # lacking memory is a MemoryError; for torch, it is any RuntimeError
+    # Lacking memory is a MemoryError; for torch, it is any RuntimeError. A large array begins 16 bytes behind a page.
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    aligned = memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
     # Written once by all threads: locking pages that exist already is an order of magnitude faster.
-    tensor, runtime = torch.from_numpy(memory).zero_(), torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0))
+    tensor, runtime = torch.from_numpy(aligned).zero_(), torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
     if error != 0:
+        del memory, aligned, tensor  # the error keeps this frame, and who catches it may take as much once more
         with contextlib.suppress(RuntimeError):
             torch.zeros((), device="cuda")  # CUDA keeps the error for the next launch: it must not end another's work
         raise MemoryError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: CUDA error {error}")
     # Memory that comes to lie at the same address could not be locked otherwise.
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+    weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
     return tensor
 
 
