@@ -25,6 +25,8 @@ class ModelSpec:
     activation_bytes_per_token: int = 0
     """Activations for the backward pass of one token in 16 bits, at least: a block's six tensors of the hidden size
     and three of the intermediate size; with activation checkpointing its input."""
+    forward_bytes_per_token: int = 0
+    """The same of a forward pass that keeps nothing: of a block's MLP, two and three of them."""
     embedding_parameters: int = 0
     """Of the input embedding and the output head; counted once where they are tied."""
     stored_itemsize: int = 4
@@ -65,13 +67,15 @@ def model_spec(
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         width = text.hidden_size
-        kept = width if checkpointing else 6 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width)
+        intermediate = getattr(text, "intermediate_size", None) or 4 * width
+        kept = width if checkpointing else 6 * width + 3 * intermediate
         parameters = sum(p.numel() for p in model.parameters())
         embedding_parameters = sum(p.numel() for p in torch.nn.ModuleList(ends).parameters())
         return ModelSpec(
             parameters=parameters,
             kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
             activation_bytes_per_token=2 * text.num_hidden_layers * kept,
+            forward_bytes_per_token=2 * (2 * width + 3 * intermediate),
             embedding_parameters=embedding_parameters,
             stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
             head_parameters=text.vocab_size * text.hidden_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig, FSDPConfig
@@ -100,19 +101,21 @@ def trained_models(config: Config, spec: ModelSpec, device: str = "cuda") -> lis
     return models
 
 
-def never_trained_bytes(config: Config, spec: ModelSpec, device: str) -> dict[str, float]:
-    """Memory owner -> bytes of the reference and the reward model on each device, in the type of the computation.
-
-    Without what the run does not have. `spec` is the student's.
-    """
+def never_trained_models(config: Config, spec: ModelSpec) -> dict[str, ModelSpec]:
+    """Memory owner -> spec of the reference and the reward model, where the run has them. `spec` is the student's."""
     specs = {"reward_model_params": reward_model_spec(config)} if config.uses_reward_model else {}
     if config.has_reference_model:
         model, specs["ref_params"] = config.ref_model, spec
         if config.actor_rollout_ref.ref.model.path is not None:
             trust, override = model.trust_remote_code, model.override_config
             specs["ref_params"] = model_spec(model.path, trust_remote_code=trust, override_config=override)
+    return specs
+
+
+def never_trained_bytes(config: Config, models: Mapping[str, ModelSpec], device: str) -> dict[str, float]:
+    """Memory owner -> bytes of such models on each device, in the type of the computation."""
     itemsize = 2 if device == "cuda" else 4
-    return {owner: itemsize * each.parameters / config.shard_size for owner, each in specs.items()}
+    return {owner: itemsize * each.parameters / config.shard_size for owner, each in models.items()}
 
 
 def engine_dtype(config: Config, device: str) -> str:
@@ -128,22 +131,44 @@ def engine_bytes(config: Config, spec: ModelSpec, device: str) -> tuple[float, f
     return itemsize * spec.parameters / ranks, itemsize / 2 * spec.kv_bytes_per_token / ranks
 
 
-def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig) -> int:
-    """Tokens of the largest micro-batch that there can be on a GPU, if no sequence alone is larger."""
-    longest, prompts = config.max_sequence_length, section.ppo_mini_batch_size or config.data.train_batch_size
+def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, prompts: int | None = None) -> int:
+    """Tokens of the largest micro-batch of so many prompts (None: a whole batch) that there can be on a GPU, if no
+    sequence alone is larger."""
+    longest, prompts = config.max_sequence_length, prompts or config.data.train_batch_size
     whole = longest * math.ceil(prompts * config.actor_rollout_ref.rollout.n / config.world_size)
     if section.use_dynamic_bsz:
         return min(whole, section.ppo_max_token_len_per_gpu or whole)
     return min(whole, longest * (section.ppo_micro_batch_size_per_gpu or 1))
 
 
-def _model_owners(config: Config, spec: ModelSpec, device: str) -> tuple[dict[str, float], dict[str, bool]]:
+def _activations(config: Config, model: TrainedModel) -> int:
+    """Bytes of a model's largest micro-batch: all blocks' in an update, one block's in a forward pass."""
+    kept = _largest_micro_batch(config, model.section, model.section.ppo_mini_batch_size)
+    kept *= model.spec.activation_bytes_per_token
+    loss, section = config.distillation, config.algorithm
+    passes = config.has_advantages or config.uses_reference or section.compares_logprobs or loss.use_policy_gradient
+    if not passes and not config.data.val_files:  # distilled, and no more: there are no log-probabilities to compute
+        return kept
+    return max(kept, _largest_micro_batch(config, model.section) * model.spec.forward_bytes_per_token)
+
+
+def _largest_reward_batch(config: Config) -> int:
+    """Tokens of the reward model's largest micro-batch, of texts as long as the student's."""
+    section, actor = config.reward_model, config.actor_rollout_ref.actor
+    texts = math.ceil(config.data.train_batch_size * config.actor_rollout_ref.rollout.n / config.world_size)
+    whole = texts * min(config.max_sequence_length, section.max_length or config.max_sequence_length)
+    return min(whole, section.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu)
+
+
+def _model_owners(
+    config: Config, spec: ModelSpec, device: str, never_trained: Mapping[str, ModelSpec]
+) -> tuple[dict[str, float], dict[str, bool]]:
     """Memory owner -> bytes of the models on each device, and whether it may leave a device that it shares."""
     owners, moves, models = dict[str, float](), dict[str, bool](), trained_models(config, spec, device)
     for model in models:
         owners |= model.owners
         moves |= model.moves
-    others = never_trained_bytes(config, spec, device)
+    others = never_trained_bytes(config, never_trained, device)
     owners, moves = owners | others, moves | dict.fromkeys(others, True)
     if not config.actor_rollout_ref.hybrid_engine and len(models) == 1 and not others:  # it makes room for nobody
         moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
@@ -155,12 +180,14 @@ def phase_bytes(
 ) -> dict[str, dict[str, float]]:
     """Phase -> owner -> bytes on each device ("cuda", or "cpu", where nothing moves).
 
-    Activations are those of the largest possible micro-batch, at least: a model may keep more. Without `total_bytes`,
+    Activations are those of the largest possible micro-batch, at least: a model may keep more. That is one of a
+    mini-batch, or of a forward pass over the whole batch (values, log-probabilities, rewards). Without `total_bytes`,
     the memory of one GPU, the KV cache and the teacher, which are shares of it, are left out.
     """
     arr, models = config.actor_rollout_ref, trained_models(config, spec, device)
     hybrid, engine_weights = arr.hybrid_engine, engine_bytes(config, spec, device)[0]
-    owners, moves = _model_owners(config, spec, device)
+    others = never_trained_models(config, spec)
+    owners, moves = _model_owners(config, spec, device, others)
     owners = {"engine_weights": engine_weights, **owners}
     moves |= dict.fromkeys(ENGINE_OWNERS, arr.rollout.free_cache_engine)
     if total_bytes is not None:
@@ -176,9 +203,13 @@ def phase_bytes(
             if phase in UPDATES[model.name]:
                 present["gradients"] = model.master
             if phase == UPDATES[model.name][0] and device == "cuda":
-                tokens = _largest_micro_batch(config, model.section)
-                present["gathered_params"] = model.gathered
-                present["activations"] = tokens * model.spec.activation_bytes_per_token
+                present |= {"gathered_params": model.gathered, "activations": _activations(config, model)}
+        for owner, each in others.items():
+            if wanted == {owner} and device == "cuda":
+                of_reward = owner == "reward_model_params"
+                tokens = _largest_reward_batch(config) if of_reward else _largest_micro_batch(config, arr.actor)
+                present["gathered_params"] = 2 * each.embedding_parameters
+                present["activations"] = tokens * each.forward_bytes_per_token
         if hybrid and device == "cuda" and "engine_weights" not in present:
             present["sleeping engine"] = SLEEPING_ENGINE_BYTES
         if total_bytes is not None and teacher_shares_gpu(config):
@@ -193,7 +224,7 @@ def host_bytes(config: Config, spec: ModelSpec, *, device: str, steps: int | Non
     And `checkpoint`: the copy of one that is written while training goes on, as large as the first worker's, unless a
     run of so many `steps` has none.
     """
-    owners, moves = _model_owners(config, spec, device)
+    owners, moves = _model_owners(config, spec, device, never_trained_models(config, spec))
     found = {name: size for name, size in owners.items() if moves[name]}
     if device == "cpu":
         phases = phase_bytes(config, spec, device=device, total_bytes=None).values()
@@ -221,7 +252,7 @@ def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_byt
     elif arr.hybrid_engine:
         # Of the model that is updated parameters, gradients, both moments, gathered copies; what stays of the others.
         parts = [4 * each.master + sum(each.frozen.values()) + each.gathered - each.staying for each in models]
-        parts += never_trained_bytes(config, spec, "cuda").values()
+        parts += never_trained_bytes(config, never_trained_models(config, spec), "cuda").values()
         room = (room - staying - max(parts)) / 2
     tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
     weights, token = engine_bytes(config, spec, "cuda")

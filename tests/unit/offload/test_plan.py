@@ -297,6 +297,48 @@ def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
     assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_mini_batch_size=2") == 2048
 
 
+def test_forward_passes_over_a_batch_are_counted_where_they_take_more_than_the_update(tmp_path):
+    """The reference and the reward model have nothing else; beside an update of small mini-batches they may be more."""
+    models, hidden, intermediate, layers, vocabulary = {}, 64, 256, 3, 1000
+    for name, architecture in (("policy", "Qwen2ForCausalLM"), ("judge", "Qwen2ForSequenceClassification")):
+        Qwen2Config(
+            vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, dtype="bfloat16",
+            architectures=[architecture], num_labels=1,
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+        models[name] = str(tmp_path / name)
+
+    def planned(*overrides, device="cuda"):
+        given = config(
+            f"actor_rollout_ref.model.path={models['policy']}", "data.train_batch_size=8", "data.max_prompt_length=500",
+            "data.max_response_length=524", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true", *overrides,
+        )
+        return phase_bytes(given, student_spec(given), device=device, total_bytes=None)
+
+    token, kept, embedding = 2 * (2 * hidden + 3 * intermediate), 2 * layers * hidden, vocabulary * hidden
+    assert planned()["update"]["activations"] == 1024 * kept
+    assert planned("data.val_files=x")["update"]["activations"] == 8192 * token > 1024 * kept
+    limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+    others = (
+        "actor_rollout_ref.actor.use_kl_loss=true", "distillation.enabled=false", "reward_model.enable=true",
+        f"reward_model.model.path={models['judge']}", "reward_model.max_length=300", "algorithm.adv_estimator=gae",
+        limit,
+    )
+    phases = planned(*others)
+    for phase in ("update", "critic_update", "reference"):
+        assert phases[phase]["activations"] == 4096 * token
+    assert phases["reward_model"]["activations"] == 8 * 300 * token
+    assert phases["reference"]["gathered_params"] == 2 * 2 * embedding
+    assert phases["reward_model"]["gathered_params"] == 2 * embedding
+    whole = (*others, "actor_rollout_ref.actor.ppo_mini_batch_size=8", limit.replace("4096", "9000"))
+    without = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    assert planned(*whole, without)["update"]["activations"] == 8192 * 2 * layers * (6 * hidden + 3 * intermediate)
+    short = planned(*others, "reward_model.forward_max_token_len_per_gpu=700")
+    assert short["reward_model"]["activations"] == 700 * token
+    assert not {"activations", "gathered_params"} & planned(*others, device="cpu")["reference"].keys()
+
+
 def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
