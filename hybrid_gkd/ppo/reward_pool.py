@@ -13,7 +13,6 @@ import faulthandler
 import functools
 import importlib
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ MOST_BREAKS = 3
 outcome between them, are no accident."""
 GRACE_SECONDS = 1.0
 """For a process to say by itself, within `reward.timeout`, what took too long; then it is killed."""
+ENDED_WELL = 256
+"""Stands for exit code 0: pebble does not look at what a process that ends with it was computing."""
 GUARD = 'read _; rm -rf "$0"; kill -KILL 0'
 """Waits for the end of its input, which is the end of the run, and kills its process group."""
 Unit = list[tuple["Response", "Future[Outcome]"]]
@@ -60,6 +62,17 @@ _functions: dict[str, RewardFunction] | HybridGKDError = {}
 """In a process of the pool."""
 
 
+class _Process(SpawnProcess):
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        return ENDED_WELL if code == 0 else code
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
 class RewardPool:
     """The processes of a run.
 
@@ -68,7 +81,7 @@ class RewardPool:
     """
 
     def __init__(self, section: RewardConfig):
-        context = multiprocessing.get_context("spawn")
+        context = _Context()
         self.section = section
         self.num_done = 0
         """Responses, so that who waits sees progress."""
@@ -184,7 +197,7 @@ class RewardPool:
         if isinstance(error, TimeoutError):
             return NOT_IN_TIME + self._place(stack)
         if isinstance(error, ProcessExpired):
-            return f"ended its process (exit code {error.exitcode})"
+            return f"ended its process (exit code {0 if error.exitcode == ENDED_WELL else error.exitcode})"
         return f"raised {type(error).__name__}: {error}"  # SystemExit, for example
 
     def _place(self, stack: Path) -> str:

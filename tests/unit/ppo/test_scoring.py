@@ -183,15 +183,18 @@ def test_an_async_function_fails_on_its_own_responses_and_on_no_others_of_its_pr
     assert scorer.scores([pair(row, row) for row in range(1, 5)]) == [1.0, -1.0, -1.0, 1.0]
 
 
-def test_nothing_is_left_of_a_process_that_has_ended(make, tmp_path):
-    scorer = make("reward.score_on_error=-1", text=f"""
+def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it(make, tmp_path, caplog):
+    """Also where it calls that success, and where no timeout would end the wait."""
+    scorer = make("reward.score_on_error=-1", "reward.timeout=.inf", text=f"""
         import os, subprocess
         def compute_score(response, answer):
             started = subprocess.Popen(["sleep", "1000"])
             open({str(tmp_path / "group")!r}, "w").write(str(os.getpgid(started.pid)))
-            os._exit(5)
+            os._exit(0)
         """)  # fmt: skip
-    assert scorer.scores([pair(0, 1)]) == [-1.0]
+    assert scorer.scores([pair(5, 1)]) == [-1.0]
+    assert "row 6 of the data" in caplog.text
+    assert "ended its process (exit code 0)" in caplog.text
     group = int((tmp_path / "group").read_text())
     wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
 
