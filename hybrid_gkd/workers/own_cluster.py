@@ -12,13 +12,13 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from types import FrameType
 
 import ray
 from ray._private import ray_constants
+
+from hybrid_gkd.processes import wait_for_end
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ def own_group() -> Iterator[int]:
         try:
             yield guard.pid
         finally:
-            _wait_for_end(guard.pid, END_SECONDS, besides=[guard.pid])
+            wait_for_end(guard.pid, END_SECONDS, besides=[guard.pid])
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(guard.pid, signal.SIGKILL)
-            if left := _wait_for_end(guard.pid, KILL_SECONDS):
+            if left := wait_for_end(guard.pid, KILL_SECONDS):
                 logger.warning("processes of Ray that are still there: %s", ", ".join(map(str, sorted(left))))
 
 
@@ -83,25 +83,6 @@ def starting(group: int | None) -> Iterator[None]:
             signal.signal(number, before[number])
     for first in came[:1]:
         signal.raise_signal(first)
-
-
-def members(group: int) -> set[int]:
-    """Process ids of a group, without those that have ended; empty where there is no /proc."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                found.add(int(stat.parent.name))
-    return found
-
-
-def _wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> set[int]:
-    """Those that are still there after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while (left := members(group).difference(besides)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,8 +15,14 @@ from pathlib import Path
 
 import hybrid_gkd
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.processes import members, wait_for_end
 from hybrid_gkd.teacher.keys import make_keys
 from hybrid_gkd.waiting import Timeout, waiting
+
+log = logging.getLogger("hybrid_gkd.teacher")
+
+KILL_SECONDS = 5.0
+"""Timeout for killed processes to be gone."""
 
 
 class TeacherProcess:
@@ -106,14 +114,17 @@ def how_it_ended(code: int) -> str:
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_period: float = 10.0) -> None:
-    """End a child that leads its own session, with its children: SIGTERM, `grace_period` seconds, SIGKILL."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(grace_period)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End a child that leads its own session, and its children there, who may outlive it: SIGTERM, then SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, grace_period), (signal.SIGKILL, KILL_SECONDS)):
+        deadline = time.monotonic() + seconds
+        if process.poll() is None or members(process.pid):
+            with contextlib.suppress(ProcessLookupError):  # the last one has just ended
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            wait_for_end(process.pid, deadline - time.monotonic())
+    if left := members(process.pid):
+        log.warning("processes of the teacher that are still there: %s", ", ".join(map(str, sorted(left))))
 
 
 def child_environment() -> dict[str, str]:

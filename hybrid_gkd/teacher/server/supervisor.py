@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.processes import members
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.local import child_environment, how_it_ended, stop_process
 
@@ -19,6 +21,8 @@ log = logging.getLogger("hybrid_gkd.teacher")
 MAX_USELESS_STARTS = 5
 """Of one worker in a row, without a single result; more often, and the cause is not an accident."""
 MAX_BACKOFF_SECONDS = 30.0
+END_SECONDS = 3.0
+"""Grace period for the workers to end; the ranks of a tensor-parallel one take longer, and have nothing to save."""
 
 
 @dataclass(eq=False)
@@ -59,6 +63,9 @@ class Supervisor:
             code = slot.process.poll()
             if code is None:
                 continue
+            if members(slot.process.pid):  # ranks of a tensor-parallel worker, which hold their GPUs seconds longer
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(slot.process.pid, signal.SIGKILL)
             how = how_it_ended(code)
             slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
             hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
@@ -69,11 +76,13 @@ class Supervisor:
             slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
-        alive = [slot.process for slot in self.slots if slot.process is not None and slot.process.poll() is None]
-        for process in alive:
-            os.killpg(process.pid, signal.SIGTERM)  # all of them at once; then wait for each
-        for process in alive:
-            stop_process(process, grace_period=5.0)
+        started = [slot.process for slot in self.slots if slot.process is not None]
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # all of them at once; then wait for each
+        deadline = time.monotonic() + END_SECONDS
+        for process in started:
+            stop_process(process, grace_period=max(0.0, deadline - time.monotonic()))
 
 
 class WorkerFailed(TeacherError):

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from hybrid_gkd.processes import members
 from hybrid_gkd.workers import own_cluster
-from hybrid_gkd.workers.own_cluster import SIGNALS, members, own_group, starting
+from hybrid_gkd.workers.own_cluster import SIGNALS, own_group, starting
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 

@@ -1,0 +1,27 @@
+"""Process groups: who is in one, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def members(group: int) -> set[int]:
+    """Process ids of a group, without those that have ended; empty where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.add(int(stat.parent.name))
+    return found
+
+
+def wait_for_end(group: int, timeout: float, besides: Sequence[int] = ()) -> set[int]:
+    """Those that are still there after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while (left := members(group).difference(besides)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
