@@ -18,7 +18,7 @@ import numpy as np
 
 from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config
-from hybrid_gkd.errors import DeviceMemoryError, TrainingError
+from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
@@ -141,8 +141,8 @@ class PPOTrainer:
             if self.step < self.total_steps:
                 self._end_early()
             self.saving.finish()
-        except Exception:
-            self._save_last_state()
+        except Exception as error:
+            self._save_last_state(error)
             raise
         finally:
             if self.step < self.total_steps:
@@ -346,7 +346,7 @@ class PPOTrainer:
         if self._goes_on() and self.config.actor_rollout_ref.hybrid_engine:
             self.group.publish(self.step)
 
-    def _save_last_state(self) -> None:
+    def _save_last_state(self, cause: Exception) -> None:
         """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""
 
         def nothing_new() -> bool:
@@ -354,6 +354,8 @@ class PPOTrainer:
 
         if self.config.trainer.save_freq == 0 or (nothing_new() and not self.saving.is_writing):
             return
+        text = "the run has failed, what can be saved is saved: %s"  # now: that may take long
+        logger.error(text, cause if isinstance(cause, HybridGKDError) else repr(cause))
         try:
             if self.group.can_save():
                 self.saving.finish()

@@ -170,7 +170,12 @@ class WorkerGroup:
                     continue
                 except WorkerDiedError:
                     raise
-                except WorkerError as error:  # perhaps only because a worker that shares the engine with it has died
+                except HybridGKDError as error:
+                    replica = {ref: at for ref, at in streams.items() if at[1] // replica_size == rank // replica_size}
+                    pool.left_alone = {ref.completed(): at for ref, at in replica.items() if ref is not stream}
+                    if not isinstance(error, WorkerError):
+                        raise
+                    # Perhaps only because a worker that shares the engine with it has died.
                     peers = {ref: at for ref, at in pool.start("placement").items() if at != (pool, rank)}
                     raise (find_dead("generate", peers)[0] or error) from error
                 missing -= len(finished)
@@ -306,7 +311,10 @@ class WorkerGroup:
         self.actors.call("load_checkpoint", str(folder), timeout=self.actors.load_timeout)
 
     def can_save(self) -> bool:
-        """After a failure: whether the student's workers still answer. A pool that only generates is stopped first."""
+        """After a failure: whether the student's workers still answer; a warning says where they wait for a failed one.
+
+        A pool that only generates is stopped first.
+        """
         if len(self.pools) > 1:
             self.rollouts.close()
         return self.actors.answers()

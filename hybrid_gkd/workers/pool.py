@@ -7,6 +7,7 @@ no longer complete.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from hybrid_gkd.spans import current_step
 from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
@@ -66,6 +69,8 @@ class Pool:
         self.workers: list[Any] = []
         self.placements: list[Placement] = []
         """By rank; memory as it was free before anything was loaded."""
+        self.left_alone: Calls = {}
+        """Calls in which workers may wait for a peer that has failed in the same call."""
         self._group: Any = None
         self._step: int | None = None
         """That the workers were told."""
@@ -168,8 +173,15 @@ class Pool:
     def answers(self) -> bool:
         """Whether all workers are alive and have ended their calls, so that a new call is of use.
 
-        Waits until a worker without progress would be taken for hung; returns at once where one has died.
+        Waits until a worker without progress would be taken for hung; returns at once where one has died, or where some
+        wait in a collective for one that has failed.
         """
+        if self.left_alone:
+            _, stuck = ray.wait(list(self.left_alone), num_returns=len(self.left_alone), timeout=CAUSE_SECONDS)
+            if stuck:
+                names = name_workers({ref: self.left_alone[ref] for ref in stuck})
+                logger.warning("the student cannot be saved: in a collective with a worker that has failed: %s", names)
+                return False
         # They may also have been idle for long.
         remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
         try:
@@ -247,8 +259,12 @@ def gather(
             pool, rank = left.pop(ready[0])
             try:
                 results[ready[0]] = pool.get(method, ready[0], rank)
-            except WorkerError as error:
-                raise _cause(method, error, left) from error
+            except HybridGKDError as error:
+                if method != "finish_snapshot":  # there each writes its own files, which may take long
+                    pool.left_alone = {ref: call for ref, call in left.items() if call[0] is pool}
+                if isinstance(error, WorkerError):
+                    raise _cause(method, error, left) from error
+                raise
             on_answer(ready[0])
     return [results[ref] for ref in calls]
 

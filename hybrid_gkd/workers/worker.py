@@ -6,6 +6,9 @@ process, after the environment that torch and vLLM read has been set.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import itertools
 import logging
 import os
@@ -15,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -47,6 +50,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+C = TypeVar("C")
+
+
+def failures_logged(cls: type[C]) -> type[C]:
+    """Have public methods write an exception with its traceback into this process's log: its message names that."""
+
+    @contextlib.contextmanager
+    def logged(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            logger.exception("%s failed", name)
+            raise
+
+    def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if not inspect.isgeneratorfunction(method):
+            return logged(name)(method)
+
+        @functools.wraps(method)
+        def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with logged(name):
+                yield from method(*args, **kwargs)
+
+        return generate
+
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(cls, name, wrapped(name, method))
+    return cls
+
+
+@failures_logged
 class Worker(GroupMember):
     """One process of a pool; `log_file` takes everything that it prints.
 

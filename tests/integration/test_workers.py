@@ -1,9 +1,11 @@
 """The worker group on real Ray, FSDP2 over gloo, and the real rollout engines, on the CPU."""
 
 import contextlib
+import copy
 import dataclasses
 import filecmp
 import os
+import re
 import signal
 import time
 
@@ -419,9 +421,43 @@ def test_out_of_memory_within_the_optimizer_step_is_not_tried_again(model, tmp_p
     assert "once more" not in group.log_files[0].read_text()
 
 
-def test_a_killed_worker_ends_the_call_with_its_name_and_log(model, tmp_path):
-    config = make_config(model, tmp_path, "trainer.n_gpus_per_node=2")
+def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its_peers(model, tmp_path, caplog):
+    """Which are in a collective with it: in a generation by both, and in an update."""
+    config = make_config(model, tmp_path, "trainer.n_gpus_per_node=2", "actor_rollout_ref.nccl_timeout=3600")
+    goes_on = tmp_path / "goes on"
+    goes_on.touch()
+
+    def plant(worker):  # travels to the worker by value
+        def generate(*_):
+            if worker.rank == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory, planted")
+            while goes_on.exists():
+                yield []
+                time.sleep(0.05)
+
+        worker.weight_version, worker.engine.generate = 0, generate
+
+    stuck = "the student cannot be saved: in a collective with a worker that has failed: worker 1"
     with contextlib.closing(make_group(config)) as group:
+        ray.get([worker.__ray_call__.remote(plant) for worker in group.actors.workers], timeout=60)
+        group.config = copy.deepcopy(config)
+        group.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
+        request = GenerationRequest(index=0, prompt_ids=np.arange(4, dtype=np.int32), seed=0)
+        with pytest.raises(WorkerError, match=r"worker 0 failed in generate: OutOfMemoryError"):
+            list(group.generate([request], SamplingParams(max_tokens=24)))
+        assert not group.can_save()
+        assert stuck in caplog.text
+        goes_on.unlink()
+        ray.get([worker.placement.remote() for worker in group.actors.workers], timeout=60)
+        assert group.can_save()
+        caplog.clear()
+        plant_out_of_memory(group, "forward", 10**6)
+        with pytest.raises(DeviceMemoryError, match=r"phase update: worker 0 ran out"):
+            group.update(shares(random_batch(0), 2, 48))
+        assert not group.can_save()
+        assert stuck in caplog.text
+        log = group.log_files[0].read_text()
+        assert re.findall(r"(\w+) failed\nTraceback \(most recent call last\):", log) == ["generate", "update"]
         ray.kill(group.actors.workers[1])
         with pytest.raises(WorkerError, match=r"worker 1 died in update.*worker_1\.log"):
             group.update(shares(random_batch(0), 2, 128))
