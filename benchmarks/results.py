@@ -347,8 +347,9 @@ def stored_runs(settings: Settings) -> set[tuple[str, int]]:
 
 
 def whole(found: list[Stored]) -> set[tuple[str, int]]:
-    """Names and seeds of the runs that came to their end."""
-    return {(each.name, each.seed) for each in found if STOPPED not in each.head}
+    """Names and seeds of the runs that came to their end, with the overrides that they would have now."""
+    ended = [each for each in found if STOPPED not in each.head and each.name in RUNS]
+    return {(each.name, each.seed) for each in ended if each.head["overrides"].startswith(RUNS[each.name].overrides)}
 
 
 def train_missing(

@@ -76,6 +76,12 @@ def test_what_cannot_be_compared_or_read_is_refused(tmp_path):
     assert not (tmp_path / "results.md").exists()
 
 
+def test_a_run_that_would_be_made_otherwise_now_is_missing(tmp_path):
+    stored(tmp_path, "grpo", 0, [(0, 0, 0.1)], overrides="actor_rollout_ref.actor.optim.lr=1")
+    stored(tmp_path, "grpo", 1, [(0, 0, 0.1)], overrides=f"{results.RUNS['grpo'].overrides} trainer.device=cuda")
+    assert results.whole(results_report.read_all(tmp_path)) == {("grpo", 1)}
+
+
 def test_minutes_and_tokens_are_those_of_training_steps():
     metrics = [{"step": 0, "val/accuracy": 0.1}] + [
         {"step": i, "timing/step": 30.0, "response_length/mean": 10.0, "actor/loss": 1.0, "perf/mfu": 0.1}
