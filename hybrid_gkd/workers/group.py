@@ -171,8 +171,7 @@ class WorkerGroup:
                 except WorkerDiedError:
                     raise
                 except HybridGKDError as error:
-                    replica = {ref: at for ref, at in streams.items() if at[1] // replica_size == rank // replica_size}
-                    pool.left_alone = {ref.completed(): at for ref, at in replica.items() if ref is not stream}
+                    pool.leave_alone("generate", rank, {ref.completed(): at for ref, at in streams.items()})
                     if not isinstance(error, WorkerError):
                         raise
                     # Perhaps only because a worker that shares the engine with it has died.

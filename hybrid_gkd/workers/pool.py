@@ -70,7 +70,7 @@ class Pool:
         self.placements: list[Placement] = []
         """By rank; memory as it was free before anything was loaded."""
         self.left_alone: Calls = {}
-        """Calls in which workers may wait for a peer that has failed in the same call."""
+        """See `leave_alone`."""
         self._group: Any = None
         self._step: int | None = None
         """That the workers were told."""
@@ -170,6 +170,21 @@ class Pool:
             reason = str(error).strip().splitlines()[-1].strip().partition(" Some common causes include")[0]
             raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
 
+    def leave_alone(self, method: str, rank: int, calls: Calls) -> None:
+        """A worker has failed: keep the calls of its peers that wait for it in a collective, unless they end soon.
+
+        Of others the calls end by themselves, be it after minutes.
+        """
+        config, everyone = self.config, self.size
+        sizes = {
+            "generate": config.actor_rollout_ref.rollout.tensor_model_parallel_size, "finish_snapshot": 1,
+            "compute_values": config.critic_shard_size, "update": everyone, "update_critic": everyone,
+            "save_checkpoint": everyone,
+        }
+        size = sizes.get(method, config.shard_size)
+        peers = range(rank // size * size, (rank // size + 1) * size)
+        self.left_alone = {ref: (pool, at) for ref, (pool, at) in calls.items() if pool is self and at in peers}
+
     def answers(self) -> bool:
         """Whether all workers are alive and have ended their calls, so that a new call is of use.
 
@@ -260,8 +275,7 @@ def gather(
             try:
                 results[ready[0]] = pool.get(method, ready[0], rank)
             except HybridGKDError as error:
-                if method != "finish_snapshot":  # there each writes its own files, which may take long
-                    pool.left_alone = {ref: call for ref, call in left.items() if call[0] is pool}
+                pool.leave_alone(method, rank, left)
                 if isinstance(error, WorkerError):
                     raise _cause(method, error, left) from error
                 raise

@@ -440,7 +440,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
     stuck = "the student cannot be saved: in a collective with a worker that has failed: worker 1"
     with contextlib.closing(make_group(config)) as group:
         ray.get([worker.__ray_call__.remote(plant) for worker in group.actors.workers], timeout=60)
-        group.config = copy.deepcopy(config)
+        group.config = group.actors.config = copy.deepcopy(config)
         group.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
         request = GenerationRequest(index=0, prompt_ids=np.arange(4, dtype=np.int32), seed=0)
         with pytest.raises(WorkerError, match=r"worker 0 failed in generate: OutOfMemoryError"):
