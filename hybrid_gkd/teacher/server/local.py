@@ -21,6 +21,8 @@ from hybrid_gkd.waiting import Timeout, waiting
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
+END_SECONDS = 20.0
+"""Grace period for a teacher, with what it is answering and its workers, to end."""
 KILL_SECONDS = 5.0
 """Timeout for killed processes to be gone."""
 
@@ -67,7 +69,8 @@ class TeacherProcess:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:
-            stop_process(self._process)
+            with waiting("the teacher of this run to end", Timeout(END_SECONDS)):
+                stop_process(self._process, END_SECONDS)
         self._folder.cleanup()
 
     def wait_ready(self) -> None:
@@ -113,7 +116,7 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def stop_process(process: subprocess.Popen[bytes], grace_period: float = 10.0) -> None:
+def stop_process(process: subprocess.Popen[bytes], grace_period: float) -> None:
     """End a child that leads its own session, and its children there, who may outlive it: SIGTERM, then SIGKILL."""
     for number, seconds in ((signal.SIGTERM, grace_period), (signal.SIGKILL, KILL_SECONDS)):
         deadline = time.monotonic() + seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -12,7 +11,6 @@ import time
 from dataclasses import dataclass
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.processes import members
 from hybrid_gkd.teacher.server.broker import Broker
 from hybrid_gkd.teacher.server.local import child_environment, how_it_ended, stop_process
 
@@ -21,8 +19,9 @@ log = logging.getLogger("hybrid_gkd.teacher")
 MAX_USELESS_STARTS = 5
 """Of one worker in a row, without a single result; more often, and the cause is not an accident."""
 MAX_BACKOFF_SECONDS = 30.0
-END_SECONDS = 3.0
-"""Grace period for the workers to end; the ranks of a tensor-parallel one take longer, and have nothing to save."""
+END_SECONDS = 10.0
+"""Grace period for the workers to end. The ranks of a tensor-parallel one take up to 8 s, and have shared memory that
+stays behind if they are killed."""
 
 
 @dataclass(eq=False)
@@ -63,9 +62,6 @@ class Supervisor:
             code = slot.process.poll()
             if code is None:
                 continue
-            if members(slot.process.pid):  # ranks of a tensor-parallel worker, which hold their GPUs seconds longer
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(slot.process.pid, signal.SIGKILL)
             how = how_it_ended(code)
             slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
             hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers

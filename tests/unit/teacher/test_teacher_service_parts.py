@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.processes import members, wait_for_end
+from hybrid_gkd.processes import members
 from hybrid_gkd.teacher.server import supervisor
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import Supervisor, gpu_shares
@@ -90,25 +91,21 @@ def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monke
     assert all(slot.process.poll() is not None for slot in found.slots)
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_nothing_is_left_of_a_worker_whose_ranks_outlive_it(how, tmp_path, monkeypatch):
-    """They are processes of its group, and take their time after SIGTERM."""
+@pytest.mark.parametrize("sent", [None, signal.SIGKILL])
+def test_the_end_waits_for_the_ranks_of_a_worker(sent, tmp_path, monkeypatch):
+    """They are processes of its group, and take their time after SIGTERM, or after its death."""
     monkeypatch.setattr(supervisor, "END_SECONDS", 0.1)
     rank = f"trap '' TERM; touch {tmp_path / 'ready'}; while :; do sleep 1; done"
     worker = f"import subprocess, time; subprocess.Popen(['sh', '-c', {rank!r}]); time.sleep(1000)"
-    broker = FakeBroker()
-    broker.model = "a model"
-    found = Supervisor(broker, [sys.executable, "-c", worker], [{}])
+    found = Supervisor(FakeBroker(), [sys.executable, "-c", worker], [{}])
     watch(found, (tmp_path / "ready").exists)
     process = found.slots[0].process
     assert len(members(process.pid)) >= 2
-    if how == "stopped":
-        found.stop()
-        assert members(process.pid) == set()
-    else:
-        process.kill()
-        watch(found, lambda: found.slots[0].process is None)
-        assert wait_for_end(process.pid, TIMEOUT) == set()
+    if sent is not None:
+        process.send_signal(sent)
+        process.wait()
+    found.stop()
+    assert members(process.pid) == set()
 
 
 @pytest.mark.parametrize(
