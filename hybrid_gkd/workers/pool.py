@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
+SETTLE_SECONDS = 10.0
+"""For GPUs to end what they were given before a peer has failed."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
 LONG_NAMES = {
     "placement": "the start of their processes", "address": "a worker's address",
@@ -173,7 +175,7 @@ class Pool:
     def leave_alone(self, method: str, rank: int, calls: Calls) -> None:
         """A worker has failed: keep the calls of its peers that wait for it in a collective, unless they end soon.
 
-        Of others the calls end by themselves, be it after minutes.
+        A GPU may wait in it also where the call has ended. Of others the calls end by themselves, be it after minutes.
         """
         config, everyone = self.config, self.size
         sizes = {
@@ -182,26 +184,29 @@ class Pool:
             "save_checkpoint": everyone,
         }
         size = sizes.get(method, config.shard_size)
-        peers = range(rank // size * size, (rank // size + 1) * size)
+        peers = set(range(rank // size * size, (rank // size + 1) * size)) - {rank}
         self.left_alone = {ref: (pool, at) for ref, (pool, at) in calls.items() if pool is self and at in peers}
 
     def answers(self) -> bool:
-        """Whether all workers are alive and have ended their calls, so that a new call is of use.
+        """Whether all workers are alive and have ended their calls, and their GPUs, so that a new call is of use.
 
-        Waits until a worker without progress would be taken for hung; returns at once where one has died, or where some
-        wait in a collective for one that has failed.
+        Waits until a worker without progress would be taken for hung. A warning says where one has died, or where some
+        wait in a collective for one that has failed, for which a few seconds have to do.
         """
+        # They may also have been idle for long.
+        remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
+        limit = Timeout(remaining, NCCL_KEY)
         if self.left_alone:
             _, stuck = ray.wait(list(self.left_alone), num_returns=len(self.left_alone), timeout=CAUSE_SECONDS)
             if stuck:
                 names = name_workers({ref: self.left_alone[ref] for ref in stuck})
                 logger.warning("the student cannot be saved: in a collective with a worker that has failed: %s", names)
                 return False
-        # They may also have been idle for long.
-        remaining = max(0.0, self._last_progress + self.timeout - time.monotonic()) + CAUSE_SECONDS
+            limit = Timeout(SETTLE_SECONDS)
         try:
-            gather("the end of earlier calls", self.start("placement"), Timeout(remaining, NCCL_KEY))
-        except WorkerError:
+            gather("the end of earlier calls", self.start("synchronize"), limit)
+        except WorkerError as error:
+            logger.warning("the student cannot be saved: %s", error)
             return False
         return True
 
@@ -275,7 +280,7 @@ def gather(
             try:
                 results[ready[0]] = pool.get(method, ready[0], rank)
             except HybridGKDError as error:
-                pool.leave_alone(method, rank, left)
+                pool.leave_alone(method, rank, calls)
                 if isinstance(error, WorkerError):
                     raise _cause(method, error, left) from error
                 raise

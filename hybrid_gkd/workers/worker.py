@@ -108,6 +108,13 @@ class Worker(GroupMember):
     def placement(self) -> Placement:
         return Placement.here(self.role, self.rank, self.device_type)
 
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device_type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
     def begin_step(self, step: int | None) -> None:
         """The calls that follow are for this training step."""
         self.step = step

@@ -14,7 +14,7 @@ import ray
 import torch
 from test_hybrid_engine import MEAN_LOGPROB_DIFFERENCE, config_for, distil, model  # noqa: F401 (a fixture)
 
-from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -82,3 +82,26 @@ def test_a_receiver_that_hangs_is_named_and_the_student_can_be_saved(model, tmp_
         group.actors.timeout = 120.0
         group.save_checkpoint(tmp_path / "saved", tokenizer_path=str(model))
         assert (tmp_path / "saved" / "huggingface").is_dir()
+
+
+def test_peers_of_a_worker_that_fails_are_not_waited_for(model, tmp_path, caplog):  # noqa: F811
+    """Not for the GPU either, which waits in a collective while the call that gave it the work has ended."""
+
+    def plant(worker):  # travels to the worker by value
+        def fail(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory, planted")
+
+        worker.actor.hf_model.model.layers[12].register_forward_pre_hook(fail)
+
+    config = config_for(model, tmp_path, "trainer.n_gpus_per_node=2", "actor_rollout_ref.nccl_timeout=3600")
+    with ray_cluster(config, "cuda"), contextlib.closing(
+        WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256])
+    ) as group:
+        group.publish(0)
+        found = [s for part in group.generate(requests(), SamplingParams(max_tokens=64)) for s in part]
+        ray.get(group.actors.workers[1].__ray_call__.remote(plant), timeout=60)
+        with pytest.raises(DeviceMemoryError, match=r"phase update: worker 1 ran out"):
+            group.accumulate([distil(found[rank::2], 0)[0][0] for rank in range(2)])
+        assert not group.can_save()
+    assert "the student cannot be saved" in caplog.text
+    print(caplog.text)
