@@ -40,7 +40,7 @@ class Panel(NamedTuple):
 
 
 MOST_SHOWN = 2
-"""Times the length of the shortest run: a supervised run trains on ten times the tokens in the same minutes."""
+"""Times the length of the shortest run: a supervised run trains on many times the tokens in the same minutes."""
 ACCURACY = tuple(Panel(axis, "val/accuracy", "accuracy on held-out problems, %", 100) for axis in AXES)
 
 
@@ -133,9 +133,10 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
 def means(curves: list[list[tuple[float, float]]]) -> list[tuple[float, dict[str, float]]]:
     """Mean, lowest and highest of the curves at each point of the first, as far as all of them come."""
     end, found = min(points[-1][0] for points in curves), []
-    for x in (x for x, _ in curves[0] if x <= end):
-        values = [value_at(points, x) for points in curves]
-        found.append((x, {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}))
+    for x, _ in curves[0]:
+        if x <= end:
+            values = [value_at(points, x) for points in curves]
+            found.append((x, {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}))
     return found
 
 

@@ -365,7 +365,9 @@ class Config:
     def saves_while_training(self, steps: int | None) -> bool:
         """Whether training goes on after a checkpoint, in a run of so many steps; None: it is not known of how many."""
         trainer = self.trainer
-        frequencies = [trainer.save_freq] + [trainer.test_freq] * (trainer.best_metric is not None)
+        frequencies = [trainer.save_freq]
+        if trainer.best_metric is not None:
+            frequencies.append(trainer.test_freq)
         saves = any(every > 0 and (steps is None or every < steps) for every in frequencies)
         return saves and not trainer.val_only
 

@@ -151,20 +151,25 @@ def page_locked(num_bytes: int) -> torch.Tensor:
     state that is the difference between fitting into a host and not. Raises MemoryError if the host does not have the
     memory or must not lock it.
     """
-    # Lacking memory is a MemoryError; for torch, it is any RuntimeError. A large array begins 16 bytes behind a page.
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    aligned = memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
-    # Written once by all threads: locking pages that exist already is an order of magnitude faster.
-    tensor, runtime = torch.from_numpy(aligned).zero_(), torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    memory, runtime = _host_memory(num_bytes), torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0))
     if error != 0:
-        del memory, aligned, tensor  # the error keeps this frame, and who catches it may take as much once more
+        del memory  # the error keeps this frame, and who catches it may take as much once more
         with contextlib.suppress(RuntimeError):
             torch.zeros((), device="cuda")  # CUDA keeps the error for the next launch: it must not end another's work
         raise MemoryError(f"cannot lock {num_bytes / 2**30:.1f} GiB of host memory: CUDA error {error}")
     # Memory that comes to lie at the same address could not be locked otherwise.
-    weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
-    return tensor
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+    return torch.from_numpy(memory)
+
+
+def _host_memory(num_bytes: int) -> np.ndarray:
+    """Zeros, uint8 [num_bytes], at an aligned address. Raises MemoryError; torch would raise any RuntimeError."""
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)  # a large array begins 16 bytes behind a page
+    memory = memory[-memory.ctypes.data % ALIGNMENT :][:num_bytes]
+    # Written by all threads: to lock pages that exist already is an order of magnitude faster.
+    torch.from_numpy(memory).zero_()
+    return memory
 
 
 class HostCopies:
@@ -180,8 +185,9 @@ class HostCopies:
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate so much more. Raises MemoryError as `page_locked`."""
-        make = page_locked if self._locked else functools.partial(torch.zeros, dtype=torch.uint8)
-        self._blocks.append((make(num_bytes + ROUNDING_BYTES), 0))
+        num_bytes += ROUNDING_BYTES
+        block = page_locked(num_bytes) if self._locked else torch.from_numpy(_host_memory(num_bytes))
+        self._blocks.append((block, 0))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, which is complete after `finish`. Raises MemoryError where more than was reserved is not there."""

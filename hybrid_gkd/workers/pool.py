@@ -173,9 +173,9 @@ class Pool:
             raise WorkerDiedError(f"{self.role} {rank} died in {method}: {reason} ({self._where(rank)})") from error
 
     def leave_alone(self, method: str, rank: int, calls: Calls) -> None:
-        """A worker has failed: keep the calls of its peers that wait for it in a collective, unless they end soon.
+        """A worker has failed: remember the calls of the peers that a collective may keep waiting for it.
 
-        A GPU may wait in it also where the call has ended. Of others the calls end by themselves, be it after minutes.
+        Which peers these are depends on the method; the calls of all others end by themselves, some after minutes.
         """
         config, everyone = self.config, self.size
         sizes = {

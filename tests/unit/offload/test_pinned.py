@@ -59,6 +59,8 @@ def test_copies_keep_their_memory_locked(runtime):
 def test_memory_that_is_not_there_or_must_not_be_locked_is_a_memory_error(runtime):
     with pytest.raises(MemoryError):
         page_locked(2**55)
+    with pytest.raises(MemoryError):
+        HostCopies(locked=False).reserve(2**55)
     made = []
 
     def empty(*args):
