@@ -11,8 +11,9 @@ of a folder must have the same models, which another type of GPU or other librar
 along (--models FOLDER).
 
 Every run begins at the same student and trains at a constant rate, so that each point of its curve is a run that ends
-there. All train for the same minutes, those of the program and TRL's the recipe's steps at most. `--together 4` makes
-four runs at a time; those that share a GPU have to share its memory, and slow each other down alike:
+there. All train for the same minutes, TRL's for three times as many; those of the program and TRL's for the recipe's
+steps at most. `--together 4` makes four runs at a time on each GPU; they have to share its memory, and slow each other
+down alike:
 
     python benchmarks/results.py run --together 4 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \\
         actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=4000000000 \\
@@ -57,6 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
+CONSTANT = f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.lr=3e-4"  # at the recipe's 5e-4 accuracies jump
 PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=3e-5"
 AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
 WEIGHTED = "algorithm.rollout_is_threshold=2"
@@ -79,6 +81,8 @@ class Run:
     overrides: str = ""
     """Of config/gpu_demo.yaml; of an "sft" run, whose answers."""
     seeds: int = 1
+    times: float = 1.0
+    """As long as the others, so many times."""
 
 
 RUNS = {
@@ -88,12 +92,10 @@ RUNS = {
     "opd": Run(title="on-policy distillation", how="program", seeds=3),
     "opd_rewards": Run(
         title="distillation with rewards", how="program", seeds=3,
-        overrides=f"distillation.use_task_rewards=true {GROUPS} {ACTOR}.optim.lr=3e-4 "
-        "distillation.distillation_loss_coef=10",
+        overrides=f"distillation.use_task_rewards=true {GROUPS} distillation.distillation_loss_coef=10",
     ),
     "ppo_gae": Run(
-        title="PPO with GAE", how="program", overrides=f"{PPO} algorithm.adv_estimator=gae critic.optim.lr=2e-4",
-        seeds=3,
+        title="PPO with GAE", how="program", overrides=f"{PPO} algorithm.adv_estimator=gae critic.optim.lr=2e-4"
     ),
     "opd_reverse": Run(title="reverse KL", how="program", overrides="distillation.loss_mode=reverse_kl"),
     "opd_jsd": Run(title="JSD", how="program", overrides="distillation.loss_mode=jsd"),
@@ -104,7 +106,7 @@ RUNS = {
     "opd_stale1_is": Run(title="one ahead, importance weights", how="program", overrides=f"{AHEAD} {WEIGHTED}"),
     "opd_stale2_is": Run(title="two ahead, importance weights", how="program", overrides=f"{FURTHER} {WEIGHTED}"),
     "opd_bf16": Run(title="bf16 master weights", how="program", overrides=f"{ACTOR}.fsdp_config.model_dtype=bf16"),
-    "trl": Run(title="TRL, transformers generation", how="trl"),
+    "trl": Run(title="TRL, transformers generation", how="trl", times=3.0),
 }  # fmt: skip
 """`opd` is also the row of forward KL, K = 64, no staleness and fp32 master weights."""
 
@@ -117,12 +119,17 @@ class Settings:
     device: str
     steps: int
     minutes: float
-    """Of training at most; supervised runs train as long. Then a run is ended, and stored as far as it came."""
+    """Of training at most, a run's `times` aside; supervised runs train as long. Then a run is ended and stored."""
     results: Path
     overrides: tuple[str, ...] = ()
     """Of the recipe, for every run."""
     together: int = 1
-    """Runs at the same time, on the visible GPUs in turn."""
+    """Runs at the same time on each visible GPU, or without one."""
+
+    @property
+    def places(self) -> int:
+        """Runs at the same time."""
+        return self.together * max(1, len(visible_gpus()))
 
 
 def models_key(paths: DemoPaths) -> str:
@@ -155,13 +162,18 @@ def obstacle(run: Run, settings: Settings) -> str | None:
     return None
 
 
+def own_overrides(run: Run) -> str:
+    """What a run differs in from the recipe and from other runs, at the head of its file."""
+    return f"{CONSTANT} {run.overrides}".rstrip()
+
+
 def program_overrides(run: Run, seed: int, settings: Settings, folder: Path) -> list[str]:
     """Of config/gpu_demo.yaml, for a run of the program itself."""
     paths = settings.paths
     return [
         f"data.train_files={paths.train}", f"data.val_files={paths.val}", f"trainer.device={settings.device}",
         f"actor_rollout_ref.model.path={paths.student}", f"actor_rollout_ref.teacher.model.path={paths.teacher}",
-        f"{ACTOR}.optim.lr_scheduler_type=constant", f"trainer.total_training_steps={settings.steps}",
+        *CONSTANT.split(), f"trainer.total_training_steps={settings.steps}",
         f"trainer.test_freq={max(1, settings.steps // 10)}", "trainer.save_freq=0", "trainer.logger=[]",
         "trainer.experiment_name=run", f"trainer.default_local_dir={folder}", *(f"{key}={seed}" for key in SEEDS),
         *run.overrides.split(), *settings.overrides,
@@ -179,7 +191,7 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
         "trl": ("results_trl.py", ["--steps", str(settings.steps)]),
     }[run.how]
     return [
-        sys.executable, str(Path(__file__).with_name(script)), *settings.overrides, *own, "--models",
+        sys.executable, str(Path(__file__).with_name(script)), *CONSTANT.split(), *settings.overrides, *own, "--models",
         str(settings.paths.root), "--seed", str(seed), "--device", settings.device, "--out", str(folder),
     ]  # fmt: skip
 
@@ -194,12 +206,13 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
     head = {  # before the training, which would be lost with an error here
         "run": name, "seed": seed, "models": models_key(settings.paths), "device": device_name(settings.device),
         "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "overrides": " ".join([RUNS[name].overrides, *settings.overrides]), "together": settings.together,
+        "overrides": " ".join([own_overrides(RUNS[name]), *settings.overrides]), "together": settings.together,
         **in_words(settings.paths),
     }  # fmt: skip
     answers, log = answers_per_step(name, settings), file.with_suffix(".log")
+    minutes = settings.minutes * RUNS[name].times
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    if settings.together > 1 and (gpus := visible_gpus()):
+    if gpus := visible_gpus():
         environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     # A process that ended with the run may write into it for another moment.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
@@ -211,12 +224,12 @@ def train(name: str, seed: int, settings: Settings, place: int, deadline: float,
                 command, cwd=ROOT, env=environment, start_new_session=True, stdout=out, stderr=subprocess.STDOUT
             )
         try:
-            while process.poll() is None and minutes_of(rows) < settings.minutes and not stopped:
+            while process.poll() is None and minutes_of(rows) < minutes and not stopped:
                 stopped = over.wait(LOOK_EVERY) or time.monotonic() > deadline
                 said, rows = len(rows), curve_so_far(folder, answers)
                 say_validations(f"{name} {seed}", rows[said:])
             code = process.poll()
-            stopped = stopped and code is None and minutes_of(rows) < settings.minutes
+            stopped = stopped and code is None and minutes_of(rows) < minutes
         finally:
             stop(process)
         if code:
@@ -349,7 +362,8 @@ def stored_runs(settings: Settings) -> set[tuple[str, int]]:
 def whole(found: list[Stored]) -> set[tuple[str, int]]:
     """Names and seeds of the runs that came to their end, with the overrides that they would have now."""
     ended = [each for each in found if STOPPED not in each.head and each.name in RUNS]
-    return {(each.name, each.seed) for each in ended if each.head["overrides"].startswith(RUNS[each.name].overrides)}
+    now = {name: own_overrides(run) for name, run in RUNS.items()}
+    return {(each.name, each.seed) for each in ended if each.head["overrides"].startswith(now[each.name])}
 
 
 def train_missing(
@@ -369,10 +383,10 @@ def train_missing(
             missing.append((name, seed))
     waiting, over = iter(missing), threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
-    with ThreadPoolExecutor(settings.together) as pool:
-        places = range(settings.together)
+    with ThreadPoolExecutor(settings.places) as pool:
         try:
-            found = pool.map(lambda place: train_in_turn(waiting, settings, place, deadline, over), places)
+            turns = range(settings.places)
+            found = pool.map(lambda place: train_in_turn(waiting, settings, place, deadline, over), turns)
             failed = [name for each in found for name in each]
         except BaseException:
             over.set()  # the pool waits for its threads, which end their runs
@@ -426,7 +440,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")
     parser.add_argument("--steps", type=int, help="run: of the program (default: the recipe's)")
     parser.add_argument("--minutes-each", type=float, default=4.0, help="run: training time of a run at most")
-    parser.add_argument("--together", type=int, default=1, help="run: so many at the same time, on all visible GPUs")
+    parser.add_argument("--together", type=int, default=1, help="run: so many at a time on each visible GPU")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="report: where it is written (%(default)s)")
     args = parser.parse_intermixed_args()
     if args.what == "report":

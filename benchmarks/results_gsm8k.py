@@ -7,7 +7,7 @@ Teacher and student are trained on the solutions of the training split, several 
 models of gpu_demo; `run` makes them first where the folder --models has none. Such small models of so few texts speak
 like the solutions and need not solve a problem, so accuracy is not measured: shown is the divergence of the two on what
 the student answers to questions of the test split. --train and --val are read as data.train_files; by default they are
-the hub's openai/gsm8k. The runs are some of those of results.py, which trains and stores them, at gpu_demo's rates.
+the hub's openai/gsm8k. The runs are some of those of results.py, which trains and stores them, at its rate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GSM8K's texts (arXiv 2110.14168). Teacher and student are language models that w
 training split, the teacher for more passes; the student then learns from the teacher on its own answers to the same
 questions. It is about how close the student comes: accuracy is not measured, and models this small need not solve a
 problem. Divergences are those of the teacher's 64 likeliest tokens and the tail, in nats a token, on the student's own
-answers (temperature 1) to questions of the test split. Learning rates are those of `config/gpu_demo.yaml`; none was
+answers (temperature 1) to questions of the test split. The learning rate is that of [Results](results.md); none was
 searched for."""
 PANELS = tuple(
     Panel("answer_tokens", f"val/{name}_kl", f"held-out KL({both}), nats/token")
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="run: these (default: as many as the list has)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")
     parser.add_argument("--steps", type=int, help="run: training steps of each run")
-    parser.add_argument("--together", type=int, default=1, help="run: so many at the same time, as in results.py")
+    parser.add_argument("--together", type=int, default=1, help="run: so many at a time, as in results.py")
     parser.add_argument("--docs", type=Path, default=results.ROOT / "docs", help="report: where it is written")
     args = parser.parse_intermixed_args()
     if args.what == "report":

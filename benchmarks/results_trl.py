@@ -26,7 +26,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row
 
-VALIDATIONS = 10
+VALIDATIONS = 20
 
 
 class Recorder(TrainerCallback):

@@ -78,7 +78,7 @@ def test_what_cannot_be_compared_or_read_is_refused(tmp_path):
 
 def test_a_run_that_would_be_made_otherwise_now_is_missing(tmp_path):
     stored(tmp_path, "grpo", 0, [(0, 0, 0.1)], overrides="actor_rollout_ref.actor.optim.lr=1")
-    stored(tmp_path, "grpo", 1, [(0, 0, 0.1)], overrides=f"{results.RUNS['grpo'].overrides} trainer.device=cuda")
+    stored(tmp_path, "grpo", 1, [(0, 0, 0.1)], overrides=f"{results.own_overrides(results.RUNS['grpo'])} a=1")
     assert results.whole(results_report.read_all(tmp_path)) == {("grpo", 1)}
 
 
