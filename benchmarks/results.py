@@ -330,9 +330,12 @@ def commit() -> str:
 
 
 def wanted(only: list[str], seeds: list[int] | None) -> list[tuple[str, int]]:
-    """Runs in the order in which they are made: all of a seed before the next, so that each part is a comparison."""
+    """Runs in the order in which they are made: all of a seed before the next, so that each part is a comparison.
+
+    The longest of a seed comes first: the others are made beside it.
+    """
     found = [(name, seed) for name in only for seed in (range(RUNS[name].seeds) if seeds is None else seeds)]
-    return sorted(found, key=lambda item: (item[1], list(RUNS).index(item[0])))
+    return sorted(found, key=lambda item: (item[1], -RUNS[item[0]].times, list(RUNS).index(item[0])))
 
 
 def run_all(args: argparse.Namespace) -> None:
