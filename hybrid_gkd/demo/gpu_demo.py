@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import time
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_BUILD = 3600.0
 """Seconds. On a GPU it takes minutes."""
+PARTS = ("data", "teacher", "student")
+"""Of the demo, which need nothing of each other."""
 TRAIN, VAL, PROBE, TOKENIZER, STREAM = range(5)
 """What texts are for; each draws from a random state of its own."""
 
@@ -150,54 +153,91 @@ def build_gpu_demo(
 
 
 def _start(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
-    """Build in a process of its own, with which all of its GPU memory goes."""
+    """Build in processes of their own, with which their GPU memory goes.
+
+    On a GPU all parts are made at the same time: models this small leave most of it idle.
+    """
     logger.info("building the models and data of gpu_demo in %s", paths.root.parent)
     if device == "cpu":
         logger.info("without a GPU they are small: short problems, teacher and student below a million parameters")
-    child = multiprocessing.get_context("spawn").Process(target=_fill, args=(paths, recipe, seed, device))
-    child.start()
+    context, began = multiprocessing.get_context("spawn"), time.monotonic()
+    children = list[Any]()
     try:
-        child.join(LONGEST_BUILD)
-        if child.exitcode != 0:
-            how = f"took more than {LONGEST_BUILD:.0f} s" if child.exitcode is None else "failed"
-            raise TrainingError(f"building the models of gpu_demo {how}; the reason is above")
+        for parts in _groups(device):
+            child = context.Process(target=_make, args=(parts, paths, recipe, seed, device))
+            child.start()
+            children.append(child)
+        while None in (codes := [child.exitcode for child in children]) and not any(codes):
+            at_work = [child.sentinel for child in children if child.exitcode is None]
+            if at_work and not multiprocessing.connection.wait(at_work, began + LONGEST_BUILD - time.monotonic()):
+                raise TrainingError(f"building the models of gpu_demo took more than {LONGEST_BUILD:.0f} s")
+        if any(codes):
+            raise TrainingError("building the models of gpu_demo failed; the reason is above")
     finally:
-        child.terminate()
-        child.join(30)
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.join(30)
+    manifest: dict[str, Any] = {
+        "key": recipe_key(recipe, seed), "task": "word problems", "seed": seed, "recipe": asdict(recipe),
+        "device": device, "build_seconds": round(time.monotonic() - began, 1),
+    }
+    for part in PARTS:
+        file = _part_of_manifest(paths, part)
+        manifest |= json.loads(file.read_text())
+        file.unlink()
+    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _fill(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
-    """What the building process does."""
+def _groups(device: str) -> list[tuple[str, ...]]:
+    """Of the parts: those of a group are made one after another in one process."""
+    return [(part,) for part in PARTS] if device == "cuda" else [PARTS]
+
+
+def _part_of_manifest(paths: DemoPaths, part: str) -> Path:
+    return paths.root / f"{part}.json"
+
+
+def _make(parts: tuple[str, ...], paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> None:
+    """What a building process does."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes that make texts are forked
+    tokenizer, val = make_tokenizer(recipe, seed), make_val(recipe, seed)
+    for part in parts:
+        if part == "data":
+            found = _make_data(paths, recipe, len(tokenizer), seed)
+        else:
+            found = {part: _make_model(part, paths, recipe, tokenizer, val, seed, device)}
+        _part_of_manifest(paths, part).write_text(json.dumps(found))
+
+
+def _make_data(paths: DemoPaths, recipe: GPUDemoRecipe, num_tokens: int, seed: int) -> dict[str, Any]:
     import torch
     import transformers
 
-    from hybrid_gkd.demo import sft
-
-    began = time.monotonic()
-    tokenizer = make_tokenizer(recipe, seed)
     train, val = make_data(recipe, seed)
     write_rows(paths.train, train)
     write_rows(paths.val, val)
-    manifest: dict[str, Any] = {
-        "key": recipe_key(recipe, seed), "task": "word problems", "seed": seed, "recipe": asdict(recipe),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "device": device,
-        "num_train": len(train), "num_val": len(val), "vocab_size": len(tokenizer),
-    }
-    logger.info("%d prompts to train on, %d held out, %d tokens", len(train), len(val), len(tokenizer))
-    for name, model_recipe, folder in (
-        ("teacher", recipe.teacher, paths.teacher), ("student", recipe.student, paths.student),
-    ):  # fmt: skip
-        probe = sft.encode(_rows(recipe.texts(PROBE, seed), model_recipe.training.batch_size), tokenizer)
-        batches = _batches(recipe, model_recipe, tokenizer, seed, device)
-        manifest[name] = train_model(
-            name, folder, model_recipe, tokenizer, batches, seed=seed, device=device, probe=probe
-        )
-        manifest[name] |= held_out_accuracy(folder, val, device)
-        logger.info("%s: %s", name, manifest[name])
-    manifest["build_seconds"] = round(time.monotonic() - began, 1)
-    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
+    logger.info("%d prompts to train on, %d held out, %d tokens", len(train), len(val), num_tokens)
+    return {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "num_train": len(train),
+        "num_val": len(val), "vocab_size": num_tokens,
+    }  # fmt: skip
+
+
+def _make_model(
+    name: str, paths: DemoPaths, recipe: GPUDemoRecipe, tokenizer: Qwen2Tokenizer, val: list[Row], seed: int,
+    device: str,
+) -> dict[str, Any]:  # fmt: skip
+    from hybrid_gkd.demo import sft
+
+    shape, folder = getattr(recipe, name), getattr(paths, name)
+    probe = sft.encode(_rows(recipe.texts(PROBE, seed), shape.training.batch_size), tokenizer)
+    batches = _batches(recipe, shape, tokenizer, seed, device)
+    found = train_model(name, folder, shape, tokenizer, batches, seed=seed, device=device, probe=probe)
+    found |= held_out_accuracy(folder, val, device)
+    logger.info("%s: %s", name, found)
+    return found
 
 
 def train_model(
@@ -274,11 +314,16 @@ def learn_tokenizer(texts: Iterator[str], vocab_size: int) -> Qwen2Tokenizer:
 
 
 def make_data(recipe: GPUDemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows for training, and as many for validation with a known template as with one that is held out."""
+    """Rows for training and for validation."""
+    return _rows(recipe.texts(TRAIN, seed), recipe.num_train), make_val(recipe, seed)
+
+
+def make_val(recipe: GPUDemoRecipe, seed: int) -> list[Row]:
+    """Rows for validation: as many with a known template as with one that is held out."""
     held_out = (p for p in recipe.texts(VAL, seed) if p.held_out)
     known = (p for p in recipe.texts(VAL, seed, 1) if not p.held_out and not p.for_training)
-    val = [*islice(held_out, recipe.num_val // 2), *islice(known, recipe.num_val - recipe.num_val // 2)]
-    return _rows(recipe.texts(TRAIN, seed), recipe.num_train), [_row(p) for p in val]
+    rows = [*islice(held_out, recipe.num_val // 2), *islice(known, recipe.num_val - recipe.num_val // 2)]
+    return [_row(p) for p in rows]
 
 
 def _rows(texts: Iterator[Problem], count: int) -> list[Row]:

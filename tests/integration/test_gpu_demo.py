@@ -82,6 +82,21 @@ def test_a_missing_file_is_named_before_the_models_are_made(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_parts_that_are_made_at_the_same_time_are_the_same(cache, tmp_path, monkeypatch):
+    """As on a GPU, where teacher and student are trained side by side."""
+    (root,) = used_demos(load(parse(ON_CPU)))
+    monkeypatch.setattr(gpu_demo, "_groups", lambda device: [(part,) for part in gpu_demo.PARTS])
+    gpu_demo.build_gpu_demo("cpu", tmp_path / "demo")
+    files = sorted(file.relative_to(root) for file in root.rglob("*") if file.is_file())
+    assert files == sorted(file.relative_to(tmp_path / "demo") for file in (tmp_path / "demo").rglob("*.*"))
+    for name in files:
+        if name.name != "demo.json":  # it has the seconds that the building took
+            assert (tmp_path / "demo" / name).read_bytes() == (root / name).read_bytes(), name
+    assert json.loads((tmp_path / "demo" / "demo.json").read_text()).keys() == json.loads(
+        (root / "demo.json").read_text()
+    ).keys()
+
+
 def test_a_build_that_fails_says_so_and_leaves_nothing(cache, tmp_path, capfd):
     training = replace(TRAINING, learning_rate=float("nan"))
     broken = replace(TINY, teacher=replace(TINY.teacher, training=training))
