@@ -26,6 +26,8 @@ from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, l
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GROUP_BYTES = 2**28
+"""Of bf16 weights that consecutive blocks are gathered with, at most."""
 
 
 class ShardedModel:
@@ -87,8 +89,8 @@ class ShardedModel:
         reduce_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        for block in decoder_blocks(self.hf_model):
-            fully_shard(block, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
+        for blocks in block_groups(decoder_blocks(self.hf_model)):
+            fully_shard(blocks, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
         if new_head:
             fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32), reshard_after_forward=False)
         # The head's weight is needed again at once, in the backward pass: do not free it in between.
@@ -206,6 +208,16 @@ def decoder_blocks(model: Any) -> list[nn.Module]:
     return blocks
 
 
+def block_groups(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Consecutive blocks that are gathered and reduced together: as many as GROUP_BYTES hold, at least one.
+
+    FSDP2's work on the host is per group, and with small blocks the device would wait for it.
+    """
+    largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+    size = max(1, GROUP_BYTES // (2 * largest))
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
 def compile_blocks(model: Any) -> None:
     """Let torch.compile fuse the operations between attention and matrix products in every decoder block.
 
@@ -223,7 +235,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> tor
     others = [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused, foreach=not fused)
 
 
 def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:

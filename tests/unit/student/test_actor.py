@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
-from hybrid_gkd.types import Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
 
 
 def scored(index, length):
@@ -37,3 +39,25 @@ def test_factors_of_the_distillation_are_made_where_one_is_not_1(tmp_path, monke
         monkeypatch.setattr(np, "full", None)  # no array of ones is built
         _, targets = actor._targets((whole, other), sampled)
         assert targets.teacher_weights is None
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_blocks_that_are_gathered_together_train_as_each_by_itself(tmp_path, monkeypatch, reshard, checkpointing):
+    config = load_config([
+        "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.device=cpu",
+        "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
+        f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshard}",
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
+    ])  # fmt: skip
+    batch = MiniBatch(micro_batches=((scored(0, 3),), (scored(1, 5), scored(2, 2))), num_tokens=10)
+    found = []
+    for most in (1, sharded_model.GROUP_BYTES):
+        monkeypatch.setattr(sharded_model, "GROUP_BYTES", most)
+        with single_process_group():
+            actor = Actor(config, device=torch.device("cpu"), num_updates=3)
+            metrics = [actor.update(batch) for _ in range(3)]
+            found.append((metrics, {name: weight.clone() for name, weight in actor.full_tensors(torch.float32)}))
+    (alone, weights), (together, others) = found
+    assert alone == together
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

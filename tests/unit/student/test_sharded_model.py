@@ -6,7 +6,7 @@ import torch
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.models.packed_attention import pack
 from hybrid_gkd.student.logprob_model import LogprobModel
-from hybrid_gkd.student.sharded_model import ShardedModel, learning_rate
+from hybrid_gkd.student.sharded_model import GROUP_BYTES, ShardedModel, block_groups, learning_rate
 from hybrid_gkd.testing import make_tiny_model, single_process_group
 
 
@@ -29,6 +29,19 @@ def test_a_warm_up_may_be_a_share_of_the_run_and_steps_win_over_it():
     assert [learning_rate(share, update, 8) for update in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     both = OptimConfig(lr=1.0, lr_warmup_steps_ratio=0.5, lr_warmup_steps=1)
     assert learning_rate(both, 1, 8) == 1.0
+
+
+def test_small_blocks_are_gathered_together_and_a_large_one_alone():
+    def sizes(millions):
+        blocks = [torch.nn.Linear(1000, 1000 * millions, bias=False, device="meta") for _ in range(7)]
+        groups = block_groups(blocks)
+        assert [block for group in groups for block in group] == blocks
+        return [len(group) for group in groups]
+
+    assert GROUP_BYTES == 2**28
+    assert sizes(millions=40) == [3, 3, 1]
+    assert sizes(millions=100) == [1, 1, 1, 1, 1, 1, 1]
+    assert sizes(millions=1) == [7]
 
 
 def test_a_frozen_model_has_weights_and_log_probabilities_but_no_optimizer(tmp_path):
