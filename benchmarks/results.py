@@ -105,6 +105,10 @@ RUNS = {
     "opd_stale2": Run(title="two batches ahead", how="program", overrides=FURTHER),
     "opd_stale1_is": Run(title="one ahead, importance weights", how="program", overrides=f"{AHEAD} {WEIGHTED}"),
     "opd_stale2_is": Run(title="two ahead, importance weights", how="program", overrides=f"{FURTHER} {WEIGHTED}"),
+    "opd_stale2_is_token": Run(
+        title="two ahead, weights of single tokens", how="program",
+        overrides=f"{FURTHER} {WEIGHTED} algorithm.rollout_is=token",
+    ),
     "opd_bf16": Run(title="bf16 master weights", how="program", overrides=f"{ACTOR}.fsdp_config.model_dtype=bf16"),
     "trl": Run(title="TRL, transformers generation", how="trl", times=3.0),
 }  # fmt: skip
