@@ -86,7 +86,7 @@ class TrainedModel:
     def gathered(self) -> int:
         """Bytes of gathered parameters during the update, in bf16: FSDP2 makes a copy on a single GPU too.
 
-        With `reshard_after_forward` that is the root group alone, and a block or two which are not counted.
+        With `reshard_after_forward` that is the root group alone; a group of blocks or two is not counted.
         """
         reshards = self.fsdp.reshard_after_forward
         return 2 * (self.spec.embedding_parameters if reshards else self.spec.parameters)
