@@ -22,7 +22,8 @@ METHODS = ("opd", "opd_rewards", "sft_teacher", "sft_data", "grpo", "ppo_gae")
 METHOD = """\
 Word problems with worked solutions (`config/gpu_demo.yaml`): accuracy on held-out prompts, half of which have templates
 that no training text has. Every run begins at the same student, trains at a constant rate and is validated greedily; a
-point of a curve is a run that ends there. Minutes are those of training steps, without loading, validation and saving."""
+point of a curve is a run that ends there. Minutes are those of training steps, without loading, validation and
+saving."""
 TRL = "TRL generates by transformers here: compare it at equal tokens, not at equal minutes."
 Row = dict[str, float]
 AXES = {"minutes": ("minutes of training", 1.0), "answer_tokens": ("answer tokens trained on, millions", 1e-6)}
