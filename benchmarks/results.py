@@ -67,6 +67,8 @@ LOOK_EVERY = 1.0
 """Seconds."""
 STOPPED = "stopped after"
 """At the head of a run that did not come to its end: it is made anew."""
+VALIDATIONS = 8
+"""Of a run that comes to its last step; each takes seconds that train nothing."""
 MOST_ROWS = 60
 """Of a stored run, validations aside."""
 
@@ -178,7 +180,7 @@ def program_overrides(run: Run, seed: int, settings: Settings, folder: Path) -> 
         f"data.train_files={paths.train}", f"data.val_files={paths.val}", f"trainer.device={settings.device}",
         f"actor_rollout_ref.model.path={paths.student}", f"actor_rollout_ref.teacher.model.path={paths.teacher}",
         *CONSTANT.split(), f"trainer.total_training_steps={settings.steps}",
-        f"trainer.test_freq={max(1, settings.steps // 10)}", "trainer.save_freq=0", "trainer.logger=[]",
+        f"trainer.test_freq={max(1, settings.steps // VALIDATIONS)}", "trainer.save_freq=0", "trainer.logger=[]",
         "trainer.experiment_name=run", f"trainer.default_local_dir={folder}", *(f"{key}={seed}" for key in SEEDS),
         *run.overrides.split(), *settings.overrides,
     ]  # fmt: skip
@@ -334,12 +336,13 @@ def commit() -> str:
 
 
 def wanted(only: list[str], seeds: list[int] | None) -> list[tuple[str, int]]:
-    """Runs in the order in which they are made: all of a seed before the next, so that each part is a comparison.
+    """Runs in the order in which they are made: those of several seeds before those of one, a seed before the next.
 
-    The longest of a seed comes first: the others are made beside it.
+    So each part is a comparison. Of a seed the longest comes first: the others are made beside it.
     """
     found = [(name, seed) for name in only for seed in (range(RUNS[name].seeds) if seeds is None else seeds)]
-    return sorted(found, key=lambda item: (item[1], -RUNS[item[0]].times, list(RUNS).index(item[0])))
+    order = {name: (run.seeds == 1, -run.times, index) for index, (name, run) in enumerate(RUNS.items())}
+    return sorted(found, key=lambda item: (order[item[0]][0], item[1], order[item[0]]))
 
 
 def run_all(args: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ from hybrid_gkd.ppo.rewards import gsm8k
 from hybrid_gkd.rollout.vllm_scheduler import install
 from hybrid_gkd.types import Sequence
 
-VALIDATIONS = 10
+VALIDATIONS = 8
 MAX_NUM_SEQS = 512
 """Answers that the teacher writes at the same time."""
 

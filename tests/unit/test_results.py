@@ -202,7 +202,9 @@ def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     programs = {name for name, run in results.RUNS.items() if run.how == "program"}
     assert {results.answers_per_step(name, settings) for name in programs if not reasons[name]} == {256}
     assert len({results.RUNS[name].overrides for name in programs}) == len(programs)
-    assert results.wanted(["opd_k1", "opd", "grpo"], None)[:4] == [("grpo", 0), ("opd", 0), ("opd_k1", 0), ("grpo", 1)]
+    order = [(name, seed) for seed in range(3) for name in ("grpo", "opd")]
+    assert results.wanted(["opd_k1", "opd", "grpo"], None) == [*order, ("opd_k1", 0)]
+    assert results.wanted(["opd_k1", "trl"], None) == [("trl", 0), ("opd_k1", 0)]  # the longest first
     assert set(results_report.METHODS) <= results.RUNS.keys()
 
 

@@ -1,0 +1,123 @@
+"""What fewer bits of the teacher's weights change in its scores, and in the loss of a student that learns from them.
+
+    python benchmarks/teacher_precision.py
+    python benchmarks/teacher_precision.py --device cpu --sequences 16
+
+The models are those of gpu_demo, trained ones, since what rounding does depends on the weights; they are made first
+where they are not there yet. The student answers held-out prompts at temperature 1, mistakes included, and the teacher
+scores these answers in float32 (transformers), in bfloat16 and with `quantization: fp8` (vLLM; without a GPU, where
+engines compute in float32, in that again, as a check that everything works). Differences are from the float32 scores,
+on ids that both have; the loss is the forward KL with its tail, as the recipe has it, by the student's own float32
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from teacher import own_process, spread
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_gkd.demo.folders import DemoPaths, Row
+from hybrid_gkd.demo.gpu_demo import build_gpu_demo
+from hybrid_gkd.demo.models import prompt_text
+from hybrid_gkd.demo.use import visible_device
+from hybrid_gkd.losses.divergence import forward_kl
+from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.engines.table import load_engine
+from hybrid_gkd.types import TeacherTopK
+
+Pair = tuple[np.ndarray, np.ndarray]
+TOPK, NEW_TOKENS, TIMEOUT = 64, 320, 600.0
+FLOAT32 = {"backend": "hf", "dtype": "float32"}
+VARIANTS = {
+    "cuda": {
+        "bfloat16": {"backend": "vllm", "dtype": "bfloat16"},
+        "fp8": {"backend": "vllm", "dtype": "bfloat16", "engine_kwargs": '{"vllm": {"quantization": "fp8"}}'},
+    },
+    "cpu": {"float32 again": {"backend": "vllm", "dtype": "float32"}},
+}
+
+
+@torch.inference_mode()
+def answers(folder: Path, rows: list[Row], device: str) -> tuple[list[Pair], list[Tensor]]:
+    """Prompt and answer ids of what the student says, and its log-probabilities [R, V] of every answer, on the CPU."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    texts = [prompt_text(row["prompt"]) for row in rows]
+    batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt").to(device)
+    torch.manual_seed(0)
+    output = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, temperature=1.0)
+    pairs, logprobs = [], []
+    for text, row in zip(texts, output[:, batch.input_ids.shape[1] :].cpu(), strict=True):
+        prompt, ends = tokenizer(text).input_ids, (row == tokenizer.eos_token_id).nonzero()
+        answer = row[: int(ends[0]) + 1] if len(ends) else row
+        ids = torch.cat([torch.tensor(prompt), answer])[None].to(device)
+        pairs.append((np.array(prompt, np.int32), answer.numpy().astype(np.int32)))
+        logprobs.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu())
+    return pairs, logprobs
+
+
+def score(folder: str, device: str, variant: dict[str, str], pairs: list[Pair]) -> list[TeacherTopK]:
+    """The teacher's scores, by an engine of the teacher service."""
+    options = EngineOptions(
+        ckpt_path=folder, device=device, n_logprobs=TOPK, gpu_memory_utilization=0.1, **variant  # type: ignore[arg-type]
+    )
+    return load_engine(options).score(pairs, TOPK, 1.0)
+
+
+def loss(scores: list[TeacherTopK], student: list[Tensor]) -> Tensor:
+    """KL(teacher || student) of every answer token."""
+    parts = []
+    for found, logprobs in zip(scores, student, strict=True):
+        ids, teacher, tail = map(torch.from_numpy, (found.ids.astype(np.int64), found.logprobs, found.tail_logprobs))
+        own = logprobs.gather(1, ids)
+        rest = logprobs.scatter(1, ids, -torch.inf).logsumexp(1)
+        parts.append(forward_kl(teacher, own, tail="bucket", teacher_tail=tail, student_tail=rest))
+    return torch.cat(parts)
+
+
+def differences(scores: list[TeacherTopK], exact: list[TeacherTopK]) -> tuple[Tensor, Tensor, float]:
+    """Of the log-probabilities of the answers' tokens, of ids that both have, and the share of ids in common."""
+    sampled, common, kept = [], [], []
+    for found, right in zip(scores, exact, strict=True):
+        same = found.ids[:, :, None] == right.ids[:, None, :]
+        row, mine, other = same.nonzero()
+        common.append(torch.from_numpy(np.abs(found.logprobs[row, mine] - right.logprobs[row, other])))
+        sampled.append(torch.from_numpy(np.abs(found.sampled_logprobs - right.sampled_logprobs)))
+        kept.append(same.any(2).mean())
+    return torch.cat(sampled), torch.cat(common), float(np.mean(kept))
+
+
+def main() -> None:
+    """Print a row for each precision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default is what there is")
+    parser.add_argument("--models", type=Path, help="a folder that python -m hybrid_gkd.demo gpu_demo has made")
+    parser.add_argument("--sequences", type=int, default=256)
+    args = parser.parse_args()
+    device = args.device or visible_device()
+    paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
+    rows = [json.loads(line) for line in paths.val.read_text().splitlines()[: args.sequences]]
+    with own_process() as pool:
+        pairs, student = pool.submit(answers, paths.student, rows, device).result(TIMEOUT)
+    found = {}
+    for name, variant in {"float32": FLOAT32, **VARIANTS[device]}.items():
+        with own_process() as pool:  # the GPU is free again afterwards
+            found[name] = pool.submit(score, str(paths.teacher), device, variant, pairs).result(TIMEOUT)
+    exact = loss(found["float32"], student)
+    print(f"{len(pairs)} answers, {len(exact)} tokens; loss in float32 {exact.mean():.5f}")
+    for name in VARIANTS[device]:
+        each, (sampled, common, kept) = loss(found[name], student), differences(found[name], found["float32"])
+        print(f"{name}: log-probability of the answer's token: {spread([sampled])}")
+        print(f"{name}: of the top {TOPK}: {spread([common])}; {kept:.2%} of the ids in common")
+        print(f"{name}: loss {each.mean():.5f}; of a token: {spread([(each - exact).abs()])}")
+
+
+if __name__ == "__main__":
+    main()
