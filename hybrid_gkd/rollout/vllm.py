@@ -16,7 +16,7 @@ from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
-from hybrid_gkd.rollout import vllm_scheduler
+from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
 from hybrid_gkd.rollout.weights import num_bytes
@@ -71,6 +71,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
         self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm)
+        self.runner = self._install_runner()
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.engine.model_config.dtype
@@ -91,6 +92,14 @@ class VLLMRolloutEngine(RolloutEngine):
             logger.warning("rollout engine: vLLM schedules every step itself, which is slower: %s", reason)
             return None
         return self.engine.engine_core.engine_core.scheduler
+
+    def _install_runner(self) -> Any:
+        """vLLM's model runner with the short path for the scheduler's short steps; None where it stays vLLM's."""
+        reason = "its steps are vLLM's" if self.scheduler is None else vllm_runner.install(self.engine)
+        if reason is not None:
+            logger.info("rollout engine: vLLM's model runner prepares every step itself: %s", reason)
+            return None
+        return vllm_runner.model_runner(self.engine)
 
     def generate(
         self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
