@@ -1,12 +1,15 @@
-"""How much of a generation is GPU time: vLLM's own scheduler against the short path for decode steps.
+"""How much of a generation is GPU time: vLLM's own code against the short paths for decode steps.
 
     python benchmarks/generation.py --shape 0.5b --sequences 128 256 512
     python benchmarks/generation.py --shape 1.5b --sequences 128 --lengths geometric
+    python benchmarks/generation.py --sequences 256 --lengths equal --repeats 1    # one row, within a minute
 
-One engine in one process, built as a run builds it, generates the same sequences (same prompts, same seeds) three ways:
-with vLLM's scheduler, with ours, and again under torch's profiler, which says how long the kernels alone take. Random
-weights in the shapes of Qwen2.5; no sequence ends before its length. "same" says whether both schedulers gave the same
-tokens to the last one. All figures are of one run; seconds are the best of `--repeats`.
+One engine in one process, built as a run builds it, generates the same sequences (same prompts, same seeds) four ways:
+with vLLM's scheduler and model runner ("vLLM"), with our scheduler ("sched"), with our paths through both ("ours"), and
+so again under torch's profiler, which says how long the kernels alone take. Random weights in the shapes of Qwen2.5; no
+sequence ends before its length. "same" says whether all ways gave the same tokens to the last one, and the same
+log-probabilities where they were asked for ("+lp"); steps are those of the model runner's short path and all others.
+All figures are of one run; seconds are the best of `--repeats`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def lengths_of(kind: str, limit: int, sequences: int) -> np.ndarray:
 
 
 def generate(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int, *, logprobs: bool) -> dict[str, Any]:
-    """Seconds, steps and tokens of one generation."""
+    """Seconds, steps, tokens and log-probabilities of one generation."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -51,17 +54,20 @@ def generate(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int, *,
         prompt = {"prompt_token_ids": rng.integers(0, vocabulary, PROMPT_TOKENS).tolist()}
         engine.engine.add_request(str(index), prompt, sampling)
     torch.cuda.synchronize()
-    started, steps, found = time.perf_counter(), 0, {}
+    started, steps, found, found_logprobs = time.perf_counter(), 0, {}, {}
     while engine.engine.has_unfinished_requests():
         steps += 1
         for output in engine.engine.step():
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
                 if logprobs and engine.scheduler is not None:
-                    engine.scheduler.take_logprobs(output.request_id)
+                    found_logprobs[output.request_id] = engine.scheduler.take_logprobs(output.request_id)
+                elif logprobs:
+                    found_logprobs[output.request_id] = np.asarray(output.outputs[0].logprobs.logprobs, np.float32)
     torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
     assert engine.llm.reset_prefix_cache()
-    return {"seconds": time.perf_counter() - started, "steps": steps, "tokens": found}
+    return {"seconds": seconds, "steps": steps, "tokens": found, "logprobs": found_logprobs}
 
 
 def kernel_seconds(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int) -> float:
@@ -112,45 +118,50 @@ def main() -> None:
     table = []
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(args, Path(folder), make_model(Path(folder) / "model", args.shape))
-        short = engine.scheduler
-        assert short is not None, "the short path was not installed"
+        assert engine.scheduler is not None, "the short path through the scheduler was not installed"
+        assert engine.runner is not None, "the short path through the model runner was not installed"
         for name in args.lengths:
             for sequences in args.sequences:
                 lengths = lengths_of(name, args.new_tokens, sequences)
                 table.append([args.shape, name, sequences, *measure(args.repeats, engine, lengths, vocabulary)])
-    names = "shape lengths seqs vLLM_s ours_s +logp vLLM+lp kernels ratio tok/s same short/full"
-    print("{:6} {:10} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8} {:>6} {:>7} {} {}".format(*names.split()))
+    names = "shape lengths seqs vLLM_s sched_s ours_s vLLM+lp sched+lp ours+lp kernels ratio tok/s same short/other"
+    print("{:6} {:10} {:>5} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {} {}".format(*names.split()))
+    figures = "{:7.2f} {:7.2f} {:7.2f} {:8.2f} {:8.2f} {:8.2f} {:8.2f} {:6.2f} {:7.0f}"
     for row in table:
-        print("{:6} {:10} {:5d} {:7.2f} {:7.2f} {:7.2f} {:7.2f} {:8.2f} {:6.2f} {:7.0f} {} {}".format(*row))
+        print(f"{{:6}} {{:10}} {{:5d}} {figures} {{}} {{}}".format(*row))
 
 
 def measure(repeats: int, engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int) -> list[Any]:
     """The figures of one row."""
-    scheduler = engine.scheduler
-    ours_class = type(scheduler)
+    scheduler, runner = engine.scheduler, engine.runner
+    our_scheduler, our_runner = type(scheduler), type(runner)
     best: dict[tuple[str, bool], float] = {}
-    found: dict[tuple[str, bool], dict[str, list[int]]] = {}
+    found: dict[tuple[str, bool], dict[str, Any]] = {}
     steps = (0, 0)
-    for repeat in range(repeats + 1):  # the first one warms up
-        for which in ("vllm", "ours"):
+    for repeat in range(repeats + 1):  # the first one warms up, with less of the same
+        for way in ("vLLM", "sched", "ours"):
+            scheduler.__class__ = our_scheduler.vllm if way == "vLLM" else our_scheduler
+            runner.__class__ = our_runner if way == "ours" else our_runner.vllm
+            engine.scheduler = None if way == "vLLM" else scheduler
             for logprobs in (False, True):
-                scheduler.__class__ = ours_class.vllm if which == "vllm" else ours_class
-                engine.scheduler = None if which == "vllm" else scheduler
-                scheduler_steps = (scheduler.short_steps, scheduler.full_steps)
-                row = generate(engine, lengths, vocabulary, logprobs=logprobs)
-                if which == "ours":
-                    steps = (scheduler.short_steps - scheduler_steps[0], scheduler.full_steps - scheduler_steps[1])
-                key = which, logprobs
+                short, other = runner.short_steps, runner.full_steps
+                row = generate(engine, lengths if repeat else 1 + lengths // 8, vocabulary, logprobs=logprobs)
+                if way == "ours":
+                    steps = (runner.short_steps - short, runner.full_steps - other)
+                    assert steps[0] > 0, "no step took the short path through the model runner"
                 if repeat:
-                    best[key] = min(best.get(key, np.inf), row["seconds"])
-                found[key] = row["tokens"]
-    same = all(tokens == found["vllm", False] for tokens in found.values())
+                    best[way, logprobs] = min(best.get((way, logprobs), np.inf), row["seconds"])
+                found[way, logprobs] = row
+    expected = found["vLLM", True]
+    same = all(row["tokens"] == expected["tokens"] for row in found.values()) and all(
+        np.array_equal(row["logprobs"][name], logprobs)
+        for (_, asked), row in found.items() if asked for name, logprobs in expected["logprobs"].items()
+    )  # fmt: skip
     kernels = kernel_seconds(engine, lengths, vocabulary)
     ours = best["ours", False]
-    return [
-        best["vllm", False], ours, best["ours", True], best["vllm", True], kernels, ours / kernels,
-        lengths.sum() / ours, "yes" if same else "NO", "/".join(map(str, steps)),
-    ]
+    seconds = [best[way, logprobs] for logprobs in (False, True) for way in ("vLLM", "sched", "ours")]
+    tokens_per_second = lengths.sum() / ours
+    return [*seconds, kernels, ours / kernels, tokens_per_second, "yes" if same else "NO", "/".join(map(str, steps))]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The short path of the rollout scheduler against vLLM's own: the same requests through both, in one engine.
+"""The short paths through vLLM's scheduler and model runner against vLLM's own: the same requests, in one engine.
 
 In a process of its own, because vLLM changes the process that imports it.
 """
@@ -9,7 +9,7 @@ import random
 import numpy as np
 
 from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.rollout import vllm_scheduler
+from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
 from hybrid_gkd.workers.process_group import LOOPBACK
 
 # Several answers to a prompt that share its blocks, and answers of many lengths; greedy ones have no seed.
@@ -18,6 +18,11 @@ JOBS = (
     {"n": 2, "lengths": (80, 150), "logprobs": True, "temperature": 1.0},
     {"n": 1, "lengths": (5, 60), "logprobs": True, "temperature": 0.0},
 )
+RUNNER_JOBS = (
+    {"n": 2, "lengths": (5, 100), "logprobs": True, "temperature": 0.7, "top_p": 0.9},
+    {"n": 2, "lengths": (40, 60), "logprobs": False, "temperature": 0.7},
+)
+"""What else the model runner's short path does, which there is on GPUs only."""
 PROMPTS, STOP_TOKENS = 8, [7, 11]
 MANY, FEW = 60, 6
 """Blocks of the KV cache: with few of them sequences lose their place."""
@@ -48,17 +53,27 @@ def check_cases(folder, device):
 
 
 def compare(folder, device, *, caching, blocks, more=None):
-    """Log-probabilities and tokens of all jobs are equal. Returns how many steps were short and preempted."""
+    """Log-probabilities and tokens of all jobs are equal. Returns how many steps were short and preempted.
+
+    On a GPU every job takes the model runner's short path."""
     llm = make_llm(folder, device, caching=caching, blocks=blocks, more=more or {})
     core = llm.llm_engine.engine_core.engine_core
-    expected = [generate(llm, job, own=False) for job in JOBS]
+    jobs = JOBS + RUNNER_JOBS if device == "cuda" else JOBS
+    expected = [generate(llm, job, own=False) for job in jobs]
     assert vllm_scheduler.install(llm.llm_engine) is None
     assert "the scheduler is Decode" in vllm_scheduler.install(llm.llm_engine)  # a second time
+    if device == "cuda":
+        assert vllm_runner.install(llm.llm_engine) is None
+        assert "the model runner is" in vllm_runner.install(llm.llm_engine)  # a second time
+    runner, runner_steps = vllm_runner.model_runner(llm.llm_engine), 0
     preemptions = []
     preempt = core.scheduler._preempt_request
     core.scheduler._preempt_request = lambda *args, **kwargs: (preemptions.append(args), preempt(*args, **kwargs))
-    for job, before in zip(JOBS, expected, strict=True):
+    for job, before in zip(jobs, expected, strict=True):
         found = generate(llm, job, own=True)
+        if device == "cuda":
+            assert runner.short_steps > runner_steps, job
+            runner_steps = runner.short_steps
         assert found.keys() == before.keys()
         for name, (tokens, reason, logprobs) in before.items():
             assert found[name][:2] == (tokens, reason), (job, name)
@@ -94,6 +109,7 @@ def generate(llm, job, *, own):
             seed = prompt * 100 + answer
             sampling = SamplingParams(
                 max_tokens=rng.randrange(*job["lengths"]), temperature=job["temperature"], stop_token_ids=STOP_TOKENS,
+                top_p=job.get("top_p", 1.0),
                 seed=seed if job["temperature"] else None, detokenize=False, flat_logprobs=True,
                 logprobs=0 if job["logprobs"] else None, output_kind=RequestOutputKind.FINAL_ONLY,
             )

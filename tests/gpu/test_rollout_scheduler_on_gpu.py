@@ -1,4 +1,4 @@
-"""The short path of the rollout scheduler on a GPU: asynchronous scheduling, the newer model runner, CUDA graphs."""
+"""The short paths of rollouts on a GPU: asynchronous scheduling, the newer model runner and its steps, CUDA graphs."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 TIMEOUT = 600.0
 
 
-def test_both_schedulers_give_the_same_tokens(tmp_path):
+def test_short_paths_give_the_same_tokens(tmp_path):
     folder = make_tiny_model(tmp_path / "model", num_words=200)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check_cases, folder, "cuda").result(TIMEOUT)
