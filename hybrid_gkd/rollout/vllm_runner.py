@@ -26,6 +26,7 @@ from hybrid_gkd.models.vllm_compat import vllm_version
 
 TRIED = ((0, 26),)
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py on a GPU."""
+NEWER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
 
 def install(engine: Any) -> str | None:
@@ -34,16 +35,16 @@ def install(engine: Any) -> str | None:
     if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TRIED:
         return f"this path was not tried with vLLM {version}"
     try:
-        vllm = _parts_of_vllm()
         runner = model_runner(engine)
-        if type(runner) is not vllm.GPUModelRunner:
-            return f"the model runner is {type(runner).__module__}.{type(runner).__name__}"
+        if (name := f"{type(runner).__module__}.{type(runner).__name__}") != NEWER:
+            return f"the model runner is {name}"
+        vllm = _parts_of_vllm()
         unusual = _unusual(runner, vllm)
     except (ImportError, AttributeError) as error:
         return f"this vLLM is built differently: {error}"
     if unusual:
         return f"the engine uses {', '.join(unusual)}"
-    runner.__class__ = _with_decode_steps(vllm.GPUModelRunner)
+    runner.__class__ = _with_decode_steps(type(runner))
     runner.begin(vllm)
     return None
 
@@ -62,7 +63,7 @@ def _parts_of_vllm() -> SimpleNamespace:
     from vllm.v1.worker.gpu.async_utils import stream
     from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
     from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
-    from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -72,9 +73,9 @@ def _parts_of_vllm() -> SimpleNamespace:
         FULL=CUDAGraphMode.FULL, AsyncModelRunnerOutput=AsyncModelRunnerOutput, LogprobsTensors=LogprobsTensors,
         ModelRunnerOutput=ModelRunnerOutput, apply_top_k_top_p=apply_top_k_top_p, stream=stream,
         combine_tokens=combine_sampled_and_draft_tokens, prepare_positions=prepare_pos_seq_lens,
-        NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR, ExecuteModelState=ExecuteModelState, GPUModelRunner=GPUModelRunner,
-        DefaultModelState=DefaultModelState, apply_temperature=apply_temperature, gumbel_sample=gumbel_sample,
-        compute_topk_scores=compute_topk_scores, Sampler=Sampler, envs=envs,
+        NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR, ExecuteModelState=ExecuteModelState, DefaultModelState=DefaultModelState,
+        apply_temperature=apply_temperature, gumbel_sample=gumbel_sample, compute_topk_scores=compute_topk_scores,
+        Sampler=Sampler, envs=envs,
     )
 
 
