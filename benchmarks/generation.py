@@ -115,20 +115,19 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="configuration keys")
     args = parser.parse_intermixed_args()
     vocabulary = SHAPES[args.shape][5]
-    table = []
+    names = "shape lengths seqs vLLM_s sched_s ours_s vLLM+lp sched+lp ours+lp kernels ratio tok/s same short/other"
+    header = "{:6} {:10} {:>5} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {} {}".format(*names.split())
+    figures = "{:7.2f} {:7.2f} {:7.2f} {:8.2f} {:8.2f} {:8.2f} {:8.2f} {:6.2f} {:7.0f}"
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(args, Path(folder), make_model(Path(folder) / "model", args.shape))
         assert engine.scheduler is not None, "the short path through the scheduler was not installed"
         assert engine.runner is not None, "the short path through the model runner was not installed"
+        print(header)
         for name in args.lengths:
             for sequences in args.sequences:
-                lengths = lengths_of(name, args.new_tokens, sequences)
-                table.append([args.shape, name, sequences, *measure(args.repeats, engine, lengths, vocabulary)])
-    names = "shape lengths seqs vLLM_s sched_s ours_s vLLM+lp sched+lp ours+lp kernels ratio tok/s same short/other"
-    print("{:6} {:10} {:>5} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {} {}".format(*names.split()))
-    figures = "{:7.2f} {:7.2f} {:7.2f} {:8.2f} {:8.2f} {:8.2f} {:8.2f} {:6.2f} {:7.0f}"
-    for row in table:
-        print(f"{{:6}} {{:10}} {{:5d}} {figures} {{}} {{}}".format(*row))
+                row = measure(args.repeats, engine, lengths_of(name, args.new_tokens, sequences), vocabulary)
+                shown = f"{{:6}} {{:10}} {{:5d}} {figures} {{}} {{}}".format(args.shape, name, sequences, *row)
+                print(shown, flush=True)
 
 
 def measure(repeats: int, engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int) -> list[Any]:
