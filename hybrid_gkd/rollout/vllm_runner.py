@@ -183,7 +183,7 @@ class DecodeSteps:
             batch=batch, graph=graph, asked=asked, places={name: place for place, name in enumerate(batch.req_ids)},
             block_tables=tuple(table[: batch.num_reqs_after_padding] for table in tables.input_block_tables),
             slot_mappings=tables.slot_mappings[:, : batch.num_tokens_after_padding], **kwargs,
-        )  # fmt: skip
+        )
 
     def _asked(self: Any, batch: Any) -> SimpleNamespace:
         """What the sequences of a batch want of the sampler."""
@@ -205,11 +205,11 @@ class DecodeSteps:
         left_to_vllm = bool(flashinfer or rarely_used)
         return SimpleNamespace(
             left_to_vllm=left_to_vllm, top_k=top_k, top_p=top_p, scales=scaled.any(), processed=processed,
-            num_logprobs=max(0, num_logprobs.max()) if with_logprobs else None,
+            num_logprobs=max(0, int(num_logprobs.max())) if with_logprobs else None,
             of_logits=sampler.logprobs_mode.endswith("_logits"),
             of_every_part=not (left_to_vllm or cuts) and scaled.all() == scaled.any()
             and num_logprobs.min() == num_logprobs.max(),
-        )  # fmt: skip
+        )
 
     def _part_of(self: Any, kept: SimpleNamespace, names: list[str]) -> SimpleNamespace | None:
         """The same for some of its sequences, of which the others have left; None where one is not among them."""
@@ -235,7 +235,7 @@ class DecodeSteps:
             positions=buffers.positions[:num_tokens], is_padding=buffers.is_padding[:num_tokens],
             logits_indices=before.logits_indices[:count], cu_num_logits=before.cu_num_logits[: count + 1],
             cu_num_logits_np=before.cu_num_logits_np[: count + 1],
-        )  # fmt: skip
+        )
         asked = kept.asked if kept.asked.of_every_part else self._asked(batch)
         ones, zeros = kept.num_sampled[:count], kept.num_rejected[:count]
         return self._kept_of(batch, graph, asked, num_sampled=ones, num_rejected=zeros)
@@ -257,11 +257,11 @@ class DecodeSteps:
         self._parts.prepare_positions(
             batch.idx_mapping, batch.query_start_loc, states.num_computed_tokens.gpu, buffers.positions,
             buffers.seq_lens,
-        )  # fmt: skip
+        )
         self._parts.combine_tokens(
             buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, batch.query_start_loc, batch.seq_lens,
             states.prefill_len.gpu, states.draft_tokens, batch.cu_num_logits, batch.num_reqs,
-        )  # fmt: skip
+        )
         if grown or moved:  # otherwise the graph's block tables are those of the step before
             tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding)
         tables.compute_slot_mappings(
@@ -291,7 +291,7 @@ class DecodeSteps:
         sampled = vllm.gumbel_sample(
             scaled, rows, sampling.temperature.gpu, sampling.seeds.gpu, batch.positions[: batch.num_reqs],
             apply_temperature=False, use_fp64=sampler.use_fp64_gumbel,
-        )  # fmt: skip
+        )
         if asked.num_logprobs is None:
             return sampled.view(-1, 1), None
         source = logits if is_raw else scaled
