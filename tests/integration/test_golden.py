@@ -5,8 +5,11 @@ import json
 import golden
 import pytest
 
-RELATIVE, ABSOLUTE = 2e-4, 2e-5
-"""Tolerance of a metric on another processor or another torch: 20 steps of Adam amplify the last digit."""
+RELATIVE, ABSOLUTE = 2e-3, 2e-4
+"""Tolerance of a metric on another processor or another torch: 20 steps of Adam amplify the last digit.
+
+An AMD EPYC comes to 7e-4 in the case jsd, and to 6e-5 or less in the others; the file is of an Intel Xeon.
+"""
 STORED = json.loads(golden.FILE.read_text())
 
 
