@@ -40,6 +40,22 @@ def vllm_version() -> str | None:
     return None
 
 
+def untried(versions: tuple[tuple[int, int], ...]) -> str | None:
+    """Why code in the place of vLLM's, which was tried with `versions`, is not used with this one; None if it is."""
+    version = str(vllm_version())
+    tried = tuple(map(int, re.findall(r"\d+", version)[:2])) in versions
+    return None if tried else f"this path was not tried with vLLM {version}"
+
+
+def with_methods(base: type, methods: type) -> type:
+    """A subclass of a class of vLLM with the methods of another, and `base` itself as their attribute `vllm`.
+
+    For an object that is there already: Python gives it no class with a second base.
+    """
+    found = {name: value for name, value in vars(methods).items() if not name.startswith("__")}
+    return type(f"Decode{base.__name__}", (base,), {**found, "vllm": base})
+
+
 def vllm_available() -> bool:
     """Whether vLLM is installed, without importing it."""
     return vllm_version() is not None

@@ -14,7 +14,6 @@ it as it is.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_gkd.models.vllm_compat import vllm_version
+from hybrid_gkd.models import vllm_compat
 
 TRIED = ((0, 26),)
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py on a GPU."""
@@ -31,9 +30,8 @@ NEWER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
 def install(engine: Any) -> str | None:
     """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
-    version = str(vllm_version())
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TRIED:
-        return f"this path was not tried with vLLM {version}"
+    if reason := vllm_compat.untried(TRIED):
+        return reason
     try:
         runner = model_runner(engine)
         if (name := f"{type(runner).__module__}.{type(runner).__name__}") != NEWER:
@@ -44,7 +42,7 @@ def install(engine: Any) -> str | None:
         return f"this vLLM is built differently: {error}"
     if unusual:
         return f"the engine uses {', '.join(unusual)}"
-    runner.__class__ = _with_decode_steps(type(runner))
+    runner.__class__ = vllm_compat.with_methods(type(runner), DecodeSteps)
     runner.begin(vllm)
     return None
 
@@ -101,12 +99,6 @@ def _unusual(runner: Any, vllm: SimpleNamespace) -> list[str]:
         "no full CUDA graphs": not getattr(runner.cudagraph_manager, "graphs", None),
     }
     return [name for name, used in features.items() if used]
-
-
-def _with_decode_steps(base: type) -> type:
-    """A subclass with the methods of DecodeSteps. Python gives an object no class with a second base."""
-    methods = {name: value for name, value in vars(DecodeSteps).items() if not name.startswith("__")}
-    return type(f"Decode{base.__name__}", (base,), {**methods, "vllm": base})
 
 
 class DecodeSteps:

@@ -12,13 +12,12 @@ tokens, and for an engine that does more than a rollout needs, `install` says wh
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.models.vllm_compat import vllm_version
+from hybrid_gkd.models import vllm_compat
 
 TRIED = ((0, 26), (0, 32))
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py: 0.26 on a GPU, 0.32 on the CPU."""
@@ -36,9 +35,8 @@ STEPS_IN_FLIGHT = 3
 
 def install(engine: Any) -> str | None:
     """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
-    version = str(vllm_version())
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TRIED:
-        return f"this path was not tried with vLLM {version}"
+    if reason := vllm_compat.untried(TRIED):
+        return reason
     try:
         vllm = _parts_of_vllm()
         scheduler = engine.engine_core.engine_core.scheduler
@@ -52,7 +50,7 @@ def install(engine: Any) -> str | None:
         return f"this vLLM is built differently: {error}"
     if unusual:
         return f"the engine uses {', '.join(unusual)}"
-    scheduler.__class__ = _with_decode_steps(type(scheduler))
+    scheduler.__class__ = vllm_compat.with_methods(type(scheduler), DecodeSteps)
     scheduler.begin(vllm)
     return None
 
@@ -92,12 +90,6 @@ def _unusual(scheduler: Any, config: Any) -> list[str]:
         "KV cache events": bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
     }
     return [name for name, used in features.items() if used]
-
-
-def _with_decode_steps(base: type) -> type:
-    """A subclass with the methods of DecodeSteps. Python gives an object no class with a second base."""
-    methods = {name: value for name, value in vars(DecodeSteps).items() if not name.startswith("__")}
-    return type(f"Decode{base.__name__}", (base,), {**methods, "vllm": base})
 
 
 class DecodeSteps:

@@ -44,7 +44,7 @@ def leave_unknown_ones_alone():
     lacking = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=empty)))
     elsewhere = SimpleNamespace(engine_core=SimpleNamespace())  # the core is in another process
     reasons = [vllm_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
-    vllm_scheduler.vllm_version = lambda: "0.29.1"
+    vllm_compat.vllm_version = lambda: "0.29.1"
     reasons.append(vllm_scheduler.install(other))
     return reasons, type(empty) is Scheduler
 

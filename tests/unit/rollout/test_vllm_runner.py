@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_runner
 
 
@@ -22,5 +23,5 @@ def engine_with(runner):
     ],
 )
 def test_engine_stays_as_it_is(monkeypatch, version, engine, reason):
-    monkeypatch.setattr(vllm_runner, "vllm_version", lambda: version)
+    monkeypatch.setattr(vllm_compat, "vllm_version", lambda: version)
     assert vllm_runner.install(engine).startswith(reason)
