@@ -1,7 +1,8 @@
 """What a run computes, frozen: 20 steps on fixed weights, responses and teacher scores, on the CPU.
 
     python tests/golden.py forward_kl        print what the code computes now
-    python tests/golden.py --write           store it for all cases in tests/golden.json
+    python tests/golden.py --write           store it for all cases in tests/golden.json, alone
+    python tests/golden.py --add             store it beside that of other processors
 
 A change that is meant to compute the same must leave the file as it is. Weights, responses and scores come from
 numpy's generator; one thread and no vector instructions that depend on the processor, so that the digits are those of
@@ -121,10 +122,20 @@ def compute(case, folder):
 
 
 def processor():
-    """Model name of the processor: on another one the last digits may differ."""
+    """Model name of the processor, with the numbers behind it: on another one the last digits may differ."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    found = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        found.setdefault(name.strip(), value.strip())
+    if "model name" not in found:
+        return platform.machine()
+    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"
+
+
+def is_of(machine, stored):
+    """Whether digits that are stored are of this machine; where only a model name is stored, its numbers are open."""
+    same_processor = machine["processor"].startswith(stored["processor"])
+    return same_processor and machine | {"processor": stored["processor"]} == stored
 
 
 def run(case):
@@ -142,9 +153,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
-    if options.write:
-        FILE.write_text(json.dumps({case: run(case) for case in CASES}, indent=1) + "\n")
+    if options.write or options.add:
+        before = json.loads(FILE.read_text()) if options.add else {case: [] for case in CASES}
+        FILE.write_text(json.dumps({case: [*before[case], run(case)] for case in CASES}, indent=1) + "\n")
     else:
         with tempfile.TemporaryDirectory() as temporary:
             print(json.dumps(compute(options.case, Path(temporary))))

@@ -5,24 +5,38 @@ import json
 import golden
 import pytest
 
-RELATIVE, ABSOLUTE = 2e-3, 2e-4
+RELATIVE, ABSOLUTE = 2e-4, 2e-5
 """Tolerance of a metric on another processor or another torch: 20 steps of Adam amplify the last digit.
 
-An AMD EPYC comes to 7e-4 in the case jsd, and to 6e-5 or less in the others; the file is of an Intel Xeon.
+Between an Intel Xeon and an AMD EPYC they amplify it further in the case jsd, to 7e-4: each has digits of its own.
 """
 STORED = json.loads(golden.FILE.read_text())
 
 
 @pytest.mark.parametrize("case", golden.CASES)
 def test_a_run_computes_what_it_always_did(case):
-    stored, found = STORED[case], golden.run(case)
+    found = golden.run(case)
     assert len(found["steps"]) == golden.STEPS
-    pairs = zip(found["steps"], stored["steps"], strict=True)
-    found["steps"] = [{name: now[name] for name in then} for now, then in pairs]  # metrics may have been added
-    if found["machine"] == stored["machine"]:
-        assert found["steps"] == stored["steps"]
-        assert found["weights_sha256"] == stored["weights_sha256"]
+    mine = [stored for stored in STORED[case] if golden.is_of(found["machine"], stored["machine"])]
+    if mine:
+        assert known(found, mine[0]) == mine[0]["steps"]
+        assert found["weights_sha256"] == mine[0]["weights_sha256"]
         return
-    for now, then in zip(found["steps"], stored["steps"], strict=True):
-        assert now == pytest.approx(then, rel=RELATIVE, abs=ABSOLUTE)
-    assert found["norms"] == pytest.approx(stored["norms"], rel=RELATIVE)
+    differences = [difference(found, stored) for stored in STORED[case]]
+    assert None in differences, differences
+
+
+def known(found, stored):
+    """The steps of `found`, of each the metrics that are stored: others may have been added."""
+    return [{name: now[name] for name in then} for now, then in zip(found["steps"], stored["steps"], strict=True)]
+
+
+def difference(found, stored):
+    """What is not within the tolerance, None where all is."""
+    pairs = [*zip(known(found, stored), stored["steps"], strict=True), (found["norms"], stored["norms"])]
+    for number, (now, then) in enumerate(pairs):
+        absolute = ABSOLUTE if number < len(pairs) - 1 else 0.0
+        for name in then:
+            if now.keys() != then.keys() or now[name] != pytest.approx(then[name], rel=RELATIVE, abs=absolute):
+                return stored["machine"]["processor"], number, name, now.get(name), then[name]
+    return None
