@@ -55,7 +55,8 @@ def check_cases(folder, device):
 def compare(folder, device, *, caching, blocks, more=None):
     """Log-probabilities and tokens of all jobs are equal. Returns how many steps were short and preempted.
 
-    On a GPU every job takes the model runner's short path."""
+    On a GPU every job takes the model runner's short path.
+    """
     llm = make_llm(folder, device, caching=caching, blocks=blocks, more=more or {})
     core = llm.llm_engine.engine_core.engine_core
     jobs = JOBS + RUNNER_JOBS if device == "cuda" else JOBS

@@ -26,6 +26,7 @@ from hybrid_gkd.models import vllm_compat
 TRIED = ((0, 26),)
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py on a GPU."""
 NEWER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+"""By name, because an engine with the older runner need not import this one's kernels."""
 
 
 def install(engine: Any) -> str | None:
