@@ -46,6 +46,7 @@ from hybrid_gkd.config_models import (
     TeacherModelConfig,
     ValKwargs,
 )
+from hybrid_gkd.losses.table import KL_LOSSES, divergence_terms
 
 __all__ = [
     "ADV_ESTIMATORS",
@@ -256,6 +257,13 @@ class Config:
     def has_advantages(self) -> bool:
         """Whether tokens have advantages, from rewards of the answers or from the teacher's log-ratios."""
         return self.trains_on_rewards or self.distillation.as_reward
+
+    @property
+    def has_sampled_loss(self) -> bool:
+        """Whether a term of the actor's loss is of the sampled token, as a policy loss is and a divergence is not."""
+        loss, actor = self.distillation, self.actor_rollout_ref.actor
+        estimated = actor.use_kl_loss and KL_LOSSES[actor.kl_loss_type].signal == "sampled"
+        return self.has_advantages or estimated or any(row.signal == "sampled" for _, row in divergence_terms(loss))
 
     @property
     def reward_weights(self) -> dict[str, float]:

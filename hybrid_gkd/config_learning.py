@@ -149,7 +149,8 @@ class AlgorithmConfig:
     pass."""
     rollout_is: Literal["prefix", "token", "sequence"] = "prefix"
     """The weight of a token: pi_current / pi_rollout of the response up to it, of the token alone, or of the whole
-    response."""
+    response. prefix leaves the token's own ratio out where the loss is of the whole distribution at its position, as a
+    divergence is; token is for losses of the sampled token."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None

@@ -254,6 +254,11 @@ def _importance_weights(config: Config) -> Rules:
     section, rollout = config.algorithm, config.actor_rollout_ref.rollout
     threshold, key = section.rollout_is_threshold, "algorithm.rollout_is_threshold"
     yield "algorithm.rollout_is", threshold is not None or section.rollout_is == "prefix", f"goes together with {key}"
+    yield (
+        "algorithm.rollout_is", threshold is None or section.rollout_is != "token" or config.has_sampled_loss,
+        "is for losses of the sampled token; a divergence is of the whole distribution at its position, for which the "
+        "tokens before it count: leave it at prefix",
+    )
     normalizes = section.rollout_is_batch_normalize
     yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"goes together with {key}"
     yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of a response that is not stale"

@@ -130,6 +130,8 @@ class TrainSequence:
     """The reference policy's scores, with actor.kl_loss_type=full."""
     loss_weights: np.ndarray | None = None
     """Factors of the tokens' losses: importance weights and `loss_agg_mode`; None is 1, and 0 is not trained on."""
+    sampled_weights: np.ndarray | None = None
+    """Further factors of what is of the sampled token itself, a policy loss say: its share in the importance weight."""
     values: np.ndarray | None = None
     """Of the critic before this rollout's first mini-batch: what it expects before each token. None without one."""
     returns: np.ndarray | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
-from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, policy_loss, user_divergence
+from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, divergence_terms, policy_loss
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import ActorConfig, DistillationConfig
@@ -36,12 +36,17 @@ class Targets:
     ref_topk_logprobs: Tensor | None = None  # [R, K], of the reference's candidates, in the teacher's place
     ref_tail: Tensor | None = None  # [R], log of the reference's mass outside of them
     loss_weights: Tensor | None = None  # [R], factors of the loss
+    sampled_weights: Tensor | None = None  # [R], further factors of its terms of the sampled token
     sequence: Tensor | None = None  # [R], int64, the number of the token's sequence, ascending from 0
     sequence_log_ratio: Tensor | None = None  # [R], see `Objective.with_sequence_ratios`
 
     def __getitem__(self, rows: slice) -> Targets:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Targets(**{name: None if value is None else value[rows] for name, value in values.items()})
+
+    def weighted(self, value: Tensor) -> Tensor:
+        """A term of the sampled token [R] with its factors."""
+        return value if self.sampled_weights is None else value * self.sampled_weights
 
 
 class Objective:
@@ -56,14 +61,10 @@ class Objective:
         self._policy_options = {key: options[key] for key in self._policy_loss.options}
         self._entropy_coeff = actor.entropy_coeff
         self._reference_kl, self._kl_loss_coef = KL_LOSSES[actor.kl_loss_type], actor.kl_loss_coef
-        weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
-        self._terms = [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
-        if config.loss_fn is not None:
-            self._terms = [(1.0, user_divergence(config.loss_fn))]
+        self._terms = divergence_terms(config)
+        self._of_sampled = any(row.signal == "sampled" for _, row in self._terms)
         on_rewards = not config.enabled or config.use_task_rewards or config.as_reward
-        self.uses_sampled = (
-            on_rewards or actor.use_kl_loss or any(row.signal == "sampled" for _, row in self._terms)
-        )
+        self.uses_sampled = on_rewards or actor.use_kl_loss or self._of_sampled
         """Whether the last column of the log-probabilities must be the sampled token."""
         none, row = torch.zeros(0), torch.zeros(0, 1)
         teacher = {"teacher_logprobs": row, "teacher_tail": none, "teacher_sampled": none} if config.enabled else {}
@@ -108,13 +109,15 @@ class Objective:
                 value = self._distillation(chunk, logprobs, parts)
                 # As a reward it is in the advantages; the divergence is only reported then.
                 value = value * (0.0 if self.config.as_reward else self.config.distillation_loss_coef)
+                value = chunk.weighted(value) if self._of_sampled else value
                 terms.append(value if chunk.teacher_weights is None else value * chunk.teacher_weights)
             if chunk.advantages is not None:
                 policy = self._policy(chunk, chunk.advantages, logprobs[:, -1], parts)
                 parts["actor/pg_loss"] = policy
-                terms.append(policy)
+                terms.append(chunk.weighted(policy))
             if chunk.ref_logprobs is not None:
                 parts["actor/ref_kl"] = kl = self._kl_to_reference(chunk, logprobs)
+                kl = chunk.weighted(kl) if self._reference_kl.signal == "sampled" else kl
                 terms.append(self._kl_loss_coef * kl)
             loss = torch.stack(terms).sum(0)
             if chunk.loss_weights is not None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid_gkd.imports import load_object
+
+if TYPE_CHECKING:
+    from hybrid_gkd.config_learning import DistillationConfig
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ DIVERGENCES: Mapping[str, Divergence] = {
     "k2": Divergence(f"{_HERE}:k2", "sampled"),
     "k3": Divergence(f"{_HERE}:k3", "sampled"),
 }
+
+
+def divergence_terms(config: DistillationConfig) -> list[tuple[float, Divergence]]:
+    """What the distillation term is the weighted sum of."""
+    if config.loss_fn is not None:
+        return [(1.0, user_divergence(config.loss_fn))]
+    weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
+    return [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
 
 
 KL_LOSSES: Mapping[str, Divergence] = {

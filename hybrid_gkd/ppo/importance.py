@@ -9,6 +9,7 @@ Shapes: R response tokens of a sequence, N of a batch; a log-ratio is that of th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +23,7 @@ SMALLEST_LOG_WEIGHT = 80.0
 
 
 def importance_weights(
-    logprobs: np.ndarray, rollout_logprobs: np.ndarray, threshold: float, level: str = "prefix"
+    logprobs: np.ndarray, rollout_logprobs: np.ndarray, threshold: float, level: str = "prefix", *, own: bool = True
 ) -> np.ndarray:
     """min(weight, threshold) of each token, float32 [R] from [R] and [R]; threshold >= 1.
 
@@ -30,14 +31,21 @@ def importance_weights(
     that of all. Per-decision importance sampling (Precup, Sutton and Singh, 2000), truncated, which bounds the variance
     and biases towards the drawn responses (Ionides, 2008). "token" leaves a bias of the prefixes, at less variance.
 
-    Example: importance_weights(np.log([0.2, 0.6]), np.log([0.1, 0.3]), 3.0) == [2, 3]
+    own: whether a token's own ratio counts in its weight, as a loss of the sampled token needs it. A divergence is of
+    the whole distribution that the token is drawn from: without `own` "prefix" is the product over the tokens before
+    each, and "token" is 1. There the own ratio is 1 in the mean, but nearly 0 wherever the student has since moved away
+    from the token that was drawn, and takes the loss away from just those positions. "sequence" is the same with both.
+
+    Example: importance_weights(np.log([0.2, 0.6]), np.log([0.1, 0.3]), 3.0) == [2, 3], and [1, 2] without `own`
     """
     log_ratios = logprobs.astype(np.float64) - rollout_logprobs
     if level == "prefix":
-        log_ratios = np.cumsum(log_ratios).clip(min=-SMALLEST_LOG_WEIGHT)
+        up_to = np.cumsum(log_ratios)
+        log_ratios = (up_to if own else up_to - log_ratios).clip(min=-SMALLEST_LOG_WEIGHT)
+    elif level == "token":
+        log_ratios = (log_ratios if own else np.zeros_like(log_ratios)).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     else:
-        log_ratios = np.full_like(log_ratios, log_ratios.sum()) if level == "sequence" else log_ratios
-        log_ratios = log_ratios.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_ratios = np.full_like(log_ratios, log_ratios.sum().clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return np.exp(np.minimum(log_ratios, np.log(threshold))).astype(np.float32)
 
 
@@ -65,9 +73,13 @@ def effective_sample_size(weights: np.ndarray) -> float:
 
 
 def with_rollout_correction(
-    section: AlgorithmConfig, sequences: list[TrainSequence], logprobs: list[np.ndarray]
+    section: AlgorithmConfig, sequences: list[TrainSequence], logprobs: list[np.ndarray], *, of_sampled: bool
 ) -> tuple[list[TrainSequence], dict[str, float]]:
-    """The sequences with weights from the student's log-probabilities of them, and metrics of the difference."""
+    """The sequences with weights from the student's log-probabilities of them, and metrics of the difference.
+
+    of_sampled: a term of the loss is of the sampled tokens (`Config.has_sampled_loss`); then the metrics are of its
+    weights.
+    """
     drawn = [np.asarray(item.sequence.logprobs) for item in sequences]
     log_ratios = [now.astype(np.float64) - then for now, then in zip(logprobs, drawn, strict=True)]
     together = np.concatenate(log_ratios)
@@ -77,19 +89,27 @@ def with_rollout_correction(
         "actor/importance/largest_ratio": float(np.exp(np.abs(together).max().clip(max=LOG_RATIO_LIMIT))),
     }
     weights = [np.ones(len(each), np.float32) for each in drawn]
+    of_own: Sequence[np.ndarray | None] = [None] * len(drawn)
     if section.rollout_is_threshold is not None:
-        options = section.rollout_is_threshold, section.rollout_is
-        weights = [importance_weights(now, then, *options) for now, then in zip(logprobs, drawn, strict=True)]
-        all_weights = np.concatenate(weights)
+        options, pairs = (section.rollout_is_threshold, section.rollout_is), list(zip(logprobs, drawn, strict=True))
+        used = weights = [importance_weights(*pair, *options, own=False) for pair in pairs]
+        if of_sampled:
+            used = [importance_weights(*pair, *options) for pair in pairs]
+            of_own = [own / before for own, before in zip(used, weights, strict=True)]
+        all_weights = np.concatenate(used)
         metrics["actor/importance/mean"] = float(all_weights.mean())
         metrics["actor/importance/effective_sample_size"] = effective_sample_size(all_weights)
         if section.rollout_is_batch_normalize:
             per_sequence = section.rollout_is == "sequence"
-            mean = np.mean([each[0] for each in weights]) if per_sequence else all_weights.mean(dtype=np.float64)
+            mean = np.mean([each[0] for each in used]) if per_sequence else all_weights.mean(dtype=np.float64)
             weights = [(each / mean).astype(np.float32) for each in weights]
     if section.rollout_rs is not None:
         bounds = rejection_bounds(section.rollout_rs, section.rollout_rs_threshold)
         kept = [kept_tokens(each, bounds) for each in log_ratios]
         weights = [each * mask for each, mask in zip(weights, kept, strict=True)]
         metrics["actor/importance/rejected"] = float(1 - np.concatenate(kept).mean())
-    return [dataclasses.replace(s, loss_weights=w) for s, w in zip(sequences, weights, strict=True)], metrics
+    found = [
+        dataclasses.replace(sequence, loss_weights=each, sampled_weights=own)
+        for sequence, each, own in zip(sequences, weights, of_own, strict=True)
+    ]
+    return found, metrics

@@ -231,7 +231,9 @@ class PPOTrainer:
             return sequences, {}
         known = self._with_old_logprobs(sequences)
         sequences, logprobs = known if policy_loss else sequences, [np.asarray(item.old_logprobs) for item in known]
-        return with_rollout_correction(section, sequences, logprobs) if section.compares_logprobs else (sequences, {})
+        if not section.compares_logprobs:
+            return sequences, {}
+        return with_rollout_correction(section, sequences, logprobs, of_sampled=self.config.has_sampled_loss)
 
     def _with_old_logprobs(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
         """The same with log-probabilities of the sampled tokens under the present weights, unless they have them."""

@@ -78,7 +78,7 @@ class Actor(TrainedModel):
             columns.append(joined([each.ids for each in reference], dtype=torch.int64))
             values["ref_topk_logprobs"] = joined([each.logprobs for each in reference])
             values["ref_tail"] = joined([each.tail_logprobs for each in reference])
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_weights"):
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_weights", "sampled_weights"):
             found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
             if found:
                 values[name] = joined(found)

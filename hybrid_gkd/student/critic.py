@@ -65,9 +65,10 @@ class Critic(TrainedModel):
             for name in ("values", "returns")
         )
         loss, clipped = clipped_value_loss(values, old, returns, cliprange=self.cliprange)
-        weights = [item.loss_weights for item in micro_batch if item.loss_weights is not None]
-        if weights:
-            loss = loss * joined(weights)
+        for name in ("loss_weights", "sampled_weights"):
+            weights = [value for item in micro_batch if (value := getattr(item, name)) is not None]
+            if weights:
+                loss = loss * joined(weights)
         return loss.sum(), {"critic/vf_clipfrac": clipped.sum()}
 
     def _names(self) -> list[str]:

@@ -67,6 +67,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("trainer=3", ["trainer", "3"]),
         ("trainer.scheduler=two_steps", ["trainer.scheduler", "two_steps", "sync"]),
         ("algorithm.rollout_is=token", ["algorithm.rollout_is", "rollout_is_threshold", "token"]),
+        ("algorithm={rollout_is: token, rollout_is_threshold: 2}", ["rollout_is", "sampled token", "prefix", "token"]),
         ("algorithm.rollout_is_batch_normalize=true", ["rollout_is_batch_normalize", "rollout_is_threshold", "True"]),
         ("algorithm.rollout_rs=token_k1", ["algorithm.rollout_rs_threshold", "goes together", "None"]),
         ("algorithm.rollout_is_threshold=0.5", ["algorithm.rollout_is_threshold", "at least 1", "0.5"]),

@@ -52,6 +52,7 @@ class Problem:
         self.advantages = torch.randn(rows, generator=gen, dtype=torch.float64)
         self.old_noise = 0.3 * torch.randn(rows, generator=gen, dtype=torch.float64)
         self.importance = torch.ones(rows, dtype=torch.float64)
+        self.own_importance = torch.ones(rows, dtype=torch.float64)  # of the sampled token alone
         self.hidden.requires_grad_()
         self.weight.requires_grad_()
 
@@ -70,7 +71,10 @@ class Problem:
             values["teacher_sampled"] = self.teacher.gather(1, self.sampled[:, None])[:, 0]
         if not loss.enabled or loss.use_task_rewards:
             values["advantages"] = self.advantages
-        values |= {"old_logprobs": self.old_logprobs(), "loss_weights": self.importance}
+        values |= {
+            "old_logprobs": self.old_logprobs(), "loss_weights": self.importance,
+            "sampled_weights": self.own_importance,
+        }
         return Targets(**values)[rows]
 
     def product(self, loss, *, chunk_rows=5, rows=slice(None)):
@@ -114,9 +118,10 @@ class Problem:
             if loss.use_policy_gradient:  # the value and, but for the constant slope of k1, its slope in log q
                 slope = {"k1": torch.zeros_like(log_ratio), "k2": -log_ratio, "k3": 1 - log_ratio.exp()}[loss.loss_mode]
                 value = policy(-(value + slope).detach()) - slope.detach()
-            total = total + loss.distillation_loss_coef * value
+            of_sampled = loss.loss_mode in ("k1", "k2", "k3", "mixed")
+            total = total + loss.distillation_loss_coef * value * (self.own_importance if of_sampled else 1)
         if not loss.enabled or loss.use_task_rewards:
-            total = total + policy(self.advantages)
+            total = total + policy(self.advantages) * self.own_importance
         return total * self.importance
 
     def grads(self, value):
@@ -140,6 +145,14 @@ def test_value_and_gradients_equal_full_logits(mode):
 def test_importance_weights_are_factors_of_every_loss(mode):
     problem = Problem()
     problem.importance = torch.linspace(0, 2, len(problem.sampled), dtype=torch.float64)
+    assert_equal(problem, config(mode))
+
+
+@each_mode
+def test_the_sampled_tokens_own_importance_is_a_factor_of_losses_of_that_token(mode):
+    problem = Problem()
+    problem.importance = torch.linspace(0, 2, len(problem.sampled), dtype=torch.float64)
+    problem.own_importance = torch.linspace(2, 0.5, len(problem.sampled), dtype=torch.float64)
     assert_equal(problem, config(mode))
 
 

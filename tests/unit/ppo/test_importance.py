@@ -17,7 +17,7 @@ VERL = json.loads(Path(__file__).with_name("verl_rollout_correction.json").read_
 LOGPROBS, DRAWN = ([np.array(row) for row in VERL[name]] for name in ("logprobs", "rollout_logprobs"))
 
 
-def corrected(**settings):
+def corrected(*, of_sampled=True, **settings):
     items = []
     for index, drawn in enumerate(DRAWN):
         ids = np.zeros(len(drawn), np.int32)
@@ -25,8 +25,9 @@ def corrected(**settings):
             index=index, prompt_ids=ids, response_ids=ids, weight_version=0, finish_reason="stop", logprobs=drawn
         )
         items.append(TrainSequence(sequence=sequence))
-    items, metrics = with_rollout_correction(AlgorithmConfig(**settings), items, LOGPROBS)
-    return [item.loss_weights for item in items], metrics
+    items, metrics = with_rollout_correction(AlgorithmConfig(**settings), items, LOGPROBS, of_sampled=of_sampled)
+    own = [1 if item.sampled_weights is None else item.sampled_weights for item in items]
+    return [item.loss_weights * each for item, each in zip(items, own, strict=True)], metrics
 
 
 @pytest.mark.parametrize("case", VERL["weights"])
@@ -41,6 +42,18 @@ def test_same_weights_as_verl(case):
     assert metrics["actor/importance/k3_kl"] == pytest.approx(VERL["metrics"]["k3_kl"], abs=1e-9)
     largest = max(np.abs(now - then).max() for now, then in zip(LOGPROBS, DRAWN, strict=True))
     assert metrics["actor/importance/largest_ratio"] == pytest.approx(np.exp(largest))
+
+
+def test_a_divergence_is_weighted_by_the_tokens_before_and_a_policy_loss_by_its_own_too():
+    settings = {"rollout_is_threshold": VERL["threshold"]}
+    before, metrics = corrected(of_sampled=False, **settings)
+    for found, now, then in zip(before, LOGPROBS, DRAWN, strict=True):
+        np.testing.assert_allclose(found, importance_weights(now, then, VERL["threshold"], own=False))
+    assert metrics["actor/importance/mean"] == pytest.approx(np.concatenate(before).mean())
+    both, metrics = corrected(**settings)
+    for found, now, then in zip(both, LOGPROBS, DRAWN, strict=True):
+        np.testing.assert_allclose(found, importance_weights(now, then, VERL["threshold"]), rtol=1e-6)
+    assert metrics["actor/importance/mean"] == pytest.approx(np.concatenate(both).mean())
 
 
 @pytest.mark.parametrize("case", VERL["kept"])
@@ -62,7 +75,7 @@ def test_what_is_rejected_has_no_weight():
         rollout_rs="token_k1", rollout_rs_threshold="1.4", rollout_is="token", rollout_is_threshold=1.5
     )
     for found, now, then, kept in zip(both, LOGPROBS, DRAWN, want, strict=True):
-        np.testing.assert_allclose(found, importance_weights(now, then, 1.5, "token") * kept)
+        np.testing.assert_allclose(found, importance_weights(now, then, 1.5, "token") * kept, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +107,6 @@ def test_the_configuration_names_what_is_wrong_and_reads_lower_and_upper():
     config = load_config([*given, "algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold=0.5_2.0"])
     assert config.algorithm.rollout_rs_threshold == "0.5_2.0"
     assert config.algorithm.compares_logprobs
-    nested = ["rollout_is=token", "rollout_is_threshold=2.0"]
-    config = load_config([*given, *(f"algorithm.rollout_correction.{each}" for each in nested)])
+    nested = [f"algorithm.rollout_correction.{each}" for each in ("rollout_is=token", "rollout_is_threshold=2.0")]
+    config = load_config([*given, "distillation.loss_mode=k3", *nested])
     assert (config.algorithm.rollout_is, config.algorithm.rollout_is_threshold) == ("token", 2.0)

@@ -508,9 +508,10 @@ def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
 def test_importance_weights_where_no_response_is_stale(tmp_path):
     """The engine computes with other digits than the student."""
     trainer, group, _ = fit(
-        "sync", 2, tmp_path, "algorithm.rollout_is_threshold=1.5", "algorithm.rollout_is=token"
+        "sync", 2, tmp_path, "algorithm.rollout_is_threshold=1.5", "algorithm.rollout_is=token",
+        "distillation.loss_mode=k3",
     )
-    assert {weight for items in group.trained for item in items for weight in item.loss_weights.tolist()} == {1.5}
+    assert {weight for items in group.trained for item in items for weight in item.sampled_weights.tolist()} == {1.5}
     assert trainer.tracking.by_step[1]["actor/importance/kl"] == pytest.approx(-np.log(2))
 
 
@@ -520,17 +521,24 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
         "one_step_off", 2, tmp_path, "algorithm.rollout_is_threshold=3", f"distillation.loss_mode={loss}",
         f"distillation.use_policy_gradient={loss == 'k1'}",
     )
+    own = loss != "forward_kl"  # the sampled token's ratio counts where the loss is of that token
     for items in group.trained:
         for item in items:
-            np.testing.assert_allclose(item.loss_weights, [2, 3], rtol=1e-6)
+            np.testing.assert_allclose(item.loss_weights, [1, 2], rtol=1e-6)
+            assert (item.sampled_weights is not None) == own
+            if own:
+                np.testing.assert_allclose(item.sampled_weights, [2, 1.5], rtol=1e-6)
             assert item.old_logprobs is None
-    assert trainer.tracking.by_step[2]["actor/importance/mean"] == pytest.approx(2.5)
-    assert trainer.tracking.by_step[2]["actor/importance/effective_sample_size"] == pytest.approx(25 / 26)
+    weights = np.array([2, 3] if own else [1, 2])
+    size = weights.sum() ** 2 / (2 * (weights**2).sum())
+    assert trainer.tracking.by_step[2]["actor/importance/mean"] == pytest.approx(weights.mean())
+    assert trainer.tracking.by_step[2]["actor/importance/effective_sample_size"] == pytest.approx(size)
 
 
 def test_without_a_threshold_nothing_is_weighted_or_computed(tmp_path):
     trainer, group, _ = fit("one_step_off", 2, tmp_path)
     assert {item.loss_weights is None for items in group.trained for item in items} == {True}
+    assert {item.sampled_weights is None for items in group.trained for item in items} == {True}
     assert {item.sequence.logprobs is None for items in group.trained for item in items} == {True}
     assert "actor/importance/mean" not in trainer.tracking.by_step[2]
 
@@ -541,22 +549,34 @@ def test_importance_weights_are_products_of_ratios_up_to_a_limit():
     products = [np.prod(np.exp(now[: t + 1]) / np.exp(then[: t + 1])) for t in range(20)]
     np.testing.assert_allclose(importance_weights(now, then, 1e30), products, rtol=1e-5)
     np.testing.assert_allclose(importance_weights(now, then, 2.0), np.minimum(products, 2.0), rtol=1e-5)
+    before = np.concatenate([[1.0], products[:-1]])
+    np.testing.assert_allclose(importance_weights(now, then, 1e30, own=False), before, rtol=1e-5)
+    np.testing.assert_allclose(importance_weights(now, then, 2.0, "token", own=False), np.ones(20))
     np.testing.assert_allclose(importance_weights(now, now, 2.0), np.ones(20))
     assert np.isfinite(importance_weights(np.full(5, 300.0), np.full(5, -300.0), 2.0)).all()
     assert importance_weights(np.full(3000, -1.05), np.full(3000, -1.0), 2.0).min() > 0  # 0 would be left out of means
 
 
 def test_weighted_with_what_it_was_drawn_from_a_mean_becomes_that_of_the_policy():
-    """Exact, over all sequences of two tokens: sum over mu of mu * w * f(prefix, token) is the sum over pi."""
+    """Exact, over all sequences of two tokens: sum over mu of mu * w * f(prefix, token) is the sum over pi.
+
+    The same of g(prefix), by the weights without the token's own ratio, which the others only make more of a spread.
+    """
     rng = np.random.default_rng(1)
     first, second = rng.dirichlet(np.ones(3), 2), rng.dirichlet(np.ones(3), (2, 3))  # of mu and pi
     value = rng.normal(size=(3, 3))  # of the second token given the first
-    found = 0.0
+    of_prefix, squares = rng.normal(size=3), np.zeros(2)  # of the distribution of the second token
+    found, found_of_prefix = 0.0, np.zeros(2)
     for a in range(3):
         for b in range(3):
             drawn, policy = (np.log([first[who, a], second[who, a, b]]) for who in range(2))
-            found += np.exp(drawn.sum()) * importance_weights(policy, drawn, 1e9)[1] * value[a, b]
+            own, before = (importance_weights(policy, drawn, 1e9, own=own)[1] for own in (True, False))
+            found += np.exp(drawn.sum()) * own * value[a, b]
+            found_of_prefix += np.exp(drawn.sum()) * np.array([own, before]) * of_prefix[a]
+            squares += np.exp(drawn.sum()) * (np.array([own, before]) * of_prefix[a]) ** 2
     assert found == pytest.approx((first[1][:, None] * second[1] * value).sum(), rel=1e-6)
+    assert found_of_prefix == pytest.approx(np.full(2, (first[1] * of_prefix).sum()), rel=1e-6)
+    assert squares[1] < squares[0]
 
 
 def test_effective_sample_size_at_its_ends():
