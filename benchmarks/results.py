@@ -107,10 +107,6 @@ RUNS = {
     "opd_stale2": Run(title="two batches ahead", how="program", overrides=FURTHER),
     "opd_stale1_is": Run(title="one ahead, importance weights", how="program", overrides=f"{AHEAD} {WEIGHTED}"),
     "opd_stale2_is": Run(title="two ahead, importance weights", how="program", overrides=f"{FURTHER} {WEIGHTED}"),
-    "opd_stale2_is_token": Run(
-        title="two ahead, weights of single tokens", how="program",
-        overrides=f"{FURTHER} {WEIGHTED} algorithm.rollout_is=token",
-    ),
     "opd_bf16": Run(title="bf16 master weights", how="program", overrides=f"{ACTOR}.fsdp_config.model_dtype=bf16"),
     "trl": Run(title="TRL, transformers generation", how="trl", times=3.0),
 }  # fmt: skip
@@ -194,11 +190,12 @@ def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[
         return [sys.executable, "-m", "hybrid_gkd", "--config-name", "gpu_demo", *overrides]
     script, own = {
         "sft": ("results_sft.py", ["--answers", run.overrides, "--minutes", str(settings.minutes)]),
-        "trl": ("results_trl.py", ["--steps", str(settings.steps)]),
+        "trl": ("results_trl.py", []),
     }[run.how]
     return [
         sys.executable, str(Path(__file__).with_name(script)), *CONSTANT.split(), *settings.overrides, *own, "--models",
-        str(settings.paths.root), "--seed", str(seed), "--device", settings.device, "--out", str(folder),
+        str(settings.paths.root), "--steps", str(settings.steps), "--seed", str(seed), "--device", settings.device,
+        "--out", str(folder),
     ]  # fmt: skip
 
 

@@ -213,14 +213,16 @@ def page(runs: dict[str, list[Stored]], titles: dict[str, str], conclusions: str
 
 
 def groups(runs: dict[str, list[Stored]]) -> dict[str, dict[str, list[Stored]]]:
-    """What is compared: the methods; what differs from `opd` in one thing, and TRL, with `opd` of the same seeds."""
+    """What is compared: the methods; what differs from `opd` in one thing, and TRL, each with all seeds of `opd`.
+
+    Their spread says which differences mean something.
+    """
     others = {name: each for name, each in runs.items() if name not in METHODS}
     found = {"methods": {name: runs[name] for name in METHODS if name in runs}}
     for kind in ("variants", "peers"):
         some = {name: each for name, each in others.items() if (name == "trl") == (kind == "peers")}
-        seeds = {run.seed for each in some.values() for run in each}
-        if base := [run for run in runs.get("opd", []) if run.seed in seeds]:
-            some = {"opd": base} | some
+        if some and "opd" in runs:
+            some = {"opd": runs["opd"]} | some
         found[kind] = some
     return {kind: some for kind, some in found.items() if some}
 

@@ -1,6 +1,6 @@
 """The supervised baselines of benchmarks/results.py: the student on worked answers, of the data or of the teacher.
 
-    python benchmarks/results_sft.py --models FOLDER --answers data --seed 0 --minutes 4 --out FOLDER
+    python benchmarks/results_sft.py --models FOLDER --answers data --seed 0 --minutes 4 --steps 150 --out FOLDER
 
 The recipe's batch size, learning rate and optimizer, as in distillation; passes over the same prompts, in another order
 each time. The teacher's answers are drawn by vLLM at temperature 1, one to a prompt, right or wrong, before training;
@@ -115,7 +115,7 @@ def batches(sequences: list[Sequence], size: int, seed: int) -> Any:
 
 
 def train(args: argparse.Namespace, config: Config, out: Path) -> None:
-    """Train for so many minutes, validating at equal distances."""
+    """Train for so many minutes, validating at equal distances, and after as many steps as a run of the program."""
     paths, device = DemoPaths.under(args.models), torch.device(args.device)
     limit, size = config.data.max_response_length, config.data.train_batch_size
     tokenizer = AutoTokenizer.from_pretrained(paths.student)
@@ -135,7 +135,7 @@ def train(args: argparse.Namespace, config: Config, out: Path) -> None:
             print(row, flush=True)
 
         say(**{"val/accuracy": validate(sft, tokenizer, val, limit)})
-        validated = 0
+        validated, every = 0, max(1, args.steps // VALIDATIONS)
         for batch in batches(encode(rows, tokenizer), size, args.seed):
             began = time.perf_counter()
             loss = sft.step(batch).item()  # waits for the device
@@ -144,7 +144,7 @@ def train(args: argparse.Namespace, config: Config, out: Path) -> None:
             seconds += time.perf_counter() - began + per_answer * new_answers
             tokens, step = tokens + sum(len(s.response_ids) for s in batch), step + 1
             due = min(VALIDATIONS, int(VALIDATIONS * seconds / (60 * args.minutes)))
-            if due > validated:
+            if due > validated or (step <= args.steps and step % every == 0):
                 validated = due
                 say(**{"actor/loss": loss, "val/accuracy": validate(sft, tokenizer, val, limit)})
             elif step % 20 == 0:
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--minutes", type=float, required=True, help="of training")
+    parser.add_argument("--steps", type=int, required=True, help="of a run of the program")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

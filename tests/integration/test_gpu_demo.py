@@ -55,6 +55,8 @@ def test_the_recipe_builds_its_models_and_runs_from_them_become_a_page(cache, tm
     )  # fmt: skip
     steps = [line.split(",")[0] for line in (stored / "opd-0.csv").read_text().splitlines() if line[0].isdigit()]
     assert steps == ["0", "1", "2"]
+    lines = [line.split(",") for line in (stored / "sft_data-0.csv").read_text().splitlines() if line[0].isdigit()]
+    assert {"0", "1", "2"} <= {line[0] for line in lines if line[3]}  # validated where the program is, and by minutes
     again = compare("run", "--results", stored, "--models", root, "--only", "sft_data", "opd", "--seeds", "0")
     assert again == ""  # what is stored is not run again
     compare("report", "--results", stored, "--docs", tmp_path)
