@@ -204,7 +204,7 @@ class TrainerConfig:
     at once, as a second signal does. A step and a checkpoint, perhaps after one that is being written, have to fit
     into it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto = cuda where a GPU is visible."""
+    """auto = cuda where a GPU is visible to the process that starts the run."""
     profile_steps: list[int] = field(default_factory=list, metadata=rules.STEPS)
     """Steps for which every worker runs torch's profiler: profile_step_N_worker_M.json.gz beside trace.json."""
     seed: int = field(default=0, metadata=rules.SEED)

@@ -20,7 +20,7 @@ import ray
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
-from hybrid_gkd.errors import HybridGKDError, WorkerError
+from hybrid_gkd.errors import ConfigError, HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import host_bytes
@@ -408,6 +408,7 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
 
     Raises:
         WorkerError: Ray could not start or be reached.
+        ConfigError: `trainer.device=auto` is the CPU by this machine, and the cluster has GPUs.
     """
     init = config.ray_init
     if init.address is not None:
@@ -429,4 +430,9 @@ def ray_cluster(config: Config, device: str) -> Iterator[None]:
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if config.trainer.device == "auto" and device == "cpu" and gpus:
+            raise ConfigError(
+                "trainer.device", f"must be cuda or cpu: this machine has no GPU, the cluster has {gpus:g}", "auto"
+            )
         yield

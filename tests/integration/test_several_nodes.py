@@ -8,7 +8,7 @@ import ray
 from ray.cluster_utils import Cluster
 from test_workers import make_config, random_batch, shares
 
-from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
 
@@ -19,7 +19,7 @@ def address(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # for the second node's workers
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, num_gpus=1)  # as far as Ray knows
         yield cluster.address
     finally:
         cluster.shutdown()
@@ -39,6 +39,11 @@ def test_each_node_gets_as_many_workers_as_asked_for(address, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)  # the cluster was started elsewhere
     model = "model"
     given = f"ray_init.address={address}"
+    with (
+        pytest.raises(ConfigError, match=r"^trainer\.device: .*no GPU, the cluster has 1; got 'auto'"),
+        ray_cluster(configure(given, "trainer.device=auto"), "cpu"),
+    ):
+        pass
     with ray_cluster(configure(given), "cpu"):
         room = r"trainer\.nnodes: 1 node\(s\) with room for 2 worker\(s\) .*has 2 node\(s\), with room for 1, 1"
         with pytest.raises(WorkerError, match=room):
