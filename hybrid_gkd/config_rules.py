@@ -256,8 +256,7 @@ def _importance_weights(config: Config) -> Rules:
     yield "algorithm.rollout_is", threshold is not None or section.rollout_is == "prefix", f"goes together with {key}"
     yield (
         "algorithm.rollout_is", threshold is None or section.rollout_is != "token" or config.has_sampled_loss,
-        "is for losses of the sampled token; a divergence is of the whole distribution at its position, for which the "
-        "tokens before it count: leave it at prefix",
+        "must be prefix or sequence where the loss is a divergence, which does not depend on the sampled token",
     )
     normalizes = section.rollout_is_batch_normalize
     yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"goes together with {key}"
