@@ -23,8 +23,7 @@ class ModelSpec:
     kv_bytes_per_token: int
     """Keys and values of one token in 16 bits."""
     activation_bytes_per_token: int = 0
-    """Activations for the backward pass of one token in 16 bits, at least: a block's six tensors of the hidden size
-    and three of the intermediate size; with activation checkpointing its input."""
+    """Activations for the backward pass of one token in 16 bits, at least: see `_kept_values`."""
     forward_bytes_per_token: int = 0
     """The same of a forward pass that keeps nothing: of a block's MLP, two and three of them."""
     embedding_parameters: int = 0
@@ -68,13 +67,13 @@ def model_spec(
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         width = text.hidden_size
         intermediate = getattr(text, "intermediate_size", None) or 4 * width
-        kept = width if checkpointing else 6 * width + 3 * intermediate
+        kept = _kept_values(text.num_hidden_layers, width, intermediate, checkpointing)
         parameters = sum(p.numel() for p in model.parameters())
         embedding_parameters = sum(p.numel() for p in torch.nn.ModuleList(ends).parameters())
         return ModelSpec(
             parameters=parameters,
             kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
-            activation_bytes_per_token=2 * text.num_hidden_layers * kept,
+            activation_bytes_per_token=2 * kept,
             forward_bytes_per_token=2 * (2 * width + 3 * intermediate),
             embedding_parameters=embedding_parameters,
             stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
@@ -87,6 +86,23 @@ def model_spec(
         raise
     except Exception as error:  # whatever a model raises whose numbers do not fit together
         raise ModelError(f"{path}: the model's configuration cannot be used: {first_line(error)}") from error
+
+
+def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool) -> int:
+    """Numbers per token that a backward pass has in memory at once, at least.
+
+    Of T tokens, hidden size D and intermediate size I, the operations of a block keep for their gradients
+
+    - six of [T, D]: the input and the output of both norms, the queries and the output of the attention;
+    - three of [T, I]: the gate before its activation function, the other factor, and the product of the two.
+
+    Left out are keys and values and, of blocks that are not compiled, the gate behind its activation function.
+
+    Without activation checkpointing all blocks keep theirs. With it a block keeps its input [T, D], and the backward
+    pass computes one block at a time anew: that one holds all nine, the first of which is its input.
+    """
+    block = 6 * width + 3 * intermediate
+    return (layers - 1) * width + block if checkpointing else layers * block
 
 
 CLASSIFIERS = {

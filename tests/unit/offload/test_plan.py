@@ -1,16 +1,22 @@
 """The plan: what the residency table, the offload keys and the checkpoints add up to."""
 
 import dataclasses
+import weakref
 
 import huggingface_hub
+import numpy as np
 import pytest
-from transformers import AutoConfig, Gemma3Config, MambaConfig, Qwen2Config
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, MambaConfig, Qwen2Config
 
 from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
 from hybrid_gkd.launch.teacher import local_teacher_place
+from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
 from hybrid_gkd.offload.budget import (
     GIB,
@@ -20,6 +26,7 @@ from hybrid_gkd.offload.budget import (
     rollout_share,
     teacher_share,
 )
+from hybrid_gkd.student.loading import fuse_norms
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.group import holds_snapshots
 from hybrid_gkd.workers.placement import Placement, free_host_bytes
@@ -85,7 +92,7 @@ def test_seven_billion_with_adapters_fit_on_one_card_without_any_offload(tmp_pat
     assert phases["optimizer_step"]["frozen_params"] == 2 * spec.parameters
     # A card of 80 GiB, where the engine takes half: it stays below with nothing moved, and above without LoRA.
     small = (*lora, "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
-    checkpointing = dataclasses.replace(spec, activation_bytes_per_token=2 * 28 * 3584)
+    checkpointing = dataclasses.replace(spec, activation_bytes_per_token=2 * (33 * 3584 + 3 * 18944))
     check_memory(config(*small), checkpointing, total_bytes=80 * GIB)
     with pytest.raises(ConfigError, match=r"optimizer_state 56\.7"):
         check_memory(config(*small), dataclasses.replace(checkpointing, adapter_parameters=0), total_bytes=80 * GIB)
@@ -316,7 +323,8 @@ def test_forward_passes_over_a_batch_are_counted_where_they_take_more_than_the_u
         )
         return phase_bytes(given, student_spec(given), device=device, total_bytes=None)
 
-    token, kept, embedding = 2 * (2 * hidden + 3 * intermediate), 2 * layers * hidden, vocabulary * hidden
+    token, embedding = 2 * (2 * hidden + 3 * intermediate), vocabulary * hidden
+    kept = 2 * ((layers + 5) * hidden + 3 * intermediate)
     assert planned()["update"]["activations"] == 1024 * kept
     assert planned("data.val_files=x")["update"]["activations"] == 8192 * token > 1024 * kept
     limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
@@ -337,6 +345,82 @@ def test_forward_passes_over_a_batch_are_counted_where_they_take_more_than_the_u
     short = planned(*others, "reward_model.forward_max_token_len_per_gpu=700")
     assert short["reward_model"]["activations"] == 700 * token
     assert not {"activations", "gathered_params"} & planned(*others, device="cpu")["reference"].keys()
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made under it have taken at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._sizes = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    weakref.finalize(storage, self._sizes.pop, storage._cdata)
+                self._sizes[storage._cdata] = storage.nbytes()
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return made
+
+
+def saved_bytes(model, batch):
+    """Of the tensors that a forward pass keeps for the backward pass, parameters and buffers left out."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage  # the storage too, so that its address is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(**batch.model_kwargs())
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "intermediate", "heads", "kv_heads"),
+    [(Qwen2Config, 64, 128, 4, 2), (Qwen2Config, 64, 320, 4, 4), (LlamaConfig, 128, 192, 8, 1)],
+)
+def test_activations_are_what_autograd_keeps(tmp_path, kind, hidden, intermediate, heads, kv_heads):
+    """With checkpointing an input per block and all of one block, which is computed anew; without it all of all.
+
+    The plan leaves out no more than this, in float32 per token: keys and values; the gate behind its activation
+    function; of each norm the factor, and on the CPU its product with the input; of the attention one number per head,
+    and on the CPU a second copy of its output and two int64 indices of the padded copies.
+    """
+    tokens, batch = 1024, pack([np.arange(64) % 50] * 16, "cpu")
+    left_out = tokens * (2 * kv_heads * hidden // heads + intermediate + 2 + 2 * hidden + heads + hidden + 4)
+
+    def built(layers, checkpointing):
+        model_config = kind(
+            vocab_size=50, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads,
+        )  # fmt: skip
+        model_config.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation=PACKED_ATTENTION)
+        fuse_norms(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={}, checkpointing=checkpointing)
+        return model.train(), tokens * spec.activation_bytes_per_token / 2  # numbers: the plan's have 16 bits
+
+    def of_a_block(checkpointing):
+        return (saved_bytes(built(3, checkpointing)[0], batch) - saved_bytes(built(2, checkpointing)[0], batch)) / 4
+
+    block, block_input = of_a_block(False), of_a_block(True)
+    assert block_input == tokens * hidden
+    assert 0 <= 3 * block - built(3, False)[1] <= 3 * left_out
+    model, planned = built(3, True)
+    held = 2 * block_input + block
+    assert 0 <= held - planned <= left_out
+    with PeakMemory() as memory:  # gradients come on top
+        model.base_model(**batch.model_kwargs()).last_hidden_state.sum().backward()
+    assert memory.peak / 4 > held
 
 
 def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
