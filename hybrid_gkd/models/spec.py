@@ -26,6 +26,9 @@ class ModelSpec:
     """Activations for the backward pass of one token in 16 bits, at least: see `_kept_values`."""
     forward_bytes_per_token: int = 0
     """The same of a forward pass that keeps nothing: of a block's MLP, two and three of them."""
+    logits_bytes_per_token: int = 0
+    """Of a model that changes its logits (`changed_logits`) two copies in 16 bits, before and after the change; 0 of
+    others, whose logits can be computed for a few rows at a time."""
     embedding_parameters: int = 0
     """Of the input embedding and the output head; counted once where they are tied."""
     stored_itemsize: int = 4
@@ -75,6 +78,7 @@ def model_spec(
             kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
             activation_bytes_per_token=2 * kept,
             forward_bytes_per_token=2 * (2 * width + 3 * intermediate),
+            logits_bytes_per_token=2 * 2 * text.vocab_size if changed_logits(text) else 0,
             embedding_parameters=embedding_parameters,
             stored_itemsize=(getattr(torch, stored) if isinstance(stored, str) else stored).itemsize,
             head_parameters=text.vocab_size * text.hidden_size,
@@ -103,6 +107,13 @@ def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool
     """
     block = 6 * width + 3 * intermediate
     return (layers - 1) * width + block if checkpointing else layers * block
+
+
+def changed_logits(text_config: Any) -> str | None:
+    """The field by which a model scales or caps its logits behind the head, if it does."""
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    names = (*caps, "logits_scaling", "logit_scale")
+    return next((name for name in names if getattr(text_config, name, None) not in (None, 1.0)), None)
 
 
 CLASSIFIERS = {

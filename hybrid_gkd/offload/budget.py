@@ -22,8 +22,11 @@ ENGINE_WORKSPACE_BYTES = 8 * GIB
 KV_BLOCK_TOKENS = 128
 """At most; the KV cache of a sequence is a whole number of blocks."""
 TEACHER_TOKENS = 32768
-"""KV cache of a teacher that shares a GPU, at least: four engine steps, so that one is filled while another is
+"""KV cache of a vLLM teacher that shares a GPU, at least: four engine steps, so that one is filled while another is
 scored."""
+HF_TEACHER_TOKENS, HF_TEACHER_LOGITS_TOKENS = 16384, 2048
+"""Of one forward pass of a teacher with backend=hf, and of one that gives the logits of all rows at once; unless a
+single sequence is longer."""
 TEACHER_WORKSPACE_BYTES = 6 * GIB
 """Activations of one engine step, logits of 1024 positions and their top-k, CUDA context."""
 LARGEST_SHARE = 0.92
@@ -293,10 +296,25 @@ def teacher_share(config: Config, *, total_bytes: int) -> float:
     plain = teacher.backend == "hf" or (teacher.backend == "auto" and not vllm_available())
     as_stored = plain and teacher.dtype == "auto"  # vLLM takes half precision for what is stored as float32
     itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
-    tokens = max(TEACHER_TOKENS, teacher.max_model_len or config.max_sequence_length + 1)  # vLLM wants room for one
-    per_gpu = itemsize * spec.parameters + tokens * itemsize / 2 * spec.kv_bytes_per_token
+    longest = teacher.max_model_len or config.max_sequence_length + 1
+    cache = max(TEACHER_TOKENS, longest) * spec.kv_bytes_per_token  # vLLM wants room for one
+    beside_weights = _hf_forward_bytes(spec, longest) if plain else cache  # in 16 bits
+    per_gpu = itemsize * spec.parameters + itemsize / 2 * beside_weights
     per_gpu /= teacher.tensor_model_parallel_size
     return math.ceil(100 * (per_gpu + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
+
+
+def _hf_forward_bytes(spec: ModelSpec, longest: int) -> int:
+    """Of the largest forward pass of a teacher with backend=hf, in 16 bits, at least; it has no KV cache.
+
+    `HFScoringEngine` takes T tokens at a time: up to its limit, or one sequence of `longest` tokens. It keeps nothing
+    for a backward pass, so that only one block's activations exist: two arrays [T, D] and three [T, I], for the hidden
+    size D and the intermediate size I. When they are gone, a model that changes its logits has two arrays [T, V]. In
+    float32 the logits exist for 1024 rows at a time, which is part of the workspace. Not counted are the scores of an
+    attention that cannot be packed, [B, H, L, L] for B sequences of L tokens and H heads.
+    """
+    limit = HF_TEACHER_LOGITS_TOKENS if spec.logits_bytes_per_token else HF_TEACHER_TOKENS
+    return max(limit, longest) * max(spec.forward_bytes_per_token, spec.logits_bytes_per_token)
 
 
 def engine_share(config: Config, spec: ModelSpec, total_bytes: int) -> float:

@@ -16,6 +16,7 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
+from hybrid_gkd.models.spec import changed_logits
 from hybrid_gkd.types import TeacherTopK, TrainSequence
 
 
@@ -102,10 +103,8 @@ def _refuse_head(model: Any) -> None:
     config, head = model.config.get_text_config(), model.get_output_embeddings()  # of Gemma 4 a part of the whole
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    for name in (*caps, "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
+    if name := changed_logits(config):
+        raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
 
 
 def pack_responses(micro_batch: tuple[TrainSequence, ...], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:

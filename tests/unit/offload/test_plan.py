@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, MambaConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen2Config,
+)
 
 from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config_loading import load_config
@@ -27,7 +35,9 @@ from hybrid_gkd.offload.budget import (
     teacher_share,
 )
 from hybrid_gkd.student.loading import fuse_norms
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.teacher.engines.options import EngineOptions
+from hybrid_gkd.teacher.engines.table import load_engine
+from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.workers.group import holds_snapshots
 from hybrid_gkd.workers.placement import Placement, free_host_bytes
 
@@ -241,7 +251,9 @@ def test_a_teacher_takes_the_bytes_of_the_type_that_its_engine_loads(
         f"{teacher}.backend={backend}",
     )
     spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
-    expected = itemsize * (spec.parameters + 32768 * spec.kv_bytes_per_token / 2) + 6 * GIB
+    uses_vllm = backend == "auto" and has_vllm
+    tokens = 32768 * spec.kv_bytes_per_token if uses_vllm else 16384 * spec.forward_bytes_per_token
+    expected = itemsize * (spec.parameters + tokens / 2) + 6 * GIB
     assert teacher_share(shared, total_bytes=CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
 
 
@@ -421,6 +433,46 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, hidden, intermediat
     with PeakMemory() as memory:  # gradients come on top
         model.base_model(**batch.model_kwargs()).last_hidden_state.sum().backward()
     assert memory.peak / 4 > held
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "kv_heads", "length", "fields"),
+    [
+        (Qwen2Config, 2, 4, 512, {}), (Qwen2Config, 4, 1, 512, {}), (GraniteConfig, 2, 4, 512, {"logits_scaling": 2.0}),
+        (GraniteConfig, 2, 4, 4096, {"logits_scaling": 2.0}),
+    ],
+)  # fmt: skip
+def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
+    tmp_path, monkeypatch, kind, layers, kv_heads, length, fields
+):
+    """Beside its weights, with as many sequences as two passes take.
+
+    The plan leaves out no more than this, in float32 per token: the output of the embedding and the input of the block
+    (64 each), cosines and sines (16 each), ids and positions (an int64 each). Beside changed logits there is less: the
+    last hidden states, ids and positions.
+    """
+    tokenizer, tokens = make_tokenizer(), max(length, 2048 if fields else 16384)
+    model_config = kind(
+        vocab_size=1000, hidden_size=64, intermediate_size=192, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=kv_heads, max_position_embeddings=length, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None, bos_token_id=None, **fields,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(model_config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("hybrid_gkd.offload.budget.TEACHER_WORKSPACE_BYTES", 0)
+    teacher = "actor_rollout_ref.teacher"
+    given = config(
+        f"{teacher}.server_ip=null", f"{teacher}.model.path={tmp_path}", f"{teacher}.backend=hf",
+        f"data.max_prompt_length={length - 9}", "data.max_response_length=8",
+    )
+    spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
+    planned = teacher_share(given, total_bytes=100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
+    engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
+    ids = np.arange(length - 8, dtype=np.int32) % 50
+    with PeakMemory() as memory:
+        engine.score([(ids, ids[:8])] * (2 * tokens // length), 5, 1.0)
+    assert 0 <= memory.peak - planned <= 4 * tokens * (64 + 64 + 16 + 16 + 4)
 
 
 def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
