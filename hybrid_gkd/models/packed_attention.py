@@ -158,20 +158,17 @@ def _varlen(
     window: int | None,
 ) -> Tensor:
     """[1, H, T, Dh] -> [1, T, H, Dv] without padding."""
-    attention, takes_gqa = _varlen_function()
+    attention, asks_for_gqa = _varlen_function()
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1 and takes_gqa:
+    if asks_for_gqa and query.shape[1] != key.shape[1]:
         options["enable_gqa"] = True
-    elif repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return attention(query, key, value, cu_seqlens, cu_seqlens, max_length, max_length, **options)[None]
 
 
 @functools.cache
 def _varlen_function() -> tuple[Callable[..., Any], bool]:
-    """torch's varlen_attn and whether it knows enable_gqa."""
+    """torch's varlen_attn, and whether it must be told of fewer keys than queries; torch 2.11 takes them unasked."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
