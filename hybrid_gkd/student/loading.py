@@ -12,8 +12,6 @@ or convert (or not in safetensors) is loaded whole, on rank 0's host, and handed
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 import json
 import logging
 import math
@@ -30,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.adapters import base_weights
+from hybrid_gkd.models.fused_layers import fuse_layers
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import auto_class, read_config
 from hybrid_gkd.models.tokenizer import first_line
@@ -69,7 +68,7 @@ def build_model(
         raise ModelError(f"{key}: cannot load {path!r}: {error}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
-    fuse_norms(model)
+    fuse_layers(model)
     if classifier:
         return model
     with contextlib.suppress(OSError):  # not every folder has one; then it follows from config.json
@@ -99,33 +98,6 @@ def _saveable(found: Any, derived: Any, path: str) -> Any:
             reason = first_line(error)
     logger.warning("%s: generation_config.json is left out of exports: %s", path, reason)
     return derived
-
-
-def fuse_norms(model: nn.Module) -> None:
-    """Put torch's RMSNorm, one kernel on a GPU, in the place of the architecture's own, which takes eight.
-
-    It computes in float32 and rounds once, at the end. Parameters keep their names. Norms of the name that compute
-    something else, which is tried out, stay as they are.
-    """
-    for name, module in list(model.named_modules()):
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and _is_rms_norm(module, eps):
-            norm = nn.RMSNorm(module.weight.shape, eps, device="meta")
-            norm.weight = module.weight
-            model.set_submodule(name, norm)
-
-
-@torch.no_grad()
-def _is_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Whether the output of a module is x / sqrt(mean(x^2) + eps) * weight."""
-    names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    trial = copy.deepcopy(module).to_empty(device="cpu").float()
-    weight = trial.get_parameter("weight")
-    weight.copy_(torch.linspace(0.5, 1.5, weight.numel()).reshape(weight.shape))
-    x = torch.linspace(-1, 1, 3 * weight.numel()).reshape(3, *weight.shape) * math.sqrt(eps)  # so that eps counts
-    return torch.allclose(trial(x), nn.functional.rms_norm(x, weight.shape, weight, eps), rtol=1e-5)
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:

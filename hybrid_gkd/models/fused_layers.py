@@ -1,0 +1,225 @@
+"""Layers of Hugging Face models computed by one kernel where the architecture's own code takes several.
+
+    fuse_layers(model)      # right after it was built: its parameters and their names stay
+
+Root-mean-square norms, the product of a SiLU gate and another factor, and rotary position embeddings are memory traffic
+and launches, nothing else. On a GPU each becomes one kernel forward and one backward (fused_layers_triton.py), which
+computes in float32 and rounds once, at the end. Elsewhere, and where torch.compile fuses, only the norms change: they
+are torch's. What a layer computes is tried out, so that one which computes something else stays as it is.
+
+Shapes: T packed tokens, H heads, Dh head size, D hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LARGEST_NORM = 16384
+"""Widest row that a program of the norm's kernels holds at once."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""What gated MLPs call theirs."""
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls the function in the module of each architecture."""
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Let the norms, gated MLPs and rotary embeddings of a model be one kernel each, where they are the usual ones."""
+    fuse_norms(model)
+    fuse_gates(model)
+    fuse_rotary(model)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Put `RMSNorm` in the place of the architecture's own, which takes eight kernels. Parameters keep their names."""
+    for name, module in list(model.named_modules()):
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and _is_rms_norm(module, eps):
+            norm = RMSNorm(module.weight.shape, eps, device="meta")
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
+
+
+def fuse_gates(model: nn.Module) -> None:
+    """Give modules that compute down_proj(silu(gate_proj(x)) * up_proj(x)) a class whose forward does it."""
+    for module in model.modules():
+        if all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS):
+            module.__class__ = _gated_class(type(module), module)
+
+
+def fuse_rotary(model: nn.Module) -> None:
+    """Replace the function that rotates queries and keys in the modules that define the model's layers.
+
+    It serves all models of these architectures in this process.
+    """
+    for name in {type(module).__module__ for module in model.modules()}:
+        own = getattr(sys.modules[name], ROTARY, None)
+        if callable(own) and not isinstance(own, functools.partial) and _is_rotary(own):
+            setattr(sys.modules[name], ROTARY, functools.partial(_rotary, own))
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = len(self.normalized_shape) == 1 and x.shape[-1] <= LARGEST_NORM and x.dtype == self.weight.dtype
+        if not fits or not _has_kernels(x):
+            return super().forward(x)
+        normalised: Tensor = _Norm.apply(x, self.weight, self.eps)
+        return normalised
+
+
+class GatedMLP(nn.Module):
+    """What a class of `fuse_gates` has before the architecture's own."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not _has_kernels(x):
+            own: Tensor = super().forward(x)
+            return own
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        projected: Tensor = self.down_proj(_Gate.apply(gate.contiguous(), up.contiguous()))
+        return projected
+
+
+_gated_classes: dict[type, type] = {}
+"""Class of an architecture -> one with `GatedMLP` before it, or itself if it computes something else."""
+
+
+def _gated_class(kind: type, module: nn.Module) -> type:
+    if kind not in _gated_classes:
+        fits = not issubclass(kind, GatedMLP) and _is_gated_mlp(module)
+        _gated_classes[kind] = type(kind.__name__, (GatedMLP, kind), {}) if fits else kind
+    return _gated_classes[kind]
+
+
+def _rotary(own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """See `_is_rotary`; what does not have the usual shapes goes to the architecture's own function."""
+    fits = not args and not kwargs and q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3
+    if fits:
+        tokens = (q.shape[0], q.shape[2])
+        fits = (k.shape[0], k.shape[2]) == tokens and q.shape[3] == k.shape[3] and q.dtype == k.dtype == cos.dtype
+        fits = fits and cos.shape == sin.shape == (*tokens, q.shape[3]) and cos.is_contiguous() and sin.is_contiguous()
+    if not fits or not _has_kernels(q):
+        return own(q, k, cos, sin, *args, **kwargs)
+    return _Rotary.apply(q, k, cos, sin)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether the kernels compute for this tensor: on a GPU, in at most float32, and nothing else fuses."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not torch.compiler.is_compiling()
+
+
+def _kernels() -> Any:
+    from hybrid_gkd.models import fused_layers_triton  # a machine without a GPU may have no Triton
+
+    return fused_layers_triton
+
+
+class _Norm(torch.autograd.Function):
+    """Of x [..., D] and weight [D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        result, scale = _kernels().norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        return *_kernels().norm_backward(upstream.contiguous(), x, weight, scale), None
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up, both [..., I]; keeps these two alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _kernels().gated(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        return _kernels().gated_backward(upstream.contiguous(), *ctx.saved_tensors)
+
+
+class _Rotary(torch.autograd.Function):
+    """Of queries [B, H, T, Dh] and keys [B, Hkv, T, Dh], by cos and sin [B, T, Dh], which get no gradient.
+
+    The results are laid out as [B, T, H, Dh], as attention over packed tokens reads them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _kernels().rotate(q, k, cos, sin, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        return *_kernels().rotate(grad_q, grad_k, *ctx.saved_tensors, backward=True), None, None
+
+
+@torch.no_grad()
+def _is_rms_norm(module: nn.Module, eps: float) -> bool:
+    """Whether the output of a module is x / sqrt(mean(x^2) + eps) * weight."""
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    trial = copy.deepcopy(module).to_empty(device="cpu").float()
+    weight = trial.get_parameter("weight")
+    weight.copy_(torch.linspace(0.5, 1.5, weight.numel()).reshape(weight.shape))
+    x = torch.linspace(-1, 1, 3 * weight.numel()).reshape(3, *weight.shape) * math.sqrt(eps)  # so that eps counts
+    return torch.allclose(trial(x), nn.functional.rms_norm(x, weight.shape, weight, eps), rtol=1e-5)
+
+
+@torch.no_grad()
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Whether a module computes down_proj(silu(gate_proj(x)) * up_proj(x)), by one with small projections."""
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    trial: Any = copy.copy(module)
+    trial._modules = dict(module._modules)
+    weights = [torch.linspace(-1, 1 + i, 12).reshape(3, 4) for i in range(3)]
+    for name, weight in zip(PROJECTIONS, (weights[0], weights[1], weights[2].T), strict=True):
+        trial._modules[name] = projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="cpu")
+        projection.weight.copy_(weight)
+    x = torch.linspace(-2, 3, 20).reshape(5, 4)
+    try:
+        found = trial(x)
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # more than three projections: not the usual one
+        return False
+    gated = nn.functional.silu(x @ weights[0].T) * (x @ weights[1].T)
+    return isinstance(found, Tensor) and torch.allclose(found, gated @ weights[2], rtol=1e-5)
+
+
+@torch.no_grad()
+def _is_rotary(function: Callable[..., Any]) -> bool:
+    """Whether a function (q, k, cos, sin) returns x * cos + (-second half of x, first half of x) * sin of q and k."""
+    q, k = torch.linspace(-1, 2, 48).reshape(1, 2, 3, 8), torch.linspace(-3, 1, 24).reshape(1, 1, 3, 8)
+    cos, sin = torch.linspace(-1, 1, 24).reshape(1, 3, 8), torch.linspace(0.5, -1, 24).reshape(1, 3, 8)
+    try:
+        found = function(q, k, cos, sin)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # other arguments, other shapes
+        return False
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    pair = isinstance(found, tuple) and len(found) == 2
+    return pair and all(
+        got.shape == want.shape and torch.allclose(got, rotated(want)) for got, want in zip(found, (q, k), strict=True)
+    )

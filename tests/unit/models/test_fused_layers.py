@@ -1,0 +1,207 @@
+"""Fused layers: recognised where they are the usual ones, and kernels that compute what the architectures do."""
+
+import copy
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybrid_gkd.models.fused_layers import ROTARY, GatedMLP, RMSNorm, _Gate, _kernels, _Norm, _Rotary, fuse_layers
+
+NUM_TOKENS = 11
+
+
+def make_model(model_type, **fields):
+    config = AutoConfig.for_model(
+        model_type, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1, bos_token_id=None, **fields,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def module_of(model):
+    return sys.modules[type(model).__module__]
+
+
+@pytest.fixture
+def own_rotary(monkeypatch):
+    """The function of an architecture, there again when the test ends."""
+
+    def remember(model):
+        monkeypatch.setattr(module_of(model), ROTARY, getattr(module_of(model), ROTARY), raising=True)
+
+    return remember
+
+
+@pytest.mark.parametrize(
+    ("model_type", "norms", "gates", "rotary"),
+    [
+        ("qwen2", 5, 2, True), ("llama", 5, 2, True), ("qwen3", 9, 2, True), ("mistral", 5, 2, True),
+        ("gemma", 0, 0, True),  # adds 1 to the weights of its norms; its gate is GELU
+        ("phi3", 5, 0, True),  # one matrix for gate and factor
+        ("glm", 5, 0, False),  # turns neighbouring numbers
+        ("stablelm", 0, 2, True),  # layer norms of torch; rotates a part of a head
+    ],
+    ids=lambda value: str(value),
+)  # fmt: skip
+def test_usual_layers_are_recognised_and_compute_the_same(model_type, norms, gates, rotary, own_rotary):
+    model = make_model(model_type)
+    own_rotary(model)
+    own, names, ids = getattr(module_of(model), ROTARY), list(model.state_dict()), torch.arange(20)[None]
+    expected = model(ids).logits
+    for _ in range(2):  # a second model of the architecture finds the function replaced
+        fuse_layers(model)
+    modules = list(model.modules())
+    assert sum(type(module) is RMSNorm for module in modules) == norms
+    assert sum(isinstance(module, GatedMLP) for module in modules) == gates
+    now = getattr(module_of(model), ROTARY)
+    assert (now is not own) == rotary
+    assert not rotary or now.args == (own,)
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def exact_norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def exact_rotary(q, k, cos, sin):
+    def rotated(x):
+        first, second = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    return torch.cat([rotated(q), rotated(k)], 1)
+
+
+def rotate(q, k, cos, sin):
+    return torch.cat(_Rotary.apply(q, k, cos, sin), 1)
+
+
+def normal(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def heads(number, size):
+    """[B, H, T, Dh] as a projection leaves it: a view of [B, T, H Dh]."""
+    return normal(2, NUM_TOKENS, number * size).view(2, NUM_TOKENS, number, size).transpose(1, 2)
+
+
+def cases():
+    """Function of the kernels, the same in float64 and plain torch, its inputs, how many of them have gradients."""
+    for width in (64, 896, 5000):
+        yield lambda x, w: _Norm.apply(x, w, 1e-5), exact_norm, [normal(3, NUM_TOKENS, width), normal(width)], 2
+    yield lambda x, w: _Norm.apply(x, w, 1e-5), exact_norm, [normal(NUM_TOKENS, 6, 128).transpose(0, 1), normal(128)], 2
+    for shape in ((1, NUM_TOKENS, 333), (1, 5, 4864)):
+        yield _Gate.apply, lambda g, u: torch.nn.functional.silu(g) * u, [normal(*shape), normal(*shape)], 2
+    for number, keys, size in ((14, 2, 64), (3, 1, 80), (4, 4, 8)):
+        angles = [normal(2, NUM_TOKENS, size) for _ in range(2)]
+        yield rotate, exact_rotary, [heads(number, size), heads(keys, size), *angles], 2
+
+
+def compare(device, dtype, tolerance):
+    """The largest error of any output or gradient, each as a share of its largest value; raises beyond `tolerance`."""
+    torch.manual_seed(0)
+    for number, (function, exact, inputs, trained) in enumerate(cases()):
+        given = [x.to(device, dtype) for x in inputs]
+        copies = [x.double() for x in given]
+        for tensor in (*given[:trained], *copies[:trained]):
+            tensor.requires_grad_()
+        found, want = function(*given), exact(*copies)
+        assert found.dtype == dtype
+        direction = torch.randn(want.shape, dtype=torch.float64).to(device, dtype)
+        found = [found, *torch.autograd.grad(found, given[:trained], direction)]
+        want = [want, *torch.autograd.grad(want, copies[:trained], direction.double())]
+        for which, (got, value) in enumerate(zip(found, want, strict=True)):
+            assert got.shape == value.shape
+            error = (got.double() - value).abs().max() / value.abs().max()
+            assert error < tolerance, f"case {number}, result {which}: {error}"
+
+
+def compare_models(device, dtype, model_type):
+    """The gradients of models with fused layers are no further from those in float64 than without them.
+
+    In the median of several weights: with one of them either way may be a fifth further away by chance.
+    """
+    model = make_model(model_type).to(device, dtype)
+    ids = torch.arange(2 * NUM_TOKENS, device=device).reshape(2, NUM_TOKENS)
+    own = getattr(module_of(model), ROTARY)
+    models = {"fused": copy.deepcopy(model), "without": model, "exact": copy.deepcopy(model).double()}
+    fuse_layers(models["fused"])
+    of_fused = getattr(module_of(model), ROTARY)
+    ratios = []
+    try:
+        for _ in range(9):
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+            gradients, distances = {}, {}
+            for name, each in models.items():
+                each.load_state_dict(model.state_dict())
+                setattr(module_of(model), ROTARY, of_fused if name == "fused" else own)
+                loss = each(ids).logits.double().log_softmax(-1)[..., 7].sum()
+                gradients[name] = torch.autograd.grad(loss, list(each.parameters()))
+            for name in ("fused", "without"):
+                pairs = zip(gradients[name], gradients["exact"], strict=True)
+                distances[name] = sum(float((got.double() - want).square().sum()) for got, want in pairs)
+            ratios.append((distances["fused"] / distances["without"]) ** 0.5)
+    finally:
+        setattr(module_of(model), ROTARY, own)
+    assert 0 < statistics.median(ratios) <= 1.1, ratios
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 8e-3)])
+def test_kernels_under_the_interpreter(dtype, tolerance):
+    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, __file__, dtype, str(tolerance)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["same"]
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
+    """The compiler wants types that the interpreter does not ask for; it needs no GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels = _kernels()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before is no test
+    tensors = (
+        "x", "weight", "result", "upstream", "grad", "gate", "up", "grad_gate", "grad_up", "q", "k", "cos", "sin",
+        "q_result", "k_result",
+    )  # fmt: skip
+    types = dict.fromkeys(tensors, "*bf16") | {"eps": "fp32", "scale": "*fp32", "sums": "*fp32"}
+    rotary = {"Q_BLOCK": 16, "K_BLOCK": 2, "HALF_BLOCK": 32}
+    for kernel, constants in (
+        (kernels._norm, {"ROWS": 2, "BLOCK": 1024}), (kernels._norm_backward, {"ROWS": 2, "BLOCK": 1024}),
+        (kernels._gated, {"BLOCK": 2048}), (kernels._gated_backward, {"BLOCK": 2048}),
+        (kernels._rotate, {"BACKWARD": False, **rotary}), (kernels._rotate, {"BACKWARD": True, **rotary}),
+    ):  # fmt: skip
+        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+        assert "ptx" in compiled.asm
+
+
+if __name__ == "__main__":
+    import hybrid_gkd.models.fused_layers as fused
+
+    fused._has_kernels = lambda x: x.dtype != torch.float64
+    compare("cpu", getattr(torch, sys.argv[1]), float(sys.argv[2]))
+    for kind in ("qwen2", "qwen3") if sys.argv[1] == "float32" else ():  # the interpreter cuts bfloat16 off
+        compare_models("cpu", torch.float32, kind)
+    print("same")
