@@ -131,6 +131,18 @@ def seeded_sampling_args(device: str) -> dict[str, Any]:
     return {"enable_chunked_prefill": False} if device == "cpu" else {}
 
 
+def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, for up to `max_num_seqs` sequences.
+
+    By default vLLM captures graphs of mixed steps as well, which a rollout hardly has, and none beyond 512 sequences.
+    """
+    if device == "cpu":
+        return {}
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), max_num_seqs}
+    captured = [size for size in sorted(sizes) if size <= max_num_seqs]
+    return {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": captured}}
+
+
 def unlink_shared_memory() -> None:
     """On the CPU, take away the name of the memory that this process shares with its tensor-parallel peers.
 

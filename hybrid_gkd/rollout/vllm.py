@@ -62,6 +62,8 @@ class VLLMRolloutEngine(RolloutEngine):
             max_num_seqs=rollout.max_num_seqs, hf_config=hf_config,
         )
         arguments |= vllm_compat.seeded_sampling_args(device.type)
+        if not rollout.enforce_eager:
+            arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
         self.llm = llm_class(**(arguments | rollout.engine_kwargs.vllm))

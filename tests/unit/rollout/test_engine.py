@@ -116,3 +116,14 @@ def test_an_engine_that_sleeps_knows_its_memory_from_the_list_of_vllms_allocator
 def test_vllm_says_that_its_memory_grew_in_the_words_that_are_expected():
     (place,) = find_spec("vllm").submodule_search_locations
     assert vllm_compat.GREW in Path(place, "v1", "worker", "gpu_worker.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "number", "last"),
+    [(1, 1, [1]), (6, 4, [2, 4, 6]), (256, 35, [240, 248, 256]), (1000, 59, [960, 992, 1000])],
+)
+def test_graphs_are_captured_for_as_many_sequences_as_there_are(max_num_seqs, number, last):
+    sizes = vllm_compat.decode_graph_args("cuda", max_num_seqs)["compilation_config"]["cudagraph_capture_sizes"]
+    assert len(sizes) == len(set(sizes)) == number
+    assert sizes[-len(last) :] == last
+    assert vllm_compat.decode_graph_args("cpu", max_num_seqs) == {}
