@@ -44,7 +44,7 @@ from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
-from hybrid_gkd.launch.run import locked_run_folder, start_tracking
+from hybrid_gkd.launch.run import locked_run_folder, sizes_while_loading, start_tracking
 from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
@@ -117,12 +117,13 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
     first, found = next(iter(configs.values())), {}
     facts = check_all(first)
     with contextlib.ExitStack() as stack:
-        teacher = stack.enter_context(make_teacher_process(first, args.device))
+        loading = sizes_while_loading(facts)
+        teacher = stack.enter_context(make_teacher_process(loading or first, args.device))
         stack.enter_context(ray_cluster(first, args.device))
-        if args.device == "cuda" and teacher_shares_gpu(first):
+        if args.device == "cuda" and teacher_shares_gpu(first) and loading is None:
             teacher.wait_ready()  # the rollout engine sizes its cache by what is free
         group = stack.enter_context(contextlib.closing(
-            WorkerGroup(first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids)
+            WorkerGroup(loading or first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids)
         ))  # fmt: skip
         teacher.wait_ready()
         for schedule, config in configs.items():

@@ -202,17 +202,17 @@ def _pace(config: Config) -> list[Any]:
 
 
 def check_free_memory(
-    config: Config, spec: ModelSpec, placements: list[Placement], *, teacher_loaded: bool = False
+    config: Config, spec: ModelSpec, placements: list[Placement], *, beside_teacher: bool = False
 ) -> None:
     """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
 
-    The placements are measured before the workers load; with `teacher_loaded` a local teacher that shares a GPU has its
-    memory already.
+    The placements are measured before the workers load; with `beside_teacher` a local teacher that shares a GPU has its
+    memory already, or takes it meanwhile.
     """
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in placements if place.gpu):
         budget.check_memory(config, spec, total_bytes=total_bytes, role=role)
     computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
-    ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if teacher_loaded else set())
+    ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if beside_teacher else set())
     for place in placements:
         if place.gpu is None:
             continue

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
 
+import torch
+
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_dict, to_yaml
@@ -35,7 +37,7 @@ from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.offload.budget import teacher_shares_gpu
+from hybrid_gkd.offload.budget import teacher_shares_gpu, with_planned_caches
 from hybrid_gkd.ppo.reward_model import RewardModelTurn
 from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
@@ -166,18 +168,18 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     store.reserve()
     stack.callback(store.release)  # also where the start fails
     clock = stack.enter_context(recording(config.run_dir))
-    teacher, local = None, None
+    teacher, local, loading = None, None, sizes_while_loading(facts)
     if config.distillation.enabled and section.server_ip is None:
-        local = stack.enter_context(make_teacher_process(config, facts.device))
+        local = stack.enter_context(make_teacher_process(loading or config, facts.device))
     elif config.distillation.enabled:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints))
     stack.enter_context(ray_cluster(config, facts.device))
     shares_gpu = local is not None and facts.device == "cuda" and teacher_shares_gpu(config)
     if local is not None:
         local.check()  # a port in use shows now, before the workers load
-        if shares_gpu:
+        if shares_gpu and loading is None:
             local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
-    group = start_workers(facts, stack, teacher_loaded=shares_gpu)
+    group = start_workers(facts, stack, loading or config, beside_teacher=shares_gpu)
     if local is not None:
         local.wait_ready()
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys))
@@ -212,15 +214,26 @@ def make_store(facts: Facts) -> CheckpointStore:
     return CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
 
 
-def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: bool) -> WorkerGroup:
+def sizes_while_loading(facts: Facts) -> Config | None:
+    """With which a local teacher and the workers load side by side on the same GPU, see `with_planned_caches`."""
+    config = facts.config
+    if facts.device != "cuda" or facts.spec is None or not torch.cuda.is_available() or not teacher_shares_gpu(config):
+        return None
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    return with_planned_caches(config, facts.spec, total_bytes=total_bytes)
+
+
+def start_workers(
+    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, beside_teacher: bool
+) -> WorkerGroup:
     """All workers with student and rollout engine loaded. Raises HybridGKDError."""
     config = facts.config
     assert facts.steps is not None
     group = WorkerGroup(
-        config, device=facts.device, steps=facts.steps, stop_token_ids=facts.stop_token_ids,
+        loading, device=facts.device, steps=facts.steps, stop_token_ids=facts.stop_token_ids,
         num_updates=num_updates(config, max(0, facts.steps - config.trainer.critic_warmup)),
         num_critic_updates=num_critic_updates(config, facts.steps),
-        on_placed=lambda placements: check_placement(config, placements, teacher_loaded=teacher_loaded),
+        on_placed=lambda placements: check_placement(config, placements, beside_teacher=beside_teacher),
     )
     stack.enter_context(contextlib.closing(group))
     first = group.description[0]
@@ -232,13 +245,13 @@ def start_workers(facts: Facts, stack: contextlib.ExitStack, *, teacher_loaded: 
     return group
 
 
-def check_placement(config: Config, placements: list[Placement], *, teacher_loaded: bool) -> None:
+def check_placement(config: Config, placements: list[Placement], *, beside_teacher: bool) -> None:
     """Log which worker got which GPU. Raises ConfigError if it is too small, or too much of it is in use."""
     for place in placements:
         logger.info("%s: %s", place.worker, place)
     refuse_teacher_gpu(config, placements)
     if any(place.gpu for place in placements):
-        check_free_memory(config, student_spec(config), placements, teacher_loaded=teacher_loaded)
+        check_free_memory(config, student_spec(config), placements, beside_teacher=beside_teacher)
 
 
 def start_tracking(facts: Facts) -> Tracking:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig, FSDPConfig
 from hybrid_gkd.errors import ConfigError
@@ -257,12 +257,17 @@ def rollout_share(config: Config, spec: ModelSpec, *, total_bytes: int, free_byt
         parts = [4 * each.master + sum(each.frozen.values()) + each.gathered - each.staying for each in models]
         parts += never_trained_bytes(config, never_trained_models(config, spec), "cuda").values()
         room = (room - staying - max(parts)) / 2
-    tokens = arr.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
-    weights, token = engine_bytes(config, spec, "cuda")
-    useful = math.ceil(100 * (weights + tokens * token + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
+    weights = engine_bytes(config, spec, "cuda")[0]
+    useful = math.ceil(100 * (weights + _useful_cache(config, spec) + ENGINE_WORKSPACE_BYTES) / total_bytes) / 100
     share = min(LARGEST_SHARE, math.floor(100 * room / total_bytes) / 100, useful)
     _check_engine_fits(config, spec, share, total_bytes)
     return share
+
+
+def _useful_cache(config: Config, spec: ModelSpec) -> float:
+    """Bytes of KV cache on each device that `max_num_seqs` full sequences of the rollout engine use."""
+    tokens = config.actor_rollout_ref.rollout.max_num_seqs * (engine_length(config) + KV_BLOCK_TOKENS)
+    return tokens * engine_bytes(config, spec, "cuda")[1]
 
 
 def engine_length(config: Config) -> int:
@@ -289,19 +294,66 @@ def teacher_share(config: Config, *, total_bytes: int) -> float:
         return teacher.gpu_memory_utilization
     if not teacher_shares_gpu(config):
         return 0.9
+    return math.ceil(100 * (sum(_teacher_bytes(config)) + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
+
+
+def _teacher_bytes(config: Config) -> tuple[float, float]:
+    """Of the weights of a local teacher that shares a GPU, and of its KV cache or largest forward pass, on each GPU."""
+    teacher = config.actor_rollout_ref.teacher
     assert teacher.model.path is not None
     spec = model_spec(
         teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
     )
-    plain = teacher.backend == "hf" or (teacher.backend == "auto" and not vllm_available())
+    plain = _teacher_is_plain(config)
     as_stored = plain and teacher.dtype == "auto"  # vLLM takes half precision for what is stored as float32
     itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
-    longest = teacher.max_model_len or config.max_sequence_length + 1
+    longest = _longest_scored(config)
     cache = max(TEACHER_TOKENS, longest) * spec.kv_bytes_per_token  # vLLM wants room for one
     beside_weights = _hf_forward_bytes(spec, longest) if plain else cache  # in 16 bits
-    per_gpu = itemsize * spec.parameters + itemsize / 2 * beside_weights
-    per_gpu /= teacher.tensor_model_parallel_size
-    return math.ceil(100 * (per_gpu + TEACHER_WORKSPACE_BYTES) / total_bytes) / 100
+    ranks = teacher.tensor_model_parallel_size
+    return itemsize * spec.parameters / ranks, itemsize / 2 * beside_weights / ranks
+
+
+def _teacher_is_plain(config: Config) -> bool:
+    """Whether a local teacher is computed by transformers, not by vLLM."""
+    backend = config.actor_rollout_ref.teacher.backend
+    return backend == "hf" or (backend == "auto" and not vllm_available())
+
+
+def _longest_scored(config: Config) -> int:
+    """Tokens of the longest sequence that a local teacher takes."""
+    return config.actor_rollout_ref.teacher.max_model_len or config.max_sequence_length + 1
+
+
+def with_planned_caches(config: Config, spec: ModelSpec, *, total_bytes: int) -> Config | None:
+    """The configuration with KV caches of given sizes, so that rollout engine and local teacher may load side by side.
+
+    Otherwise vLLM sizes its cache by the free memory of the card, which must not change meanwhile. None where it has
+    to: a share or a cache is given by the configuration, the card has less room than the engine can use, the teacher's
+    sequences are long, or the engine never sleeps.
+    """
+    arr = config.actor_rollout_ref
+    rollout, teacher, chosen = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
+    shares = (rollout.gpu_memory_utilization, teacher.gpu_memory_utilization)
+    given = any(share is not None for share in shares)
+    given = given or any(chosen in each.engine_kwargs.vllm for each in (rollout, teacher))
+    if given or not (arr.hybrid_engine and rollout.free_cache_engine) or 2 * _longest_scored(config) > TEACHER_TOKENS:
+        return None
+    weights, cache = engine_bytes(config, spec, "cuda")[0], _useful_cache(config, spec)
+    share = engine_share(config, spec, total_bytes)
+    if share * total_bytes < weights + cache + ENGINE_WORKSPACE_BYTES:
+        return None
+    rollout = replace(
+        rollout, gpu_memory_utilization=share,
+        engine_kwargs=replace(rollout.engine_kwargs, vllm={**rollout.engine_kwargs.vllm, chosen: int(cache)}),
+    )  # fmt: skip
+    if not _teacher_is_plain(config):
+        own = {**teacher.engine_kwargs.vllm, chosen: int(_teacher_bytes(config)[1])}
+        teacher = replace(
+            teacher, gpu_memory_utilization=teacher_share(config, total_bytes=total_bytes),
+            engine_kwargs=replace(teacher.engine_kwargs, vllm=own),
+        )  # fmt: skip
+    return replace(config, actor_rollout_ref=replace(arr, rollout=rollout, teacher=teacher))
 
 
 def _hf_forward_bytes(spec: ModelSpec, longest: int) -> int:

@@ -40,7 +40,7 @@ class TeacherProcess:
         options: list[str] | None = None, environment: dict[str, str] | None = None, start_timeout: float = 900.0,
     ):
         self._environment = {**child_environment(), **(environment or {})}
-        self._log_path, self._started = Path(log_path), 0.0
+        self._log_path, self._started, self._began = Path(log_path), 0.0, 0.0
         self._start_timeout = Timeout(start_timeout, "actor_rollout_ref.teacher.start_timeout")
         self._folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")  # with mode 700
         self._ready_file = Path(self._folder.name) / "ready.json"
@@ -58,7 +58,7 @@ class TeacherProcess:
 
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._started = time.monotonic()
+        self._started, self._began = time.monotonic(), time.time()
         with open(self._log_path, "wb") as log:
             # Its own session: a Ctrl-C in the terminal reaches the trainer, which stops the teacher last.
             self._process = subprocess.Popen(
@@ -83,6 +83,8 @@ class TeacherProcess:
                 if time.monotonic() > self._started + self._start_timeout.seconds:
                     raise TeacherError(late)
                 time.sleep(0.1)
+        if not self.address:
+            log.info("the teacher of this run was ready after %.1f s", self._ready_file.stat().st_mtime - self._began)
         ready = json.loads(self._ready_file.read_text())
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 

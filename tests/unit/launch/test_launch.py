@@ -427,10 +427,10 @@ def test_a_run_on_a_cluster_is_checked_against_the_gpus_that_it_gets(tmp_path):
     begin(config)  # no GPU of this machine is asked
     worker = {"host": "a", "pid": 1, "visible_devices": "0", "device": "H200"}
     large = Placement(**worker, gpu="a 0", free_bytes=139 * GIB, total_bytes=140 * GIB)
-    run.check_placement(config, [large], teacher_loaded=False)
+    run.check_placement(config, [large], beside_teacher=False)
     small = Placement(**worker, rank=1, gpu="a 1", free_bytes=10 * GIB, total_bytes=10 * GIB)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization: 5e-06 of a GPU of 10\.0 GiB"):
-        run.check_placement(config, [large, small], teacher_loaded=False)
+        run.check_placement(config, [large, small], beside_teacher=False)
 
 
 @pytest.mark.parametrize("name", ["auto", "vllm"])

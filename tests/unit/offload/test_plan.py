@@ -34,6 +34,7 @@ from hybrid_gkd.offload.budget import (
     phase_bytes,
     rollout_share,
     teacher_share,
+    with_planned_caches,
 )
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
@@ -226,6 +227,42 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     one_gpu.actor_rollout_ref.teacher.device = "cuda"  # beside workers that use no GPU
     assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
     assert local_teacher_place(one_gpu, "cpu") == "GPU 0"
+
+
+def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_caches(tmp_path, monkeypatch):
+    teacher, rollout = "actor_rollout_ref.teacher", "actor_rollout_ref.rollout"
+    model = make_tiny_model(tmp_path, tied=True)
+    token = model_spec(str(model), trust_remote_code=False, override_config={}).kv_bytes_per_token
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("hybrid_gkd.offload.budget.vllm_available", lambda: True)
+
+    def planned(*overrides, total=CARD):
+        one_gpu = load_config(
+            [
+                "data.train_files=unused", "actor_rollout_ref.model.path=unused", f"{teacher}.model.path={model}",
+                *OFFLOAD, f"{teacher}.engine_kwargs.vllm.quantization=fp8", *overrides,
+            ]
+        )
+        return one_gpu, with_planned_caches(one_gpu, SEVEN_B, total_bytes=total)
+
+    before, found = planned()
+    given, own = found.actor_rollout_ref.rollout, found.actor_rollout_ref.teacher
+    sequences = 256 * (2048 + 128) * SEVEN_B.kv_bytes_per_token
+    assert given.engine_kwargs.vllm == {"kv_cache_memory_bytes": sequences}
+    assert own.engine_kwargs.vllm == {"quantization": "fp8", "kv_cache_memory_bytes": 32768 * token}
+    assert (given.gpu_memory_utilization, own.gpu_memory_utilization) == (0.38, 0.05)
+    assert before.actor_rollout_ref.rollout.gpu_memory_utilization is None  # what the user gave stays as it is
+    plain = planned(f"{teacher}.backend=hf")[1].actor_rollout_ref
+    assert plain.rollout == given
+    assert "kv_cache_memory_bytes" not in plain.teacher.engine_kwargs.vllm
+    for override in (
+        f"{rollout}.gpu_memory_utilization=0.5", f"{teacher}.gpu_memory_utilization=0.5",
+        f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes=1000", f"{rollout}.free_cache_engine=false",
+        f"{teacher}.max_model_len=20000", f"{rollout}.max_num_seqs=2048",
+    ):  # fmt: skip
+        assert planned(override)[1] is None, override
+    assert planned(total=68 * GIB)[1] is not None
+    assert planned(total=60 * GIB)[1] is None  # the engine gets what is left beside teacher and 6 GiB
 
 
 @pytest.mark.parametrize(
