@@ -132,7 +132,7 @@ def seeded_sampling_args(device: str) -> dict[str, Any]:
 
 
 def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, for up to `max_num_seqs` sequences.
+    """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, up to `max_num_seqs` sequences.
 
     By default vLLM captures graphs of mixed steps as well, which a rollout hardly has, and none beyond 512 sequences.
     """
