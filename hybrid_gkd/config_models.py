@@ -127,7 +127,8 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = field(default=None, metadata=rules.POSITIVE)
     """Sequences in one micro-batch when use_dynamic_bsz is false."""
     use_torch_compile: bool = False
-    """Compile the decoder blocks: the first update takes longer, the others are faster and need less memory."""
+    """Compile the decoder blocks: the first update takes longer. For architectures whose layers are not fused; where
+    they are, it is slower (docs/performance.md)."""
     ppo_epochs: int = field(default=1, metadata=rules.POSITIVE)
     """Passes over each rollout."""
     grad_clip: float = field(default=1.0, metadata=rules.POSITIVE | rules.MAY_BE_INFINITE)
