@@ -79,8 +79,8 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
 
 
 def test_ppo_raises_the_accuracy(environment, tmp_path):
-    """In two thirds of the recipe's steps, in which the rise was 31 points."""
-    run(environment, tmp_path, "--config-name", "ppo_demo", "trainer.total_training_steps=40")
+    """In less than half of the recipe's steps, in which the rise was 28 points."""
+    run(environment, tmp_path, "--config-name", "ppo_demo", "trainer.total_training_steps=26")
     rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")
     assert rows[max(rows)]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.15
 
