@@ -10,7 +10,7 @@ import fcntl
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
 
@@ -179,7 +179,8 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         local.check()  # a port in use shows now, before the workers load
         if shares_gpu and loading is None:
             local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
-    group = start_workers(facts, stack, loading or config, beside_teacher=shares_gpu)
+    check_teacher = local.check if local is not None else lambda: None
+    group = start_workers(facts, stack, loading or config, beside_teacher=shares_gpu, check_teacher=check_teacher)
     if local is not None:
         local.wait_ready()
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys))
@@ -201,7 +202,6 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if teacher is None:
         return PPOTrainer(config, **arguments)
     logger.info("teacher: %s", check_own_answers(facts, teacher))
-    check_teacher = local.check if local is not None else lambda: None
     return GKDTrainer(config, teacher=teacher, check_teacher=check_teacher, shares_gpu=shares_gpu, **arguments)
 
 
@@ -224,9 +224,10 @@ def sizes_while_loading(facts: Facts) -> Config | None:
 
 
 def start_workers(
-    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, beside_teacher: bool
+    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, beside_teacher: bool,
+    check_teacher: Callable[[], None],
 ) -> WorkerGroup:
-    """All workers with student and rollout engine loaded. Raises HybridGKDError."""
+    """All workers with student and rollout engine loaded. Raises HybridGKDError, also if a teacher beside them ends."""
     config = facts.config
     assert facts.steps is not None
     group = WorkerGroup(
@@ -234,6 +235,7 @@ def start_workers(
         num_updates=num_updates(config, max(0, facts.steps - config.trainer.critic_warmup)),
         num_critic_updates=num_critic_updates(config, facts.steps),
         on_placed=lambda placements: check_placement(config, placements, beside_teacher=beside_teacher),
+        check=check_teacher,
     )
     stack.enter_context(contextlib.closing(group))
     first = group.description[0]

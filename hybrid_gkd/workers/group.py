@@ -63,8 +63,13 @@ CLOSE_SECONDS = 5.0
 class WorkerGroup:
     """`config.world_size` workers that train and `config.rollout_world_size` that generate, one GPU each.
 
-    With a hybrid engine they are the same. `steps`: training steps of the whole run, where they are known. `on_placed`
-    is called with their places before they load; with `load=False` they load nothing, for the doctor.
+    With a hybrid engine they are the same.
+
+    Args:
+        steps: training steps of the whole run, where they are known.
+        load: False for the doctor, for whom they load nothing.
+        on_placed: called with their places before they load.
+        check: called again and again while they load; what it raises ends that.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -73,7 +78,8 @@ class WorkerGroup:
     def __init__(
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
         steps: int | None = None, stop_token_ids: list[int] | None = None, load: bool = True,
-        on_placed: Callable[[list[Placement]], None] = lambda placements: None, log_folder: Path | None = None,
+        on_placed: Callable[[list[Placement]], None] = lambda placements: None,
+        check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
     ):  # fmt: skip
         self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
         roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
@@ -96,7 +102,7 @@ class WorkerGroup:
             self.saves_behind = load and holds_snapshots(config, self.actors.placements, device, steps)
             """Whether the workers that train have the memory for `take_snapshot`."""
             if load:
-                self._initialize({"actor": num_updates, "critic": num_critic_updates}, stop_token_ids or [])
+                self._initialize({"actor": num_updates, "critic": num_critic_updates}, stop_token_ids or [], check)
         except BaseException:
             self.close()
             raise
@@ -112,14 +118,16 @@ class WorkerGroup:
                 f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
             )
 
-    def _initialize(self, num_updates: dict[str, int], stop_token_ids: list[int]) -> None:
+    def _initialize(
+        self, num_updates: dict[str, int], stop_token_ids: list[int], check: Callable[[], None]
+    ) -> None:
         """Load all pools at the same time, and build the group through which weights travel from pool to pool."""
         calls: Calls = {}
         for pool in self.pools:
             address = pool.rendezvous(pool.load_timeout)
             options: dict[str, Any] = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
             calls |= pool.start("initialize", address, saves_behind=self.saves_behind, **options)
-        results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS)
+        results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS, check=check)
         self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
         """Of each worker that trains: its device and versions, and the engine that generates for it."""
         self.attention_cost = attention_cost(int(results[0]["hidden_size"]))

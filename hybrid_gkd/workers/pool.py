@@ -28,6 +28,8 @@ from hybrid_gkd.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+CHECK_SECONDS = 1.0
+"""Between looks at what a wait for the workers depends on."""
 CAUSE_SECONDS = 3.0
 """Grace period for the peers of a failed worker to answer: one that died or stays silent may be the cause."""
 SETTLE_SECONDS = 10.0
@@ -250,7 +252,7 @@ def name_workers(calls: Calls) -> str:
 
 def gather(
     method: str, calls: Calls, timeout: Timeout | None = None, on_answer: Callable[[Any], None] = lambda ref: None,
-    grace_period: float = 0.0,
+    grace_period: float = 0.0, check: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Results of calls in their order, to one or several pools; a failure is raised without waiting for the others.
 
@@ -259,6 +261,7 @@ def gather(
         timeout: for all of them together; None is the pools' own.
         on_answer: called with each call that has ended well.
         grace_period: seconds more, for workers that keep the same timeout to say so themselves.
+        check: called every CHECK_SECONDS; what it raises ends the wait.
 
     Raises:
         WorkerError: a worker died, failed or did not answer in time.
@@ -269,7 +272,11 @@ def gather(
     deadline = time.monotonic() + limit.seconds + grace_period
     with waiting(LONG_NAMES.get(method, method), limit, lambda: f"no answer yet from {name_workers(dict(left))}"):
         while left:
-            ready, _ = ray.wait(list(left), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            pause = max(0.0, min(CHECK_SECONDS, deadline - time.monotonic()))
+            ready, _ = ray.wait(list(left), num_returns=1, timeout=pause)
+            check()
+            if not ready and time.monotonic() < deadline:
+                continue
             if not ready:
                 by_pool: dict[Pool, list[int]] = {}
                 for pool, rank in left.values():

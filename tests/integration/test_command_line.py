@@ -623,6 +623,19 @@ def test_an_unreachable_teacher_ends_the_run_within_its_connect_timeout(world, t
     assert f"127.0.0.1:{port}: {reason}" in errors.splitlines()[-1]
 
 
+def test_a_teacher_that_cannot_load_ends_the_run_while_the_workers_still_load(world, tmp_path):
+    (tmp_path / "late.py").write_text("import time\n\ndef engine(*args, **kwargs):\n    time.sleep(1000)\n")
+    code, _, errors = run(
+        arguments(
+            world, tmp_path, f"actor_rollout_ref.rollout.name={tmp_path}/late.py:engine",
+            "actor_rollout_ref.teacher.backend=hf", "actor_rollout_ref.teacher.engine_kwargs.hf={no_such: 1}",
+        )
+    )
+    assert code == 1
+    assert "the teacher did not start" in errors.splitlines()[-1]
+    assert "no_such" in errors.splitlines()[-1]
+
+
 def test_a_port_in_use_is_named(world, tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
