@@ -45,19 +45,19 @@ def generate(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int, *,
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    rng = np.random.default_rng(1)
-    for index, length in enumerate(lengths):
-        sampling = SamplingParams(
+    prompts = np.random.default_rng(1).integers(0, vocabulary, (len(lengths), PROMPT_TOKENS)).tolist()
+    samplings = [
+        SamplingParams(
             max_tokens=int(length), seed=index, ignore_eos=True, detokenize=False, flat_logprobs=True,
-            logprobs=0 if logprobs else None, output_kind=RequestOutputKind.FINAL_ONLY,
+            logprobs=0 if logprobs else None, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
         )
-        prompt = {"prompt_token_ids": rng.integers(0, vocabulary, PROMPT_TOKENS).tolist()}
-        engine.engine.add_request(str(index), prompt, sampling)
+        for index, length in enumerate(lengths)
+    ]
     torch.cuda.synchronize()
     started, steps, found, found_logprobs = time.perf_counter(), 0, {}, {}
-    while engine.engine.has_unfinished_requests():
+    for outputs in engine.steps(zip(map(str, range(len(lengths))), prompts, samplings, strict=True)):
         steps += 1
-        for output in engine.engine.step():
+        for output in outputs:
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
                 if logprobs and engine.scheduler is not None:

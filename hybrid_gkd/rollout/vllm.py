@@ -109,27 +109,45 @@ class VLLMRolloutEngine(RolloutEngine):
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        prompts = {str(request.index): request for request in requests}
-        for request in requests:
-            parameters = VLLMSamplingParams(
+        def parameters(request: GenerationRequest) -> Any:
+            return VLLMSamplingParams(
                 max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-                top_k=sampling.top_k, seed=request.seed, stop_token_ids=self.stop_token_ids, detokenize=False,
+                top_k=sampling.top_k, seed=request.seed, stop_token_ids=[*self.stop_token_ids], detokenize=False,
                 logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
             )
-            prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
-            self.engine.add_request(str(request.index), prompt, parameters)
+
+        prompts = {str(request.index): request for request in requests}
+        asked = ((str(each.index), each.prompt_ids.tolist(), parameters(each)) for each in requests)
         last_progress = time.monotonic()
-        while self.engine.has_unfinished_requests():
+        for outputs in self.steps(asked):
             finished = [
                 self._to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
-                for output in self.engine.step() if output.finished
+                for output in outputs if output.finished
             ]
             if finished or time.monotonic() > last_progress + PROGRESS_SECONDS:
                 yield finished
                 last_progress = time.monotonic()
         if prompts:
             raise WorkerError(f"the rollout engine lost {len(prompts)} of {len(requests)} sequences")
+
+    def steps(self, requests: Iterable[tuple[str, list[int], Any]]) -> Iterator[list[Any]]:
+        """The outputs of each engine step, for requests of a name, a prompt and vLLM's sampling parameters.
+
+        Before a step the engine gets as many tokens of prompts as it can take, so that the device computes while the
+        host prepares the others. What a step computes is what it would if the engine had all requests.
+        """
+        left, most = iter(requests), self.engine.vllm_config.scheduler_config.max_num_batched_tokens
+        while True:
+            tokens = 0
+            for name, prompt_ids, parameters in left:
+                self.engine.add_request(name, {"prompt_token_ids": prompt_ids}, parameters)
+                tokens += len(prompt_ids)
+                if tokens >= most:
+                    break
+            if not self.engine.has_unfinished_requests():
+                return
+            yield self.engine.step()
 
     def _to_sequence(self, request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
         logprobs = None

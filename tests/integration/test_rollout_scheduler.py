@@ -1,15 +1,17 @@
 """The short path of the rollout scheduler on the CPU: vLLM's synchronous scheduler and its older model runner."""
 
 import multiprocessing
+import random
 import socket
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from same_tokens import check_cases, check_rank
+from same_tokens import MANY, check_cases, check_rank, make_llm
 
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_scheduler
+from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
@@ -33,6 +35,53 @@ def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         for rank in [pool.submit(check_rank, rank, folder, port) for rank in range(2)]:
             rank.result(TIMEOUT)
+
+
+def schedules(folder):
+    """What each step computes of which request: all of them given at once, and as `steps` gives them."""
+    vllm_compat.prepare_environment("cpu")
+    from vllm import SamplingParams
+
+    llm = make_llm(folder, "cpu", caching=True, blocks=MANY, more={})
+    engine, scheduler, steps = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler, []
+    schedule, add, added = scheduler.schedule, engine.add_request, []
+
+    def recorded(*args):
+        output = schedule(*args)
+        steps.append({name.partition("-")[0]: count for name, count in output.num_scheduled_tokens.items()})
+        return output
+
+    def counted(name, *args):
+        added.append((int(name), len(steps)))
+        add(name, *args)
+
+    scheduler.schedule, engine.add_request = recorded, counted
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 150) for _ in range(rng.randrange(5, 200))] for _ in range(40)]
+    lengths = [rng.randrange(3, 40) for _ in prompts]
+    found, asked = [], [
+        (str(i), prompt, SamplingParams(max_tokens=length, seed=i, ignore_eos=True, detokenize=False, skip_clone=True))
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    for way in ("at once", "as needed"):
+        steps.clear(), added.clear()
+        if way == "at once":
+            for name, prompt, sampling in asked:
+                engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        for _ in VLLMRolloutEngine.steps(SimpleNamespace(engine=engine), iter(asked if way == "as needed" else [])):
+            pass
+        assert llm.reset_prefix_cache()
+        found.append((list(steps), list(added)))
+    return found
+
+
+def test_a_step_computes_the_same_whether_it_has_all_requests_or_as_many_as_it_can_take(tmp_path):
+    found = in_own_process(schedules, make_tiny_model(tmp_path / "model", num_words=200))
+    (steps, all_at_once), (same, as_needed) = found
+    assert same == steps
+    assert {step for _, step in all_at_once} == {0}
+    assert [name for name, _ in as_needed] == list(range(40))
+    assert len({step for _, step in as_needed}) >= 4
 
 
 def leave_unknown_ones_alone():

@@ -94,7 +94,7 @@ class VLLMScoringEngine(ScoringEngine):
             how = {"first_row": first_row, "targets": targets, "k": item.k, "temperature": item.temperature}
             parameters = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how},
+                output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how}, skip_clone=True,
             )
             self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
         done = []
