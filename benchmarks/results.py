@@ -333,13 +333,13 @@ def commit() -> str:
 
 
 def wanted(only: list[str], seeds: list[int] | None) -> list[tuple[str, int]]:
-    """Runs in the order in which they are made: those of several seeds before those of one, a seed before the next.
+    """Runs in the order in which they are made: the longest first, since the others are made beside it.
 
-    So each part is a comparison. Of a seed the longest comes first: the others are made beside it.
+    Then those of several seeds before those of one, and a seed before the next, so that each part is a comparison.
     """
     found = [(name, seed) for name in only for seed in (range(RUNS[name].seeds) if seeds is None else seeds)]
-    order = {name: (run.seeds == 1, -run.times, index) for index, (name, run) in enumerate(RUNS.items())}
-    return sorted(found, key=lambda item: (order[item[0]][0], item[1], order[item[0]]))
+    order = {name: (-run.times, run.seeds == 1, index) for index, (name, run) in enumerate(RUNS.items())}
+    return sorted(found, key=lambda item: (*order[item[0]][:2], item[1], order[item[0]]))
 
 
 def run_all(args: argparse.Namespace) -> None:

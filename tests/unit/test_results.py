@@ -204,7 +204,7 @@ def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     assert len({results.RUNS[name].overrides for name in programs}) == len(programs)
     order = [(name, seed) for seed in range(3) for name in ("grpo", "opd")]
     assert results.wanted(["opd_k1", "opd", "grpo"], None) == [*order, ("opd_k1", 0)]
-    assert results.wanted(["opd_k1", "trl"], None) == [("trl", 0), ("opd_k1", 0)]  # the longest first
+    assert results.wanted(["opd_k1", "opd", "trl"], None)[0] == ("trl", 0)  # the longest first
     assert set(results_report.METHODS) <= results.RUNS.keys()
 
 
