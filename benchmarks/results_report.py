@@ -130,12 +130,11 @@ def table(runs: dict[str, list[Stored]], titles: dict[str, str]) -> str:
 
 
 def means(curves: list[list[tuple[float, float]]]) -> list[tuple[float, dict[str, float]]]:
-    """Mean, lowest and highest of the curves at each point of the first, as far as all of them come."""
+    """Mean, lowest and highest of the curves at each point of the first, up to the end of the shortest."""
     end, found = min(points[-1][0] for points in curves), []
-    for x, _ in curves[0]:
-        if x <= end:
-            values = [value_at(points, x) for points in curves]
-            found.append((x, {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}))
+    for x in [*(x for x, _ in curves[0] if x < end), end]:
+        values = [value_at(points, x) for points in curves]
+        found.append((x, {"mean": statistics.mean(values), "lowest": min(values), "highest": max(values)}))
     return found
 
 
@@ -170,6 +169,7 @@ def chart(
         })  # fmt: skip
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "background": "white", "hconcat": drawn,
+        "padding": {"left": 5, "top": 5, "bottom": 5, "right": 90},  # the legend, where letters are wider than here
         "config": {"range": {"category": {"scheme": "tableau10"}}},
     }  # fmt: skip
 

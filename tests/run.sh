@@ -14,6 +14,8 @@ exec </dev/null
 python=$(bash run_gkd.sh --install-only dev)
 # The matrices are small: a second thread only takes a core from another test. Workers and teachers choose their own.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Threads of two runs at the same time that spin at a barrier keep the other's from coming to theirs.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 status=0
 "$python" -m ruff check . || status=1

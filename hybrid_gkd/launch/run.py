@@ -72,10 +72,22 @@ def train(
     print(text, flush=True)
     if talks_to_a_person(config):
         report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
+        exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
         show_next_steps(
             sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
-            huggingface=newest / "huggingface" if newest and (newest / "huggingface").is_dir() else None,
+            huggingface=next((folder for folder in exports if folder.is_dir()), None),
+            base=config.actor_rollout_ref.model.path, train_on=to_train_on(config),
         )
+
+
+def to_train_on(config: Config) -> list[str]:
+    """What the command of a run needs beside it so that the run goes on after its last step."""
+    keys = ["trainer.total_training_steps=N"]
+    if config.trainer.resume_mode == "disable":
+        keys.append("trainer.resume_mode=auto")
+    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":  # the steps are part of the schedule
+        keys.append("trainer.allow_changed_config=true")
+    return keys
 
 
 def run(
@@ -149,7 +161,7 @@ def nothing_left(facts: Facts) -> str:
     return (
         f"nothing to do: {facts.config.run_dir} has done all {facts.steps} steps (the last checkpoint is "
         f"{facts.resumption.folder.name}), and nothing was changed. To train on, ask for more steps "
-        "(trainer.total_training_steps, trainer.total_epochs); for a run of its own, trainer.experiment_name=..."
+        f"({' '.join(to_train_on(facts.config))}); for a run of its own, trainer.experiment_name=..."
     )
 
 

@@ -41,8 +41,16 @@ def show_plan(stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str
     console.print(memory)
 
 
-def show_next_steps(stream: TextIO, *, report: Path | None, huggingface: Path | None, run_dir: Path) -> None:
-    """Say how to look at the run, serve the student and train on; paths are links where the terminal has them."""
+def show_next_steps(
+    stream: TextIO, *, report: Path | None, huggingface: Path | None, base: str, train_on: list[str], run_dir: Path
+) -> None:
+    """Say how to look at the run, serve the student and train on; paths are links where the terminal has them.
+
+    Args:
+        report, huggingface: the run's page and the student in Hugging Face format, where they are.
+        base: the model that the student began as, which adapters in `huggingface` need.
+        train_on: what the command of this run needs beside it to train further.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -50,7 +58,9 @@ def show_next_steps(stream: TextIO, *, report: Path | None, huggingface: Path | 
     if report is not None:
         console.print(f"open the report: [link={report.as_uri()}]{escape(str(report))}[/link]")
     if huggingface is not None:
-        console.print(f"serve the student: vllm serve {escape(shlex.quote(str(huggingface)))}")
-    console.print(
-        f"train on: the same command with more steps (trainer.total_training_steps); run folder: {escape(str(run_dir))}"
-    )
+        folder = str(huggingface)
+        served = [folder]
+        if (huggingface / "adapter_config.json").is_file():
+            served = [base, "--enable-lora", "--lora-modules", f"student={folder}"]
+        console.print(f"serve the student: vllm serve {escape(shlex.join(served))}")
+    console.print(f"train on: the same command with {escape(' '.join(train_on))}; run folder: {escape(str(run_dir))}")

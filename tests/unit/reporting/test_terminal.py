@@ -1,5 +1,6 @@
 import io
 from pathlib import Path
+from typing import Any
 
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 
@@ -29,14 +30,20 @@ def test_small_models_are_shown_in_mib(monkeypatch):
     assert "MiB" in stream.getvalue()
 
 
-def test_what_comes_next_names_what_is_there():
-    stream = io.StringIO()
-    folder = Path("/runs/my run/global_step_4/huggingface")
-    show_next_steps(stream, report=Path("/runs/my run/report.html"), huggingface=folder, run_dir=Path("/runs/my run"))
+def test_what_comes_next_names_what_is_there(tmp_path):
+    stream, folder = io.StringIO(), tmp_path / "my run" / "huggingface"
+    folder.mkdir(parents=True)
+    more = ["trainer.total_training_steps=N", "trainer.resume_mode=auto"]
+    common: dict[str, Any] = {"base": "/models/base", "train_on": more, "run_dir": tmp_path}
+    show_next_steps(stream, report=Path("/runs/my run/report.html"), huggingface=folder, **common)
     text = stream.getvalue()
     assert "open the report: " in text
     assert "/runs/my run/report.html" in text
     assert f"vllm serve '{folder}'" in text
+    (folder / "adapter_config.json").touch()
     stream = io.StringIO()
-    show_next_steps(stream, report=None, huggingface=None, run_dir=Path("/runs"))
-    assert stream.getvalue().startswith("train on: ")
+    show_next_steps(stream, report=None, huggingface=folder, **common)
+    assert f"vllm serve /models/base --enable-lora --lora-modules 'student={folder}'" in stream.getvalue()
+    stream = io.StringIO()
+    show_next_steps(stream, report=None, huggingface=None, **common)
+    assert stream.getvalue().startswith(f"train on: the same command with {' '.join(more)}; ")
