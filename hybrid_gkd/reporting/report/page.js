@@ -217,7 +217,7 @@ function memoryPanel(run, values) {
   const layers = width => [{
     data: {values: scaled}, mark: {type: "bar", tooltip: true},
     encoding: {
-      x: {field: "size", type: "quantitative", stack: "zero", axis: {title: small ? "MiB" : "GiB", format: "~g", tickCount: Math.max(3, width / 90)}},
+      x: {field: "size", type: "quantitative", stack: "zero", axis: {title: small ? "MiB" : "GiB", format: ".6~g", tickCount: Math.max(3, width / 90)}},
       y: {field: "phase", type: "nominal", sort: PHASES, axis: {title: null}},
       color: {field: "owner", type: "nominal", scale: {domain: owners, range: owners.map((_, n) => palette()[n % palette().length])}, legend: {title: null, orient: "bottom", columns: 3}},
       order: {field: "owner"}, tooltip: [{field: "phase"}, {field: "owner"}, {field: "text", title: "size"}],

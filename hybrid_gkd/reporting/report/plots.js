@@ -123,7 +123,7 @@ class Curves extends Chart {
                   scale: {domain: this.series.map((_, n) => n), range: this.series.map(line => line.dash || [1, 0])}};
     const x = {field: "x", type: "quantitative", scale: {domain, nice: false},
                axis: {title: settings.x, grid: false, tickCount: Math.max(2, Math.floor(width / 70)), labelFlush: true}};
-    const y = {field: "y", type: "quantitative", axis: {title: null, tickCount: 5, format: "~g"},
+    const y = {field: "y", type: "quantitative", axis: {title: null, tickCount: 5, format: ".6~g"},
                scale: useLog ? {type: "log"} : {zero: this.stacked}};
     const few = rows.length / this.series.length <= 40;
     const layers = [];
