@@ -327,12 +327,15 @@ async function follow() {
   try {
     const answer = await fetch("data.json");
     const text = await answer.text();
-    if (answer.ok && text !== follow.last) {
-      follow.last = text;
-      const {scrollY} = window;
-      page = JSON.parse(text);
-      render();
-      window.scrollTo(0, scrollY);
+    if (answer.ok) {
+      const found = JSON.parse(text), content = JSON.stringify({...found, written: null});
+      if (content !== follow.last) {  // a run that has ended stays as it is, with its focus and what is open
+        const {scrollY} = window;
+        page = found;
+        render();
+        window.scrollTo(0, scrollY);
+      }
+      follow.last = content;
     }
   } catch (error) {
     document.getElementById("state").append(" The server does not answer any more.");

@@ -105,7 +105,7 @@ class Curves extends Chart {
   drawnValue(line, index) { return settings.smoothing > 0 && !this.stacked ? smoothed(line)[index] : line.points[index].value; }
   spec(width) {
     const rows = [], bands = [], raw = [];
-    const useLog = settings.log && !this.stacked && this.series.every(line => line.points.every(p => p.value > 0));
+    const useLog = settings.log && !this.stacked && this.series.every(line => line.points.every(p => (p.low ?? p.value) > 0));
     this.series.forEach((line, n) => {
       line.points.forEach((point, index) => {
         const row = {x: this.x(point), y: this.drawnValue(line, index), n};
@@ -159,12 +159,13 @@ class Curves extends Chart {
   pointAt(step) {
     const found = this.series.map(line => step === null ? line.points.at(-1) : nearest(line.points, point => point.step, step));
     const marked = step === null ? null : nearest(this.longest(), point => point.step, step);
-    const parts = [element("span", {}, step === null ? "last: " : `step ${marked.step}: `)];
+    const parts = [element("span", {}, step === null ? "last: " : `step ${marked.step}${settings.x === "minutes" && marked.minutes !== null ? `, ${show(marked.minutes)} minutes` : ""}: `)];
     this.series.forEach((line, n) => {
       const swatch = element("span", {className: this.stacked ? "swatch" : "swatch thin"});
       swatch.style.background = palette()[line.color % palette().length];
       const index = line.points.indexOf(found[n]);
-      let text = show(found[n] && this.drawnValue(line, index));
+      let text = show(found[n]?.value);
+      if (found[n] && settings.smoothing > 0 && !this.stacked) text += ` (smoothed ${show(this.drawnValue(line, index))})`;
       if (found[n]?.low !== undefined && step !== null && settings.smoothing === 0) text += ` (${show(found[n].low)} to ${show(found[n].high)})`;
       parts.push(element("span", {}, swatch, `${line.label} `, element("b", {}, text)));
     });
