@@ -102,6 +102,11 @@ class Page:
         """The pointer."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def tap(self, x: float, y: float) -> None:
+        """A finger, for a moment."""
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 

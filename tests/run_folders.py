@@ -73,7 +73,8 @@ def make_run(
                 tracking.log_generations(samples(step), step)
                 tracking.log_tokens(tokens(step) if distils else [], step)
                 row |= {"val/accuracy": 0.2 + 0.7 * step / steps}
-                row |= {"val/forward_kl": 2.0 / step, "val/reverse_kl": 3.0 / step} if distils else {}
+                if distils:
+                    row |= {"val/forward_kl": 2.0 / step, "val/reverse_kl": 3.0 / step, "val/forward_kl/q1": 1.0 / step}
             tracking.log(row, step)
             if step % 20 == 0:
                 (config.run_dir / "latest_checkpointed_iteration.txt").write_text(str(step))
@@ -91,8 +92,9 @@ def step_row(step: int, *, distils: bool) -> dict[str, float]:
         "response_length/min": 1.0, "memory/rollout/engine_weights_gb": 3.0, "memory/rollout/kv_cache_gb": 60.0,
         "memory/update/actor_params_gb": 6.0, "memory/optimizer_step/optimizer_state_gb": 12.0,
     }  # fmt: skip
-    signal = {"actor/kl_loss": 2.0 / step, "timing/wait_prev_teacher": 0.15} if distils else {"reward/mean": step / 100}
-    return row | signal
+    if distils:
+        return row | {"actor/kl_loss": 2.0 / step, "timing/wait_prev_teacher": 0.15, "teacher/latency": 0.1}
+    return row | {"reward/mean": step / 100, "reward/gsm8k/mean": step / 200, "critic/vf_loss": 1.0 / step}
 
 
 def samples(step: int) -> list[Generation]:

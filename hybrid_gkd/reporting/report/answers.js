@@ -12,25 +12,34 @@ function answers() {
     }
     const steps = run.answers.map(each => each.step);
     const body = [...rows.values()].map(({prompt, answer, steps: at}) => [
-      element("div", {}, element("div", {className: "said"}, prompt),
+      element("div", {className: "text"}, element("div", {className: "said"}, prompt),
               answer === null ? null : element("div", {className: "reference"}, "reference: ", element("span", {className: "said"}, answer))),
       ...steps.map(step => at.has(step) ? said(at.get(step)) : element("span", {className: "empty"}, "—")),
     ]);
     const found = table(["prompt", ...steps.map(step => `step ${step}`)], body, "answers");
-    return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null, found);
+    const scale = run.answers.some(each => each.samples.some(sample => sample.tokens)) ? divergenceScale() : null;
+    return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null, scale, found);
   });
   const scored = page.runs.some(run => run.answers.some(each => each.samples.some(sample => sample.tokens)));
-  const note = "The student's answers to the same held-out prompts, at several steps beside each other, with their rewards."
-    + (scored ? " The first ones token by token: the stronger the colour, the further the student's distribution is from the teacher's; the pointer or the arrow keys show the likeliest tokens of both, of those that the teacher has scored." : "");
+  const note = "What the student answered to the same held-out prompts at several steps, with the reward of each answer."
+    + (scored ? " In the first answers each token is coloured by the divergence of student and teacher. Point at a token, or move along with the arrow keys, to see what both would most likely have said there." : "");
   return section("answers", "Answers", note,
                  blocks.length ? blocks : empty("The run has validated nothing: it has no held-out prompts, or has not come to a validation."));
 }
 
 function said(sample) {
   const reward = sample.reward === null ? null
-    : element("span", {className: `reward ${sample.reward > 0 ? "better" : "worse"}`, title: "reward"}, show(sample.reward));
+    : element("span", {className: `reward ${sample.reward > 0 ? "better" : "worse"}`, title: "reward"}, `reward ${show(sample.reward)}`);
   const text = sample.tokens ? coloured(sample) : element("div", {className: "said"}, sample.response);
-  return element("div", {}, reward, text);
+  return element("div", {}, reward, element("div", {className: "text"}, text));
+}
+
+function tokenColor(divergence) { return `rgba(var(--mark), ${(1 - Math.exp(-divergence)) * 0.8})`; }
+
+function divergenceScale() {
+  const bar = element("span", {className: "scale"});
+  bar.style.background = `linear-gradient(90deg, ${[0, 0.5, 1, 2, 4].map((divergence, n) => `${tokenColor(divergence)} ${25 * n}%`).join(", ")})`;
+  return element("p", {}, "Divergence of a token: 0", bar, "4 nats or more");
 }
 
 // An answer token by token, the darker the further teacher and student are apart; what both would have said is shown at
@@ -38,7 +47,7 @@ function said(sample) {
 function coloured({tokens, num_tokens: all, response}) {
   const spans = tokens.map(([text, divergence], n) => {
     const span = element("span", {className: "token", tabIndex: n ? -1 : 0}, visible(text));
-    span.style.backgroundColor = `rgba(var(--mark), ${(1 - Math.exp(-divergence)) * 0.8})`;
+    span.style.backgroundColor = tokenColor(divergence);
     const open = () => candidates.show(span, tokens[n]);
     span.addEventListener("pointerenter", open);
     span.addEventListener("focus", open);
@@ -66,7 +75,7 @@ const candidates = {
   show(span, [text, divergence, ofTeacher, ofStudent]) {
     const percent = p => `${(100 * p).toFixed(p > 0 && p < 0.001 ? 2 : 1)} %`;
     const list = (heading, rows) => element("table", {}, element("thead", {}, element("tr", {}, ...[heading, "teacher", "student"].map(each => element("th", {}, each)))),
-      element("tbody", {}, ...rows.map(([each, p, q]) => element("tr", {className: each === text ? "chosen" : ""}, element("td", {}, element("code", {}, visible(each))),
+      element("tbody", {}, ...rows.map(([each, p, q]) => element("tr", {className: each === text ? "chosen" : ""}, element("td", {}, element("code", {}, visible(each)), each === text ? " (drawn)" : null),
         element("td", {className: "number"}, percent(p)), element("td", {className: "number"}, percent(q))))));
     this.box.replaceChildren(element("p", {}, "divergence ", element("b", {}, show(divergence)), " nats"), ...(ofTeacher.length ? [list("teacher's top", ofTeacher), list("student's top", ofStudent)] : []));
     document.body.append(this.box);

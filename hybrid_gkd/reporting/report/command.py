@@ -11,6 +11,8 @@ from pathlib import Path
 from hybrid_gkd.reporting.report.page import REPORT, html, is_run_folder, open_runs, page_data, replace, write_report
 from hybrid_gkd.reporting.report.run_folder import RunFolder
 
+COMPARISON = "comparison.html"
+"""Of several runs; another name than a run's own report, which the folder here may have."""
 EVERY_SECONDS = 30.0
 """Between two reports of a run that goes on."""
 FOLLOW = "--until-end-of-input"
@@ -22,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hybrid_gkd.report",
         description="A page with what run folders hold: of one run as report.html in its folder, of several to compare "
-        "them as report.html here. It is one file, opens without a network, and shows the prompts, answers and paths "
-        "of the runs to whom it is given.",
+        "them as comparison.html here. It is one file, opens without a network, and shows the prompts, answers and "
+        "paths of the runs to whom it is given.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the page there")
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 def write(folders: list[Path], output: Path | None) -> Path:
     """Write the page of the runs; where it is. Raises OSError."""
     runs = open_runs(folders)
-    path = output or (runs[0].path / REPORT if len(runs) == 1 else Path.cwd() / REPORT)
+    path = output or (runs[0].path / REPORT if len(runs) == 1 else Path.cwd() / COMPARISON)
     replace(path, html(page_data(runs)))
     return path
 

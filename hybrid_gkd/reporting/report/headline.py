@@ -36,16 +36,16 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
     cards += [
         {"label": "Steps", "value": f"{state['step']}" + (f" of {state['total']}" if state["total"] else ""),
          "note": "" if state["starts"] < 2 else f"in {state['starts']} starts"},
-        {"label": "Wall time", "value": duration(elapsed),
+        {"label": "Time of training", "value": duration(elapsed),
          "note": f"and {duration(loading)} to load" if loading else ""},
         {"label": "Tokens", "value": _short(run.tokens),
          "note": f"prompts and answers, {_short(run.tokens / elapsed)} a second" if elapsed else "prompts and answers"},
-        _cost_to_resume(run, state, elapsed),
+        _cost_to_resume(run, config, state, elapsed),
     ]  # fmt: skip
     return cards
 
 
-def _cost_to_resume(run: RunFolder, state: dict[str, Any], elapsed: float | None) -> Card:
+def _cost_to_resume(run: RunFolder, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
     """Steps since the last checkpoint, which a run that continues trains again, and loading."""
     label, saved = "To resume", run.checkpoint_step()
     if state["outcome"] == "finished":
@@ -54,9 +54,11 @@ def _cost_to_resume(run: RunFolder, state: dict[str, Any], elapsed: float | None
     loading = f"{duration(ready[-1])} to load" if ready else ""
     lost = run.step - (saved or 0)
     where = f"from global_step_{saved}" if saved is not None else "there is no checkpoint"
-    again = f"{duration(elapsed * lost / run.step)} to train again" if elapsed and run.step and lost else ""
-    note = ", ".join(filter(None, [where, again, loading]))
-    return {"label": label, "value": f"{lost} step{'s' if lost != 1 else ''} again", "note": note}
+    training = f"{duration(elapsed * lost / run.step)} to train again" if elapsed and run.step and lost else ""
+    with_key = "with trainer.resume_mode=auto" if config.get("trainer.resume_mode") == "disable" else ""
+    note = ", ".join(filter(None, [with_key, where, training, loading]))
+    again = f"{lost} step{'s' if lost != 1 else ''} again" if run.step else "from the start"
+    return {"label": label, "value": again, "note": note}
 
 
 def _change(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:

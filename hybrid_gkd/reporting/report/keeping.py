@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_gkd.reporting.report.command import FOLLOW
+from hybrid_gkd.reporting.report.page import REPORT
 from hybrid_gkd.waiting import Timeout, waiting
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,12 @@ def report_kept(run_dir: Path) -> Iterator[None]:
         return
     try:
         yield
-    finally:
+    except BaseException:
         _end(process)
+        if (page := run_dir.absolute() / REPORT).is_file():  # at the end of a run that does not fail a table names it
+            logger.info("report of the run so far, to open in a browser: %s", page.as_uri())
+        raise
+    _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,13 +1,16 @@
 // The page of one or several runs, from the JSON in it; served, it asks for newer JSON every few seconds.
 
 const REFRESH_SECONDS = 5;
-const GROUPS = [  // [heading, note, panels: [title, metrics]]
-  ["learning", "Learning", "Is the student getting closer to the teacher, and better at the task?", [
+const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular expression stands for all names that it fits
+  ["learning", "Learning", "Is the student getting better at what it is trained for?", [
     ["Accuracy on held-out prompts", ["val/accuracy"]],
     ["Divergence on held-out prompts", ["val/forward_kl", "val/reverse_kl"]],
+    ["The same by quarter of the answer, KL(teacher, student)", [/^val\/forward_kl\/q\d$/]],
+    ["The same by quarter of the answer, KL(student, teacher)", [/^val\/reverse_kl\/q\d$/]],
     ["Divergence that is trained", ["actor/kl_loss"]],
     ["Divergence in both directions", ["actor/distillation/forward_kl", "actor/distillation/reverse_kl"]],
     ["Reward of the answers trained on", ["reward/mean", "reward/std"]],
+    ["Reward, part by part", [/^reward\/.+\/mean$/]],
     ["Reward, groups without a signal included", ["reward/all_groups"]],
     ["Groups with a signal", ["training/groups_with_signal"]],
     ["Generation batches of a step", ["training/num_gen_batches"]],
@@ -19,15 +22,27 @@ const GROUPS = [  // [heading, note, panels: [title, metrics]]
     ["Learning rate", ["actor/lr"]],
     ["Clipped tokens", ["actor/pg_clipfrac", "actor/distillation/clamp_share"]],
     ["Movement since the rollout", ["actor/ppo_kl"]],
+    ["KL to the reference policy", ["actor/ref_kl", "reward/kl"]],
     ["Importance weights", ["actor/importance/mean", "actor/importance/effective_sample_size"]],
   ]],
-  ["teacher", "Teacher and speed", "Does the teacher keep up, and what does the run get through?", [
-    ["Tokens per second", ["perf/tokens_per_second", "teacher/tokens_per_second"]],
+  ["critic", "Critic", "Does it know what an answer will be worth?", [
+    ["Values and returns", ["critic/values/mean", "critic/returns/mean"]],
+    ["Explained variance of the returns", ["critic/vf_explained_var"]],
+    ["Loss of the critic", ["critic/vf_loss"]],
+    ["Clipped tokens of the critic", ["critic/vf_clipfrac"]],
+    ["Gradient norm of the critic", ["critic/grad_norm"]],
+    ["Learning rate of the critic", ["critic/lr"]],
+  ]],
+  ["teacher", "Teacher", "Does it keep up with the student?", [
+    ["Tokens scored per second", ["teacher/tokens_per_second"]],
     ["Teacher's time hidden behind other work", ["teacher/hidden_fraction"]],
     ["Latency of a teacher request", ["teacher/latency", "teacher/latency_p95", "teacher/latency_p99"]],
     ["Teacher's queue", ["teacher/queue_length"]],
     ["Teacher busy", ["teacher/engine_busy"]],
     ["Requests sent again", ["teacher/retries"]],
+  ]],
+  ["speed", "Speed", "What does the run get through?", [
+    ["Tokens per second", ["perf/tokens_per_second"]],
     ["Model FLOP/s utilization", ["perf/mfu"]],
   ]],
 ];
@@ -85,9 +100,15 @@ function points(run, name) {
   });
 }
 
+// Those of the names that a run has measured, in their order.
+function measured(names) {
+  const all = [...new Set(page.runs.flatMap(run => Object.keys(run.metrics)))].sort();
+  return names.flatMap(name => all.filter(each => name instanceof RegExp ? name.test(each) : name === each));
+}
+
 function curvePanel(title, names) {
   const series = [];
-  const there = names.filter(name => page.runs.some(run => run.metrics[name]));
+  const there = measured(names);
   there.forEach((name, n) => page.runs.forEach((run, r) => {
     const found = points(run, name);
     if (!found) return;
@@ -130,13 +151,14 @@ function written(value) {
 }
 
 function curves() {
-  const taken = new Set(GROUPS.flatMap(([, , , panels]) => panels.flatMap(([, names]) => names)));
+  const taken = new Set(GROUPS.flatMap(([, , , panels]) => panels.flatMap(([, names]) => measured(names))));
   const sections = GROUPS.map(([id, heading, note, panels]) => {
     const found = panels.map(([title, names]) => curvePanel(title, names)).filter(Boolean);
-    return section(id, heading, note, found.length ? element("div", {className: "panels"}, ...found) : empty("Nothing of this was measured in the run."));
-  });
+    if (found.length) return section(id, heading, note, element("div", {className: "panels"}, ...found));
+    return id === "learning" ? section(id, heading, note, empty("No step has ended yet.")) : null;
+  }).filter(Boolean);
   const rest = [...new Set(page.runs.flatMap(run => Object.keys(run.metrics)))]
-    .filter(name => !taken.has(name) && !/^(memory|response_length|timing\/elapsed|training\/global_step)/.test(name)).sort();
+    .filter(name => !taken.has(name) && !/^(memory|(val\/)?response_length|timing\/elapsed|training\/global_step)/.test(name)).sort();
   const more = element("details", {}, element("summary", {}, `${rest.length} more metrics`));
   more.addEventListener("toggle", () => {
     if (more.open && more.children.length === 1) more.append(element("div", {className: "panels"}, ...rest.map(name => curvePanel(name, [name]))));
@@ -152,16 +174,16 @@ function time() {
     const title = page.runs.length > 1 ? runLabel(run) : "A step, part by part";
     return series.length ? panel(title, "seconds", new Curves(title, series, {stacked: true, unit: "seconds"}), page.runs.length === 1) : null;
   }).filter(Boolean);
-  const note = "What the trainer waits for, one after the other. Where several steps are one point, it is their mean.";
+  const note = "What the trainer did and waited for in a step. Where several steps are drawn as one point, it is their mean.";
   return section("time", "Where the time goes", note,
                  panels.length ? element("div", {className: "panels"}, ...panels) : empty("No step has ended yet."));
 }
 
 function timelines() {
   const found = page.runs.filter(run => run.timeline).map(run => timeline(run));
-  const note = "A step as long as the median of the last ones, who did what. Steps with a validation or a checkpoint do not count.";
+  const note = "Who did what in one step, which took the median time of the last steps without a validation or a checkpoint.";
   return section("timeline", "One step", note,
-                 found.length ? found : empty("No step from one beginning to the next has been recorded yet."));
+                 found.length ? found : empty("No whole step has been recorded yet."));
 }
 
 function timeline(run) {
@@ -206,7 +228,7 @@ function memory() {
     }
     return values.length ? memoryPanel(run, values) : null;
   }).filter(Boolean);
-  const note = "What each phase begins with on the GPU, on the worker that has most of it and in the step that had most: whether it fits the card, and what to move or shrink.";
+  const note = "What is on the device when a phase of the step begins: the largest value of any worker and any step.";
   return section("memory", "Memory", note, found.length ? found : empty("No memory was measured in the run."));
 }
 
@@ -225,7 +247,7 @@ function memoryPanel(run, values) {
   }];
   const rule = () => ({data: {values: [{card}]}, mark: {type: "rule", color: css("--bad"), strokeWidth: 2, strokeDash: [4, 3]}, encoding: {x: {field: "card", type: "quantitative"}}});
   const chart = new Chart(`Memory by phase: ${scaled.map(value => `${value.phase} ${value.owner} ${value.text}`).join(", ")}`, width => ({height: 30 * new Set(values.map(value => value.phase)).size, layer: card ? [...layers(width), rule()] : layers(width)}));
-  const title = page.runs.length > 1 ? runLabel(run) : "On the device, by phase";
+  const title = page.runs.length > 1 ? runLabel(run) : card ? "On the GPU, by phase" : "In memory, by phase";
   const against = card ? `The card has ${show(card)} GiB (dashed).` : "The run was on the CPU: there is no card to compare with.";
   const peaks = [["perf/max_memory_allocated_gb", "torch's peak"], ["perf/max_host_memory_gb", "host memory of a worker"]]
     .filter(([name]) => run.metrics[name]).map(([name, label]) => `${label} ${show(Math.max(...(run.metrics[name].high ?? run.metrics[name].mean)))} GiB`);
@@ -255,7 +277,9 @@ function lengths() {
     return panel(title, "tokens", chart);
   }).filter(Boolean);
   const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
-                curvePanel("Answers that were cut off", ["response_length/clip_ratio"])].filter(Boolean);
+                curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
+                curvePanel("Length of an answer to a held-out prompt", ["val/response_length"]),
+                curvePanel("Answers to held-out prompts that were cut off", ["val/response_length/clip_ratio"])].filter(Boolean);
   const all = [...found, ...more];
   return section("lengths", "Lengths", "How long the answers are; those that reach the limit are cut off and teach less.",
                  all.length ? element("div", {className: "panels"}, ...all) : empty("No step has ended yet."));
@@ -303,13 +327,23 @@ function header() {
     ? [pill(run), `step ${step}${total ? ` of ${total}` : ""}, ${at}`, error ? element("div", {className: "failed said"}, error) : ""] : [at]));
 }
 
+const FOCUSABLE = "[tabindex], summary, a";
+
+// Where the focus is in the report, so that it is there again when the report has been drawn anew.
+function place(focused) {
+  const {id} = focused?.closest("section") ?? {};
+  return id ? {id, number: [...document.querySelectorAll(`#${id} :is(${FOCUSABLE})`)].indexOf(focused)} : null;
+}
+
 function render() {
   charts.forEach(chart => chart.remove());
   const open = [...report.querySelectorAll("details")].map(each => each.open);
+  const focused = place(document.activeElement);
   header();
   const sections = [summary(), differing(), ...curves(), time(), timelines(), memory(), answers(), lengths(), configuration(), warnings()].filter(Boolean);
   report.replaceChildren(...sections);
   report.querySelectorAll("details").forEach((each, n) => { if (open[n]) each.open = true; });
+  if (focused) document.querySelectorAll(`#${focused.id} :is(${FOCUSABLE})`)[focused.number]?.focus({preventScroll: true});
   document.getElementById("sections").replaceChildren(...sections.map(each => element("a", {href: `#${each.id}`}, each.firstChild.textContent)));
 }
 
@@ -323,19 +357,23 @@ document.getElementById("controls").addEventListener("input", () => {
 document.getElementById("controls").addEventListener("submit", event => event.preventDefault());
 render();
 
+function content(data) { return JSON.stringify({...data, written: null}); }
+
+let shown = page.live ? content(page) : null;
+
 async function follow() {
   try {
     const answer = await fetch("data.json");
     const text = await answer.text();
     if (answer.ok) {
-      const found = JSON.parse(text), content = JSON.stringify({...found, written: null});
-      if (content !== follow.last) {  // a run that has ended stays as it is, with its focus and what is open
+      const found = JSON.parse(text);
+      if (content(found) !== shown) {
         const {scrollY} = window;
         page = found;
+        shown = content(page);
         render();
         window.scrollTo(0, scrollY);
       }
-      follow.last = content;
     }
   } catch (error) {
     document.getElementById("state").append(" The server does not answer any more.");

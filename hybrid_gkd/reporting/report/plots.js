@@ -95,7 +95,8 @@ class Curves extends Chart {
     Object.assign(this, {series, stacked});
     this.readout = element("output", {className: "readout"});
     this.root.addEventListener("pointermove", event => this.follow(event));
-    this.root.addEventListener("pointerleave", () => moveCursor(null));
+    this.root.addEventListener("pointerdown", event => this.follow(event));  // a finger has no other way
+    this.root.addEventListener("pointerleave", event => { if (event.pointerType !== "touch") moveCursor(null); });
     this.root.addEventListener("keydown", event => this.walk(event));
     this.root.addEventListener("focus", () => this.readout.setAttribute("aria-live", "polite"));
     this.root.addEventListener("blur", () => this.readout.setAttribute("aria-live", "off"));
@@ -162,7 +163,8 @@ class Curves extends Chart {
     const parts = [element("span", {}, step === null ? "last: " : `step ${marked.step}${settings.x === "minutes" && marked.minutes !== null ? `, ${show(marked.minutes)} minutes` : ""}: `)];
     this.series.forEach((line, n) => {
       const swatch = element("span", {className: this.stacked ? "swatch" : "swatch thin"});
-      swatch.style.background = palette()[line.color % palette().length];
+      const color = palette()[line.color % palette().length], [drawn, gap] = line.dash ?? [1, 0];
+      swatch.style.background = gap ? `repeating-linear-gradient(90deg, ${color} 0 ${drawn}px, transparent ${drawn}px ${drawn + gap}px)` : color;
       const index = line.points.indexOf(found[n]);
       let text = show(found[n]?.value);
       if (found[n] && settings.smoothing > 0 && !this.stacked) text += ` (smoothed ${show(this.drawnValue(line, index))})`;

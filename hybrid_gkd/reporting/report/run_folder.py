@@ -40,7 +40,7 @@ PARTS = tuple(
         "update_actor", "sync_rollout_weights", "testing", "save_checkpoint", "other",
     )
 )  # fmt: skip
-"""What a step's time is spent on, one after the other; 0 in a step without, so that they can be stacked."""
+"""What a step's time is spent on, one after the other; 0 in a step without, so that those of a run can be stacked."""
 UNFINISHED = "ended without a word: killed, or its machine lost"
 
 
@@ -100,11 +100,11 @@ class RunFolder:
 
     def _take_metrics(self, row: dict[str, float]) -> None:
         step = int(row.pop("step"))
-        row = dict.fromkeys(PARTS, 0.0) | row
         if "timing/step" in row:
             self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
-        for name, value in row.items():
+        for name, value in (dict.fromkeys(PARTS, 0.0) | row).items():
             self._series.setdefault(name, Thinned(merge_points, self._points)).add(Point.of(step, value))
+        for name, value in row.items():
             self.first.setdefault(name, value)
             self.last[name] = value
         self.step = step
@@ -116,7 +116,7 @@ class RunFolder:
         state = self.state()
         newest = self.starts[-1] if self.starts else {}
         axes: dict[tuple[int, ...], int] = {}
-        metrics = {name: self._curve(series, axes) for name, series in self._series.items()}
+        metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
         return {
             "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
             "headline": headline(self, config, state), "axes": list(axes), "metrics": metrics,
