@@ -197,6 +197,8 @@ class RunInfo:
     """Steps already done; 0 for a new run, the checkpoint's step for a resumed one."""
     resume: bool
     """Continue the files of the run in `run_dir`, without the rows after `start_step`."""
+    device: str = "auto"
+    """That the run trains on: cuda or cpu; auto: not known."""
 
 
 class MetricLog(Protocol):

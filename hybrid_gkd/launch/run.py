@@ -276,6 +276,7 @@ def start_tracking(facts: Facts) -> Tracking:
         project_name=config.trainer.project_name, experiment_name=config.trainer.experiment_name,
         run_dir=config.run_dir, config=to_dict(config), total_steps=facts.steps or facts.steps_done,
         resume=facts.resumption is not None and not config.trainer.val_only, start_step=facts.steps_done,
+        device=facts.device,
     )
     return Tracking(config.trainer.logger, info)
 

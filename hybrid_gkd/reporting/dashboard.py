@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.rewards import BUILTIN_REWARDS
 from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
@@ -74,18 +75,19 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("The critic's update, part by part", ("timing/update_critic/",), stacked=True),
         Panel("Tokens per second", ("perf/tokens_per_second",)),
         Panel("Model FLOP/s utilization", ("perf/mfu",)),
+        Panel("Teacher's time hidden behind other work", ("teacher/hidden_fraction",)),
         Panel("Copies between GPU and host", ("timing/offload",)),
         Panel("Speed of these copies", ("perf/copy/",)),
         Panel("Validation and checkpoints", ("timing/testing", "timing/save_checkpoint")),
     ),
     "Memory": (
         Panel("Largest", ("perf/max_memory_allocated_gb", "perf/max_host_memory_gb")),
-        Panel("On the GPU when the rollout begins", ("memory/rollout/",), stacked=True),
-        Panel("On the GPU when the update begins", ("memory/update/",), stacked=True),
-        Panel("On the GPU in other phases", ("memory/",), stacked=True),
+        *(
+            Panel(f"On the GPU when the phase {phase} begins", (f"memory/{phase}/",), stacked=True)
+            for phase in RESIDENCY
+        ),
     ),
     "Teacher": (
-        Panel("Share of its time that is hidden", ("teacher/hidden_fraction",)),
         Panel("Latency", ("teacher/latency*",)),
         Panel("Time with a request, and waiting for it", ("timing/get_teacher_knowledge", "timing/wait_prev_teacher")),
         Panel("Queue", ("teacher/queue_length",)),
@@ -157,6 +159,7 @@ def _leaves_groups_out(run: Config) -> bool:
 
 
 def _on_gpu(run: Config) -> bool:
+    """With auto it is not known: a run's own workspace knows better, see `hybrid_gkd.reporting.wandb`."""
     return run.trainer.device != "cpu"
 
 
@@ -274,6 +277,7 @@ def make_workspace(entity: str, project: str, run: Config | None = None) -> Work
         ws.Section(name=name, panels=list(_plots(panels)), is_open=name != REST) for name, panels in plan(run).items()
     ]
     sections[1:1] = [ws.Section(name="Samples", panels=[_samples()], is_open=True)] if reports(run, "val/") else []
+    sections.append(ws.Section(name="Configuration", panels=[_configurations()], is_open=False))
     return ws.Workspace(entity=entity, project=project, name=NAME, sections=sections)
 
 
@@ -281,10 +285,14 @@ def make_report(entity: str, project: str, run: Config | None = None) -> Any:
     """The report (wandb_workspaces.reports.v2.Report), not sent yet."""
     import wandb_workspaces.reports.v2 as wr
 
+    sections = {name: list(_plots(panels)) for name, panels in plan(run).items()}
+    if reports(run, "val/"):
+        sections["Samples"] = [_samples()]
+    sections["Configuration"] = [_configurations()]
     blocks: list[Any] = [wr.TableOfContents()]
-    for name, panels in plan(run).items():
+    for name, found in sections.items():
         runset = wr.Runset(entity=entity, project=project)
-        blocks += [wr.H1(text=name), wr.PanelGrid(runsets=[runset], panels=list(_plots(panels)))]
+        blocks += [wr.H1(text=name), wr.PanelGrid(runsets=[runset], panels=found)]
     return wr.Report(entity=entity, project=project, title=NAME, blocks=blocks, width="fluid")
 
 
@@ -307,42 +315,67 @@ def _samples() -> Any:
     return wr.WeavePanelSummaryTable(table_name="val/generations")
 
 
+def _configurations() -> Any:
+    """In which keys the runs that are shown differ."""
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.RunComparer(diff_only="split")
+
+
 def save_workspace(entity: str, project: str, run: Config | None = None, *, update: bool) -> str | None:
     """Make the workspace, or with `update` overwrite the sections of the one that is there; its address, None if one
     was left as it is. Raises what the library raises."""
     import wandb
     import wandb_workspaces.workspaces as ws
 
-    made, name = make_workspace(entity, project, run), _find(wandb.Api(timeout=API_SECONDS), entity, project)
-    if name is not None and not update:
+    api = wandb.Api(timeout=API_SECONDS)
+    made, there = make_workspace(entity, project, run), _find(api, entity, project, "project-view")
+    if there is not None and not update:
         return None
-    if name is not None:
-        made, sections = ws.Workspace.from_url(f"{_server(wandb)}/{entity}/{project}?nw={name}"), made.sections
+    if there is not None:
+        name = there["name"].removeprefix("nw-").removesuffix("-v")
+        made, sections = ws.Workspace.from_url(f"{_server(api)}/{entity}/{project}?nw={name}"), made.sections
         made.sections = sections
     made.save()
     return str(made.url)
 
 
-def _server(wandb: Any) -> str:
-    return str(wandb.Api(timeout=API_SECONDS).client.app_url).rstrip("/")
+def save_report(entity: str, project: str, run: Config | None = None) -> str:
+    """Make the report, or replace the blocks of the one that is there; its address. Raises what the library raises."""
+    import wandb
+    import wandb_workspaces.reports.v2 as wr
+
+    api = wandb.Api(timeout=API_SECONDS)
+    made, there = make_report(entity, project, run), _find(api, entity, project, "runs")
+    if there is not None:
+        address = f"{_server(api)}/{entity}/{project}/reports/{NAME}--{there['id'].rstrip('=')}"
+        made, blocks = wr.Report.from_url(address), made.blocks
+        made.blocks = blocks
+    made.save()
+    return str(made.url)
 
 
-def _find(api: Any, entity: str, project: str) -> str | None:
-    """The name in addresses of the project's workspace that is called NAME; None if there is none.
+def _server(api: Any) -> str:
+    from wandb_workspaces._graphql import get_app_url
 
-    wandb_workspaces finds workspaces by their address alone.
+    return str(get_app_url(api)).rstrip("/")
+
+
+def _find(api: Any, entity: str, project: str, kind: str) -> dict[str, str] | None:
+    """`id` and `name` of the project's view of this kind that is called NAME; None if there is none.
+
+    wandb_workspaces finds workspaces ("project-view") and reports ("runs") by their address alone.
     """
     from wandb_workspaces._graphql import execute_graphql
 
-    query = """query Views($project: String!, $entity: String!) {
+    query = """query Views($project: String!, $entity: String!, $kind: String!) {
         project(name: $project, entityName: $entity) {
-            allViews(viewType: "project-view") { edges { node { name displayName } } }
+            allViews(viewType: $kind) { edges { node { id name displayName } } }
         }
     }"""
-    found = execute_graphql(api, query, {"project": project, "entity": entity})
+    found = execute_graphql(api, query, {"project": project, "entity": entity, "kind": kind})
     edges = ((found.get("project") or {}).get("allViews") or {}).get("edges", [])
-    names = [edge["node"]["name"] for edge in edges if edge["node"]["displayName"] == NAME]
-    return names[0].removeprefix("nw-").removesuffix("-v") if names else None
+    return next((edge["node"] for edge in edges if edge["node"]["displayName"] == NAME), None)
 
 
 def specification(entity: str, project: str, run: Config | None = None) -> dict[str, Any]:
@@ -371,9 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         entity = options.entity or wandb.Api(timeout=API_SECONDS).default_entity
         print(save_workspace(entity, options.project, run, update=True))
-        report = make_report(entity, options.project, run)
-        report.save()
-        print(report.url)
+        print(save_report(entity, options.project, run))
     except Exception as error:  # whatever wandb raises: no login, no such project, no network
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

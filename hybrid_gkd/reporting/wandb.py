@@ -75,7 +75,7 @@ class Wandb:
             elif self._run.url:
                 logger.info("wandb run: %s", self._run.url)
                 if section["workspace"]:
-                    arguments = (self._run.entity, self._run.project, info.run_dir)
+                    arguments = (self._run.entity, self._run.project, info.run_dir, info.device)
                     threading.Thread(target=_make_workspace, args=arguments, name="workspace", daemon=True).start()
             self._logs_report = section["log_report"]
         except BaseException:
@@ -129,12 +129,12 @@ class Wandb:
         return {"val/generations": self._samples} if is_new else {}
 
 
-def _make_workspace(entity: str, project: str, run_dir: Path) -> None:
+def _make_workspace(entity: str, project: str, run_dir: Path, device: str) -> None:
     """In a thread: it takes some requests, and nothing waits for it."""
     try:
         from hybrid_gkd.reporting.dashboard import save_workspace
 
-        run = load_config(config_name="config", config_path=run_dir)
+        run = load_config([f"trainer.device={device}"], config_name="config", config_path=run_dir)
         address = save_workspace(entity, project, run, update=False)
         if address is not None:
             logger.info("wandb workspace of the project %s: %s", project, address)

@@ -1,6 +1,9 @@
+import base64
+import http.server
 import json
 import logging
 import re
+import threading
 
 import pytest
 
@@ -137,7 +140,7 @@ def test_the_specification_is_printed_without_a_login(monkeypatch, tmp_path, cap
     found = json.loads(text)
     assert (found["entity"], found["project"], found["displayName"]) == ("e", "p", dashboard.NAME)
     sections = found["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == ["Learning", "Samples", *list(plan())[1:]]
+    assert [section["name"] for section in sections] == ["Learning", "Samples", *list(plan())[1:], "Configuration"]
     drawn = [panel["config"] for section in sections for panel in section["panels"] if "metrics" in panel["config"]]
     assert {name for config in drawn for name in config["metrics"]} == METRICS.keys() - dashboard.NAMES_OF.keys()
     patterns = [config["metricRegex"] for config in drawn if "metricRegex" in config]
@@ -153,8 +156,90 @@ def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkey
     monkeypatch.setattr(dashboard, "API_SECONDS", 1)
     caplog.set_level(logging.INFO)
     (tmp_path / "config.yaml").write_text(to_yaml(run_config()))
-    wandb_module._make_workspace("team", "project", tmp_path)
+    wandb_module._make_workspace("team", "project", tmp_path, "cpu")
     assert "the wandb workspace was not made: " in caplog.text
     assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
     assert dashboard.main(["--project", "project", "--entity", "team"]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Keeps views of one project as a server of wandb does: what it answers is what wandb and its library ask for."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.views = {}
+
+    @property
+    def shown(self):
+        """(type, name, titles of the panels) of each view."""
+        found = []
+        for view in self.views.values():
+            titles = set(re.findall(r'"chartTitle": ?"([^"]*)"', view["spec"]))
+            found.append((view["type"], view["displayName"], titles))
+        return found
+
+    def answer(self, query, given):
+        if "upsertView" in query:
+            number = given.get("id") or base64.b64encode(f"View:{len(self.views)}".encode()).decode()
+            project = {"id": "p", "name": given["projectName"], "entityName": given["entityName"]}
+            times = {"createdAt": "2026-01-01T00:00:00Z", "updatedAt": "2026-01-01T00:00:00Z"}
+            self.views[number] = {**times, **given, "id": number, "project": project, "user": None}
+            return {"upsertView": {"view": self.views[number], "inserted": True}}
+        if "allViews" in query:
+            kind, name = given.get("kind", given.get("viewType")), given.get("viewName")
+            views = [view for view in self.views.values() if view["type"] == kind and name in (None, view["name"])]
+            return {"project": {"allViews": {"edges": [{"node": view} for view in views]}}}
+        if "internalId" in query:
+            return {"project": {"id": "p", "internalId": "UHJvamVjdEludGVybmFsSWQ6MQ=="}}
+        if "models(" in query:
+            project = {"id": "p", "name": "project", "entityName": "team", "createdAt": "2026-01-01T00:00:00Z"}
+            edges = [{"node": {**project, "isBenchmark": False, "user": None}, "cursor": ""}]
+            return {"models": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}
+        if "view(" in query:
+            return {"view": self.views[given["reportId"]]}
+        who = {"id": "u", "entity": "team", "username": "u", "email": "", "flags": "{}", "teams": {"edges": []}}
+        return {"viewer": who}
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        sent = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path != "/graphql":  # wandb's own metrics
+            self.send_error(404)
+            return
+        asked = json.loads(sent)
+        answer = json.dumps({"data": self.server.answer(asked["query"], asked.get("variables") or {})}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.slow
+def test_the_workspace_and_the_report_are_made_once_and_then_brought_up_to_date(monkeypatch, tmp_path, caplog, capsys):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        (tmp_path / "config.yaml").write_text(to_yaml(run_config(*PPO)))
+        wandb_module._make_workspace("team", "project", tmp_path, "cpu")
+        [(kind, name, titles)] = server.shown
+        assert (kind, name) == ("project-view", dashboard.NAME)
+        assert "PPO" not in titles
+        assert not any(title.startswith("On the GPU") for title in titles)
+        address = f"http://127.0.0.1:{server.server_port}/team/project"
+        assert f"wandb workspace of the project project: {address}" in caplog.text
+        wandb_module._make_workspace("team", "project", tmp_path, "cuda")
+        assert server.shown == [(kind, name, titles)]  # the user's own by now
+        for _ in range(2):
+            assert dashboard.main(["--project", "project", "--entity", "team"]) == 0, capsys.readouterr().err
+        workspace, report = server.shown
+        assert [workspace[:2], report[:2]] == [("project-view", dashboard.NAME), ("runs", dashboard.NAME)]
+        assert {"Held-out divergence", "On the GPU when the phase publish begins"} <= workspace[2] & report[2]
+        assert "val/generations" in list(server.views.values())[1]["spec"]
+        server.shutdown()
