@@ -37,7 +37,8 @@ CREDITS = 16
 """Requests held at a time: enough to keep the engine fed while the next ones arrive."""
 TOKENS_AHEAD = 32768
 """The engine gets more work while it has fewer tokens than this: a few of its steps, whatever the request size."""
-BUSY_SAMPLES = 10
+BUSY_SECONDS = 10.0
+"""Of which a worker says for how large a part it had requests."""
 HUNG_SECONDS, HUNG_EXIT_CODE = 60.0, 70
 MAX_CONSECUTIVE_FAILURES = 3
 """An engine that fails this often in a row is broken (a CUDA error stays); the process ends and is replaced."""
@@ -48,6 +49,35 @@ class Work:
     request: ScoreRequest
     sequences: list[tuple[TokenIds, TokenIds]]
     deadline: float
+
+
+class BusyTime:
+    """Adds up for how much of the last BUSY_SECONDS there was something to do."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque()
+        self._since: float | None = None
+
+    def note(self, busy: bool) -> None:
+        """Whether there is something to do from now on."""
+        now = time.monotonic()
+        if busy and self._since is None:
+            self._since = now
+        elif not busy and self._since is not None:
+            self._spans.append((self._since, now))
+            self._since = None
+        self._forget(now)
+
+    def share(self) -> float:
+        """From 0 to 1."""
+        now = time.monotonic()
+        self._forget(now)
+        spans = [*self._spans, *([(self._since, now)] if self._since is not None else [])]
+        return min(1.0, sum(end - max(start, now - BUSY_SECONDS) for start, end in spans) / BUSY_SECONDS)
+
+    def _forget(self, now: float) -> None:
+        while self._spans and self._spans[0][1] <= now - BUSY_SECONDS:
+            self._spans.popleft()
 
 
 class Link:
@@ -68,8 +98,7 @@ class Link:
         """Deadlines of the requests without an answer, by id."""
         self._registered = 0.0
         """Monotonic time of the last registration."""
-        self._busy: deque[bool] = deque([False] * BUSY_SAMPLES, maxlen=BUSY_SAMPLES)
-        """Whether the engine had work at the last pings, one a second."""
+        self._busy = BusyTime()
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     def reply(self, message: Reply, arrays: list[np.ndarray]) -> None:
@@ -93,6 +122,7 @@ class Link:
                 if replies in ready:
                     name, *reply = replies.recv_multipart(copy=False)
                     self._held.pop(name.bytes.decode(), None)
+                    self._busy.note(bool(self._held))
                     broker.send_frames(reply)  # a broker that is away asks again for what it misses
                 for message, frames in broker.receive():
                     self._handle(broker, message, frames)
@@ -118,8 +148,7 @@ class Link:
     def _handle(self, broker: Dealer, message: AnyMessage, frames: list[Buffer]) -> None:
         match message:
             case protocol.Ping():
-                self._busy.append(bool(self._held))
-                share = sum(self._busy) / BUSY_SAMPLES
+                share = self._busy.share()
                 broker.send(protocol.Pong(number=message.number, pending=list(self._held), engine_busy=share))
             case protocol.Registered():
                 log.info("registered with the broker at %s", self._address)
@@ -127,6 +156,7 @@ class Link:
                     while True:  # the broker has given all of it to others, or is a new one
                         self.inbox.get_nowait()
                 self._held.clear()
+                self._busy.note(False)
             case protocol.Rejected():
                 raise TeacherError(message.reason)
             case ScoreRequest():
@@ -139,6 +169,7 @@ class Link:
                     broker.send(_error(message, "refused", reason))
                     return
                 self._held[message.id] = deadline = time.monotonic() + message.timeout_seconds
+                self._busy.note(True)
                 self.inbox.put(Work(message, sequences, deadline))
 
 

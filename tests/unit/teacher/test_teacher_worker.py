@@ -11,7 +11,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, ScoreResult
 from hybrid_gkd.teacher.server import worker as worker_module
-from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, ScoringWorker, Work
+from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, BusyTime, ScoringWorker, Work
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import TeacherTopK
 
@@ -113,3 +113,23 @@ def test_an_engine_that_keeps_failing_ends_the_worker(monkeypatch):
     bad = [work(str(i), [POISON], TOKENS_AHEAD) for i in range(MAX_CONSECUTIVE_FAILURES)]
     replies, _ = run(monkeypatch, bad, match=f"the engine failed {MAX_CONSECUTIVE_FAILURES} times in a row")
     assert all(isinstance(message, ScoreError) for message, _ in replies.values())
+
+
+def test_the_busy_time_of_the_last_ten_seconds_is_added_up(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: now)
+    busy = BusyTime()
+    assert busy.share() == 0
+    for start in range(100, 120, 2):  # half a second of every two
+        now = start
+        busy.note(True)
+        busy.note(True)  # a second request
+        now = start + 0.5
+        busy.note(False)
+    now = 120.0
+    assert busy.share() == pytest.approx(5 * 0.5 / 10)
+    busy.note(True)
+    now = 125.0
+    assert busy.share() == pytest.approx((2 * 0.5 + 5) / 10)
+    now = 140.0
+    assert busy.share() == 1
