@@ -378,7 +378,8 @@ def train_missing(
 ) -> None:
     """Run after run, until they are all there or the time is over; one that fails does not keep the others.
 
-    Raises SystemExit with the names of those that failed.
+    Beside others it may have found too little memory: it has a second turn when all have had one. Raises SystemExit
+    with the names of those that failed then.
     """
     missing = []
     for name, seed in runs:
@@ -388,27 +389,34 @@ def train_missing(
             print(f"{name}: skipped: {reason}", flush=True)
         else:
             missing.append((name, seed))
-    waiting, over = iter(missing), threading.Event()
+    failed = train_at_once(missing, settings, deadline)
+    if failed and settings.together > 1:
+        failed = train_at_once(failed, settings, deadline)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(f'{name} {seed}' for name, seed in failed)}")
+
+
+def train_at_once(runs: list[tuple[str, int]], settings: Settings, deadline: float) -> list[tuple[str, int]]:
+    """Train as many at a time as there are places; those that failed."""
+    waiting, over = iter(runs), threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
     with ThreadPoolExecutor(settings.places) as pool:
         try:
             turns = range(settings.places)
             found = pool.map(lambda place: train_in_turn(waiting, settings, place, deadline, over), turns)
-            failed = [name for each in found for name in each]
+            return [run for each in found for run in each]
         except BaseException:
             over.set()  # the pool waits for its threads, which end their runs
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def train_in_turn(
     waiting: Iterator[tuple[str, int]], settings: Settings, place: int, deadline: float, over: threading.Event
-) -> list[str]:
+) -> list[tuple[str, int]]:
     """Train what is waiting, one after another; those that failed."""
-    longest, failed = 0.0, list[str]()
+    longest, failed = 0.0, list[tuple[str, int]]()
     for name, seed in waiting:
         began = time.monotonic()
         if began + longest > deadline:
@@ -421,7 +429,7 @@ def train_in_turn(
                 break
         except subprocess.CalledProcessError as error:
             print(f"{name} {seed}: failed with exit code {error.returncode}: {error.output}", flush=True)
-            failed.append(f"{name} {seed}")
+            failed.append((name, seed))
         longest = max(longest, time.monotonic() - began)
     return failed
 

@@ -106,6 +106,13 @@ def test_a_run_that_cannot_be_made_here_says_what_it_needs(tmp_path, monkeypatch
     assert capsys.readouterr().out == "trl: skipped: needs TRL, which is not installed (pip install trl)\n"
 
 
+WHOLE = """import json, pathlib
+for step in (0, 1):
+    row = {"step": step, "timing/step": 6.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
+    print(json.dumps(row), file=open(pathlib.Path(FOLDER, "metrics.jsonl"), "a"))"""
+"""A program that comes to its end."""
+
+
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
     """Names of runs -> Python code that they are to be, with the name FOLDER; filled by the test."""
@@ -124,10 +131,7 @@ def programs(tmp_path, monkeypatch):
 def test_a_run_that_fails_does_not_keep_the_others_and_leaves_its_log(tmp_path, programs, capsys):
     programs |= {
         "opd": "print('no such thing'); raise SystemExit(3)",
-        "grpo": """import json, pathlib
-for step in (0, 1):
-    row = {"step": step, "timing/step": 6.0, "response_length/mean": 2.0, "val/accuracy": 0.5}
-    print(json.dumps(row), file=open(pathlib.Path(FOLDER, "metrics.jsonl"), "a"))""",
+        "grpo": WHOLE,
         "opd_k1": "import time; time.sleep(600)",
         "opd_k8": """import json, pathlib, time
 with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
@@ -149,10 +153,21 @@ with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
     assert run.head["student"] == "5.64M parameters, 12.5 % right"
     assert run.accuracies("answer_tokens")[-1] == (64.0, 50.0)  # 2 tokens of each of 4 x 8 answers
     out = capsys.readouterr().out
-    assert "opd 0: failed with exit code 3: \nno such thing" in out
+    assert out.count("opd 0: failed with exit code 3: \nno such thing") == 2  # once more when the others have ended
     assert "opd_k8 0: step 2, 1.00 minutes of training: val/accuracy 0.5" in out
     assert "opd_k1 0: stopped before its end" in out
     assert sorted(file.name for file in (tmp_path / "stored").glob("*.log")) == ["opd-0.log", "opd_k1-0.log"]
+
+
+def test_a_run_that_failed_beside_others_is_trained_when_they_have_ended(tmp_path, programs):
+    needed = tmp_path / "stored" / "grpo-0.csv"
+    fails = f"import pathlib\nif not pathlib.Path({str(needed)!r}).exists(): exit(3)\n"
+    programs |= {"grpo": WHOLE, "opd": f"{fails}{WHOLE}"}
+    settings = results.Settings(
+        paths=DemoPaths.under(tmp_path), device="cpu", steps=1, minutes=1, results=tmp_path / "stored", together=2
+    )
+    results.train_missing([("opd", 0), ("grpo", 0)], settings, set(), time.monotonic() + 300)
+    assert sorted(run.name for run in results_report.read_all(tmp_path / "stored")) == ["grpo", "opd"]
 
 
 def test_a_run_that_is_stopped_is_stored_as_far_as_it_came_and_leaves_no_process(tmp_path, programs):
