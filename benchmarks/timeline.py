@@ -74,7 +74,7 @@ def picture(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     used = [name for name in COLORS if any(row["name"] == name for rows in runs.values() for row in rows)]
     color = {
         "field": "name", "scale": {"domain": used, "range": [COLORS[name] for name in used]},
-        "legend": {"title": None, "orient": "bottom", "columns": len(used), "labelLimit": 200},
+        "legend": {"title": None, "orient": "bottom", "columns": len(used), "labelLimit": 200, "columnPadding": 24},
     }  # fmt: skip
 
     def panel(title: str, rows: list[dict[str, Any]], *, last: bool) -> dict[str, Any]:

@@ -265,16 +265,22 @@ function lengths() {
         length: bin === 1 ? `${k} tokens` : `${k * bin} to ${(k + 1) * bin - 1} tokens`, steps: n && steps[n - 1] + 1 < steps[n] ? `${steps[n - 1] + 1} to ${steps[n]}` : String(steps[n])}));
     });
     const title = page.runs.length > 1 ? runLabel(run) : "Answers trained on";
-    const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => ({
-      height: HEIGHT, data: {values}, mark: {type: "rect", tooltip: true},
+    const limit = {
+      data: {values: [{limit: run.max_length}]}, mark: {type: "rule", color: css("--bad"), strokeDash: [4, 3]},
+      encoding: {y: {field: "limit", type: "quantitative"}},
+    };
+    const histograms = width => ({
+      data: {values}, mark: {type: "rect", tooltip: true},
       encoding: {
         x: {field: "from", type: "quantitative", scale: {nice: false, zero: false}, axis: {title: "steps", grid: false, tickCount: Math.max(2, Math.floor(width / 90))}}, x2: {field: "to"},
         y: {field: "low", type: "quantitative", scale: {nice: false}, axis: {title: "tokens", grid: false}}, y2: {field: "high"},
         color: {field: "share", type: "quantitative", scale: {scheme: dark.matches ? "viridis" : "blues", domain: [0, 1], type: "sqrt"}, legend: {title: "share", format: "%", gradientLength: HEIGHT - 40}},
         tooltip: [{field: "steps"}, {field: "length"}, {field: "count", title: "answers"}, {field: "share", format: ".1%"}],
       },
-    }));
-    return panel(title, "tokens", chart);
+    });
+    const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => (
+      {height: HEIGHT, layer: run.max_length ? [histograms(width), limit] : [histograms(width)]}));
+    return panel(title, "tokens, the limit dashed", chart);
   }).filter(Boolean);
   const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
                 curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
