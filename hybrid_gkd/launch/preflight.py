@@ -12,8 +12,10 @@ import logging
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import torch
@@ -76,7 +78,22 @@ def versions(facts: Facts) -> str:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
+    if folders := folders_without_bytecode():
+        logger.warning(
+            "Python compiles %s anew in each process of each start (PYTHONDONTWRITEBYTECODE is set, and they have no "
+            "bytecode), which takes many seconds; once and for all: python -m compileall -q -j 0 %s",
+            ", ".join(folder.name for folder in folders), " ".join(map(str, folders)),
+        )
     return ", ".join(found)
+
+
+def folders_without_bytecode() -> list[Path]:
+    """Of the large packages that a run imports, where Python does not write it either."""
+    if not sys.dont_write_bytecode:
+        return []
+    specs = [find_spec(name) for name in ("torch", "transformers", "ray", "vllm")]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return [file.parent for file in files if not Path(cache_from_source(str(file))).exists()]
 
 
 def program() -> str:

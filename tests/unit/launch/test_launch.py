@@ -4,10 +4,12 @@ import contextlib
 import fcntl
 import json
 import logging
+import re
 import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import hybrid_gkd
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.checkpoint import RESERVED, CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.config_loading import load_config, to_yaml
@@ -465,3 +468,17 @@ def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, 
     with pytest.raises(Begun):
         VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=[0])
     assert given["dtype"] == expected
+
+
+def test_packages_that_python_would_compile_at_each_start_are_named(monkeypatch, tmp_path, caplog):
+    facts = Facts(load_config(config_name="demo"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))  # where no bytecode is
+    text = preflight.versions(facts)
+    assert text.startswith(f"hybrid_gkd {hybrid_gkd.__version__}")
+    command = rf"python -m compileall -q -j 0 {re.escape(str(Path(torch.__file__).parent))} "
+    assert re.search(rf"compiles torch, transformers, ray.*{command}", caplog.text)
+    caplog.clear()
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    preflight.versions(facts)
+    assert not caplog.text
