@@ -265,10 +265,10 @@ function lengths() {
         length: bin === 1 ? `${k} tokens` : `${k * bin} to ${(k + 1) * bin - 1} tokens`, steps: n && steps[n - 1] + 1 < steps[n] ? `${steps[n - 1] + 1} to ${steps[n]}` : String(steps[n])}));
     });
     const title = page.runs.length > 1 ? runLabel(run) : "Answers trained on";
-    const limit = {
+    const limit = () => ({
       data: {values: [{limit: run.max_length}]}, mark: {type: "rule", color: css("--bad"), strokeDash: [4, 3]},
       encoding: {y: {field: "limit", type: "quantitative"}},
-    };
+    });
     const histograms = width => ({
       data: {values}, mark: {type: "rect", tooltip: true},
       encoding: {
@@ -279,8 +279,8 @@ function lengths() {
       },
     });
     const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => (
-      {height: HEIGHT, layer: run.max_length ? [histograms(width), limit] : [histograms(width)]}));
-    return panel(title, "tokens, the limit dashed", chart);
+      {height: HEIGHT, layer: run.max_length ? [histograms(width), limit()] : [histograms(width)]}));
+    return panel(title, run.max_length ? "tokens, the limit dashed" : "tokens", chart);
   }).filter(Boolean);
   const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
                 curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
