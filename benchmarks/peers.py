@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py                                            # one GPU, both kinds of lengths
     python benchmarks/peers.py --lengths log-normal --trl-micro-batch 2 4 8
+    python benchmarks/peers.py --trl-micro-batch fixed=16 log-normal=4 --steps 2 --warmup 1 --folder /tmp/peers
     python benchmarks/peers.py --device cpu                               # whether it works; says nothing of speed
 
 Random weights in the shapes of Qwen2.5, the same prompts in the same order, fp32 master weights and bf16 computation,
@@ -12,16 +13,21 @@ answer_lengths.py), and a run whose steps had other tokens than the other's is r
 This program runs config/one_gpu.yaml, with all offloads and a teacher process, and has the forward KL on the teacher's
 top 64 (distillation.topk). TRL's DistillationTrainer (1.16 or newer) has vLLM colocated without sleep mode, the teacher
 in the same process, everything on the card, no gradient checkpointing, Liger's layers where liger-kernel is installed
-(CUDA alone), and the forward KL over the whole vocabulary: it knows no K, and refuses a teacher with another number of
-embeddings. Its micro-batches have as many sequences as fit into --micro-tokens with their padding, or
---trl-micro-batch, of which the fastest counts. Further settings of its DistillationConfig: --trl
-vllm_gpu_memory_utilization=0.5 torch_compile=true. Attention is transformers' default; flash-attn, where it is
-installed, has to be asked for by model_init_kwargs.
+(CUDA alone; TRL gives them to the student, not to the teacher), and the forward KL over the whole vocabulary: it knows
+no K, and refuses a teacher with another number of embeddings. Its micro-batches have as many sequences as fit into
+--micro-tokens with their padding, or --trl-micro-batch, of which the fastest counts; one that is out of memory is tried
+again with half as many. Further settings of its DistillationConfig: --trl vllm_gpu_memory_utilization=0.5
+torch_compile=true. Attention is transformers' default; flash-attn, where it is installed, has to be asked for by
+model_init_kwargs.
+
+TRL 1.16 calls the student past the autocast that bf16=True asks for, and computes its passes in fp32: with
+--trl-precision autocast, the default, its loss is computed in accelerate's autocast; with `released` as it is.
 
 A step lasts from its predecessor's end to its own; medians of the counted steps. Tokens are those of prompts and
 answers, padding aside. Memory is what nvidia-smi says is in use on the whole card, its largest value of ten a second
 from the start to the end of a run: with the caches of allocators and what vLLM has set aside. On the CPU it is not
-measured.
+measured. A row is printed as soon as it is measured; of a run that failed or had no time left it says why, after the
+steps that it did, and the others go on.
 
 TRL lives in this Python, or in that of --trl-python, which needs trl, vllm, accelerate and datasets.
 """
@@ -33,6 +39,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +47,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +78,8 @@ SIZES = {
 }
 TEMPLATE = 8
 """Tokens that a chat template may add to a prompt."""
+KINDS = ("fixed", "log-normal")
+PRECISIONS = {"autocast": "bf16 autocast", "released": "as released"}
 USED_BEFORE, EMPTY_WITHIN = 2 * 1024, 60.0
 """MiB that a card without processes may have in use; seconds after the run before."""
 
@@ -139,22 +149,25 @@ def peak_memory(device: str) -> Iterator[list[int]]:
     found.append(max(samples))
 
 
-def call(command: list[Any], log: Path, minutes: float, **environment: str) -> None:
+def call(command: list[Any], log: Path, deadline: float, **environment: str) -> None:
     """Run a command to its end, its output into a file. Raises SystemExit with the end of it."""
+    seconds = deadline - time.monotonic()
     with open(log, "w") as out:
+        if seconds <= 0:
+            raise SystemExit("not started: no time was left")
         process = subprocess.Popen(
             [str(part) for part in command], cwd=ROOT, env={**os.environ, **ENVIRONMENT, **environment}, stdout=out,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            code = process.wait(60 * minutes)
+            code = process.wait(seconds)
         except BaseException as error:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()
             if isinstance(error, subprocess.TimeoutExpired):
-                raise SystemExit(f"not at its end after {minutes:g} minutes: {tail(log)}") from None
+                raise SystemExit(f"not at its end after {seconds:.0f} s: {tail(log)}") from None
             raise
     if code:
         raise SystemExit(f"exit code {code}: {tail(log)}")
@@ -165,15 +178,32 @@ def tail(log: Path) -> str:
     return "\n".join(["", *log.read_text(errors="replace").splitlines()[-30:]])
 
 
+def deadline(args: argparse.Namespace) -> float:
+    """Of a run that begins now, by the monotonic clock."""
+    return min(args.ends, time.monotonic() + 60 * args.minutes)
+
+
+def make_model(args: argparse.Namespace, folder: Path, name: str, shape: str) -> None:
+    """One that is there in this shape stays."""
+    made = folder / f"{name}.made"
+    if made.is_file() and made.read_text() == shape:
+        return
+    made.unlink(missing_ok=True)
+    shutil.rmtree(folder / name, ignore_errors=True)
+    # In a process of its own, which takes its memory on the card away with it.
+    command = [sys.executable, ROOT / "benchmarks" / "models.py", folder / name, "--shape", shape]
+    call(command, folder / f"{name}.log", deadline(args))
+    config = json.loads((folder / name / "config.json").read_text())
+    config["max_position_embeddings"] = 32768  # as Qwen2.5
+    (folder / name / "config.json").write_text(json.dumps(config))
+    made.write_text(shape)
+
+
 def make_inputs(args: argparse.Namespace, folder: Path) -> None:
     """Models and prompts."""
-    for name, shape in (("student", args.student_shape), ("teacher", args.teacher_shape)):
-        # In a process of its own, which takes its memory on the card away with it.
-        command = [sys.executable, ROOT / "benchmarks" / "models.py", folder / name, "--shape", shape]
-        call(command, folder / "models.log", args.minutes)
-        config = json.loads((folder / name / "config.json").read_text())
-        config["max_position_embeddings"] = 32768  # as Qwen2.5
-        (folder / name / "config.json").write_text(json.dumps(config))
+    with ThreadPoolExecutor() as pool:
+        shapes = {"student": args.student_shape, "teacher": args.teacher_shape}
+        list(pool.map(lambda name: make_model(args, folder, name, shapes[name]), shapes))
     letters = np.random.default_rng(0).choice(
         list("abcdefghijklmnopqrstuvwxyz "), ((args.warmup + args.steps) * args.prompts, args.prompt_length)
     )
@@ -184,6 +214,7 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> None:
 def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: str) -> list[dict[str, float]]:
     """Train with this program: the rows of its steps."""
     runs, teacher = folder / f"runs_{lengths}", "actor_rollout_ref.teacher.model.path"
+    shutil.rmtree(runs, ignore_errors=True)
     command = [
         sys.executable, "-m", "hybrid_gkd", "--config-name", "one_gpu", f"trainer.device={args.device}",
         f"actor_rollout_ref.model.path={folder / 'student'}", f"{teacher}={folder / 'teacher'}",
@@ -197,7 +228,7 @@ def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: s
         f"trainer.total_training_steps={args.warmup + args.steps}", f"trainer.default_local_dir={runs}",
         *args.overrides,
     ]  # fmt: skip
-    call(command, folder / "program.log", args.minutes, ANSWER_LENGTHS=lengths)
+    call(command, folder / f"program_{lengths}.log", deadline(args), ANSWER_LENGTHS=lengths)
     (file,) = runs.rglob("metrics.jsonl")
     before, found = 0.0, []
     for row in map(json.loads, file.read_text().splitlines()):
@@ -212,36 +243,48 @@ def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: s
 
 
 def run_trl(
-    args: argparse.Namespace, folder: Path, longest: int, lengths: str, micro_batch: int, liger: bool
-) -> list[dict[str, float]]:
-    """Train with TRL: the rows of its steps."""
+    args: argparse.Namespace, folder: Path, longest: int, lengths: str, micro_batch: int, liger: bool, precision: str
+) -> tuple[list[dict[str, float]], str, bool]:
+    """Train with TRL: the rows of its steps, what ended it before the last one, and whether that was want of memory."""
     settings = {
         "max_steps": args.warmup + args.steps, "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": args.prompts // micro_batch, "max_completion_length": longest,
         "learning_rate": 1e-12, "vllm_max_model_length": args.prompt_length + TEMPLATE + longest,
         "use_liger_kernel": liger, **args.trl,
     }  # fmt: skip
+    name = f"trl_{lengths}_{micro_batch}_{precision}"
+    rows, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     spec = {
-        "device": args.device, "folder": str(folder / "trl"), "rows": str(folder / "trl.jsonl"), "settings": settings,
+        "device": args.device, "folder": str(folder / "trl"), "rows": str(rows), "settings": settings,
         "student": str(folder / "student"), "teacher": str(folder / "teacher"),
-        "prompts": str(folder / "prompts.jsonl"),
+        "prompts": str(folder / "prompts.jsonl"), "autocast": precision == "autocast",
     }  # fmt: skip
-    (folder / "trl.json").write_text(json.dumps(spec))
-    command = [args.trl_python, ROOT / "benchmarks" / "peers_trl.py", folder / "trl.json"]
-    call(command, folder / "trl.log", args.minutes, ANSWER_LENGTHS=lengths)
-    return [json.loads(line) for line in (folder / "trl.jsonl").read_text().splitlines()]
+    (folder / f"{name}.json").write_text(json.dumps(spec))
+    rows.write_text("")
+    command, error = [args.trl_python, ROOT / "benchmarks" / "peers_trl.py", folder / f"{name}.json"], ""
+    try:
+        call(command, log, deadline(args), ANSWER_LENGTHS=lengths)
+    except SystemExit as failure:
+        error = str(failure)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    return found, error, bool(error) and "out of memory" in log.read_text(errors="replace")
 
 
-def micro_batches(args: argparse.Namespace, longest: int) -> list[int]:
+def micro_batches(args: argparse.Namespace, kind: str, longest: int) -> list[int]:
     """Sequences of TRL's micro-batches, all divisors of the batch; TRL pads each to the longest of the whole batch."""
-    if args.trl_micro_batch:
-        return list(args.trl_micro_batch)
+    if given := [size for of, size in args.trl_micro_batch if of in (None, kind)]:
+        return given
     most = max(1, args.micro_tokens // (args.prompt_length + TEMPLATE + longest))
-    return [max(size for size in range(1, args.prompts + 1) if args.prompts % size == 0 and size <= most)]
+    return [largest_divisor(args.prompts, most)]
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of the number, `most` at most."""
+    return max(size for size in range(1, most + 1) if number % size == 0)
 
 
 def figures(rows: list[dict[str, float]], warmup: int, peak: list[int]) -> dict[str, float]:
-    """Of the counted steps: seconds (median), tokens per second, GiB of the card at most."""
+    """Of the counted steps, one or more: seconds (median), tokens per second, GiB of the card at most."""
     counted = rows[warmup:]
     return {
         "step": statistics.median(row["seconds"] for row in counted),
@@ -250,55 +293,92 @@ def figures(rows: list[dict[str, float]], warmup: int, peak: list[int]) -> dict[
     }
 
 
-def check_same_tokens(ours: list[dict[str, float]], theirs: list[dict[str, float]], steps: int) -> None:
-    """Raises SystemExit unless both trained the same number of tokens in every step, and all steps."""
+def not_same(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> str:
+    """Empty if both trained the same number of tokens in each step that the second did; else what they trained."""
     keys = ("answer_tokens", "tokens", "longest")
     here, there = ([tuple(row[key] for key in keys) for row in rows] for rows in (ours, theirs))
-    if len(here) != steps or here != there:
-        raise SystemExit(
-            f"not the same work, {keys} of each of {steps} steps: {here} in this program, {there} in TRL: no figures"
-        )
+    if here[: len(there)] == there:
+        return ""
+    return f"not the same work, {keys} of each step: {here} in this program, {there} in TRL"
 
 
-def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[str, str]) -> None:
-    """Run both with one kind of lengths and print the figures as a Markdown table."""
+def print_row(name: str, found: dict[str, float] | None, error: str = "") -> None:
+    """A row of the table, and on the standard error all that is known of what went wrong."""
+    cells = ["", "", ""]
+    if found:
+        memory = "not measured" if np.isnan(found["peak"]) else f"{found['peak']:.1f}"
+        cells = [f"{found['step']:.3g}", f"{found['tokens_per_second']:.0f}", memory]
+    if error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        lines = error.strip().splitlines()
+        # The last line that names an exception; vLLM and Python's threads may go on after it.
+        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+        name += f": {lines[0].removesuffix(': ')}" + f" {named[-1]}" * bool(named)
+    print("| " + " | ".join([name.replace("|", "/"), *cells]) + " |", flush=True)
+
+
+def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[str, str]) -> bool:
+    """Run both with one kind of lengths and print the figures as a Markdown table: whether nothing failed."""
     median, sigma, longest = {
         "fixed": (args.response_length, 0.0, args.response_length),
         "log-normal": (args.median_length, args.sigma, args.longest),
     }[kind]
     lengths = f"{median},{sigma},{longest}"
-    with peak_memory(args.device) as peak:
-        rows = run_program(args, folder, longest, lengths)
-    own, found = figures(rows, args.warmup, peak), {}
+    print(
+        f"\n{kind} lengths: {args.prompts} prompts of {args.prompt_length} tokens, {args.student_shape} student, "
+        f"{args.teacher_shape} teacher, {args.steps} steps\n\n"
+        "| | seconds a step | tokens per second | peak memory, GiB |\n|---|---|---|---|",
+        flush=True,
+    )
+    rows, own, found, well = [], None, [], True
+    own_name = ", ".join(["this program", *args.overrides])
+    try:
+        with peak_memory(args.device) as peak:
+            rows = run_program(args, folder, longest, lengths)
+        own = figures(rows, args.warmup, peak)
+        print_row(own_name, own)
+    except SystemExit as error:
+        print_row(own_name, None, str(error))
+        well = False
     liger = args.device == "cuda" and "liger_kernel" in versions
-    for size in micro_batches(args, longest):
-        changed = [f", {key}={value}" for key, value in args.trl.items()]
-        name = "".join([f"TRL {versions['trl']}, micro-batches of {size}", ", Liger" if liger else "", *changed])
+    changed = [f"{key}={value}" for key, value in args.trl.items()]
+    waiting = [(size, precision) for precision in args.trl_precision for size in micro_batches(args, kind, longest)]
+    while waiting:
+        size, precision = waiting.pop(0)
+        label = [f"TRL {versions['trl']}", f"micro-batches of {size}", "Liger" * liger, PRECISIONS[precision], *changed]
+        theirs, error, short, peak = [], "", False, []
         try:
             with peak_memory(args.device) as peak:
-                theirs = run_trl(args, folder, longest, lengths, size, liger)
-        except SystemExit as error:
-            print(f"{name} failed: {error}", flush=True)
-            continue
-        check_same_tokens(rows, theirs, args.warmup + args.steps)
-        found[name] = figures(theirs, args.warmup, peak)
-    if not found:
-        raise SystemExit(f"TRL ran with no size of micro-batches ({kind} lengths): there is nothing to compare")
-    counted = rows[args.warmup :]
-    answers = sum(row["answer_tokens"] for row in counted) / len(counted)
-    print(
-        f"\n{kind} lengths: {args.prompts} prompts of {args.prompt_length} tokens, answers of "
-        f"{answers / args.prompts:.0f} in the mean and {max(row['longest'] for row in counted)} at most, the same in "
-        f"both; {args.student_shape} student, {args.teacher_shape} teacher, {args.steps} steps\n\n"
-        "| | seconds a step | tokens per second | peak memory, GiB |\n|---|---|---|---|"
-    )
-    memory = "not measured" if args.device == "cpu" else "{:.1f}"
-    for name, each in {", ".join(["this program", *args.overrides]): own, **found}.items():
-        print(f"| {name} | {each['step']:.3g} | {each['tokens_per_second']:.0f} | {memory.format(each['peak'])} |")
-    fastest = min(found.values(), key=lambda each: each["step"])
-    ratios = [fastest[key] / own[key] for key in ("step", "tokens_per_second", "peak")]
-    memory = "not measured" if args.device == "cpu" else f"{ratios[2]:.2f}"
-    print(f"| TRL at its fastest / this program | {ratios[0]:.2f} | {ratios[1]:.2f} | {memory} |", flush=True)
+                theirs, error, short = run_trl(args, folder, longest, lengths, size, liger, precision)
+        except SystemExit as failure:
+            error = error or str(failure)
+        if short and size > 1 and (smaller := (largest_divisor(args.prompts, size // 2), precision)) not in waiting:
+            waiting.insert(0, smaller)
+        counted = len(theirs) - args.warmup
+        if not error and counted != args.steps:
+            error = f"{len(theirs)} steps"
+        measured = None
+        if rows and (different := not_same(rows, theirs)):
+            error = different
+        elif counted > 0:
+            measured = figures(theirs, args.warmup, peak)
+            label += [f"{counted} of {args.steps} steps"] * bool(error)
+            found.append(measured)
+        print_row(", ".join(filter(None, label)), measured, error)
+        well = well and not error
+    if own and found:
+        fastest = min(found, key=lambda each: each["step"])
+        ratios = {key: fastest[key] / own[key] for key in ("step", "tokens_per_second", "peak")}
+        memory = "not measured" if np.isnan(ratios["peak"]) else f"{ratios['peak']:.2f}"
+        print(
+            f"| TRL at its fastest / this program | {ratios['step']:.2f} | {ratios['tokens_per_second']:.2f} | "
+            f"{memory} |"
+        )
+    if counted_rows := rows[args.warmup :]:
+        mean = sum(row["answer_tokens"] for row in counted_rows) / len(counted_rows) / args.prompts
+        most = max(row["longest"] for row in counted_rows)
+        print(f"\nAnswers of {mean:.0f} tokens in the mean and {most} at most, the same in both.", flush=True)
+    return well
 
 
 def trl_setting(text: str) -> tuple[str, Any]:
@@ -312,6 +392,14 @@ def trl_setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def micro_batch(text: str) -> tuple[str | None, int]:
+    """SIZE, or KIND=SIZE for one kind of lengths."""
+    kind, equals, size = text.rpartition("=")
+    if not size.isdigit() or (equals and kind not in KINDS):
+        raise argparse.ArgumentTypeError(f"{text} is neither a number nor {'=N or '.join(KINDS)}=N")
+    return kind or None, int(size)
+
+
 def arguments() -> argparse.Namespace:
     """Of the command line, with the sizes of the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -319,10 +407,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=SIZES, default="cuda", help="and its sizes (%(default)s)")
     parser.add_argument("--trl-python", default=sys.executable, help="Python with TRL (default: this one)")
     parser.add_argument("--trl", nargs="+", type=trl_setting, default=[], help="settings of TRL's DistillationConfig")
-    parser.add_argument("--trl-micro-batch", nargs="+", type=int, default=[], help="sequences; runs TRL with each")
+    parser.add_argument(
+        "--trl-micro-batch", nargs="+", type=micro_batch, default=[],
+        help="sequences, for one kind of lengths with its name (log-normal=4); runs TRL with each",
+    )
+    parser.add_argument(
+        "--trl-precision", nargs="+", choices=PRECISIONS, default=["autocast"],
+        help="see above; runs TRL with each (autocast)",
+    )
     parser.add_argument("--micro-tokens", type=int, default=16384, help="of a micro-batch of both (%(default)s)")
-    kinds = ("fixed", "log-normal")
-    parser.add_argument("--lengths", nargs="+", choices=kinds, default=kinds, help="of the answers (both)")
+    parser.add_argument("--lengths", nargs="+", choices=KINDS, default=KINDS, help="of the answers (both)")
     parser.add_argument("--student-shape", help="see benchmarks/models.py")
     parser.add_argument("--teacher-shape", help="with as many embeddings")
     parser.add_argument("--prompts", type=int, help="of a step")
@@ -334,6 +428,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="counted (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each run that are not counted (%(default)s)")
     parser.add_argument("--minutes", type=float, default=20.0, help="for a run; then it has failed (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all; then no run goes on (no limit)")
+    parser.add_argument("--folder", type=Path, help="of models and logs, which stay; models in it are used again")
     args = parser.parse_intermixed_args()
     names = (
         "student_shape", "teacher_shape", "prompts", "prompt_length", "response_length", "median_length", "longest",
@@ -346,7 +442,8 @@ def arguments() -> argparse.Namespace:
     for name in numbers:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, is {getattr(args, name)}")
-    if wrong := [size for size in args.trl_micro_batch if size < 1 or args.prompts % size]:
+    args.ends = time.monotonic() + args.seconds
+    if wrong := [size for _, size in args.trl_micro_batch if size < 1 or args.prompts % size]:
         parser.error(f"--trl-micro-batch must divide --prompts {args.prompts}, is {wrong[0]}")
     return args
 
@@ -370,12 +467,15 @@ def main() -> None:
 
         device = device_name("cuda")
     print(f"{device}; TRL's Python has {', '.join(' '.join(each) for each in versions.items())}", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        make_inputs(args, Path(name))
-        for kind in args.lengths:
-            compare(args, Path(name), kind, versions)
+    with contextlib.ExitStack() as stack:
+        folder = (args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        make_inputs(args, folder)
+        well = [compare(args, folder, kind, versions) for kind in args.lengths]
     if args.device == "cpu":
         print("\nTiny models on a CPU: these figures say that it works, not which of the two is faster.")
+    if not all(well):
+        raise SystemExit("not everything was measured: see the tables")
 
 
 if __name__ == "__main__":

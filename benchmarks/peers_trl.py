@@ -62,6 +62,17 @@ def load_packed(generation: Any) -> None:
     generation.llm.reset_prefix_cache()
 
 
+def compute_in_autocast(trainer: DistillationTrainer) -> None:
+    """As bf16=True asks for: accelerate puts its autocast around the student's forward, and TRL 1.16 calls others."""
+    compute = trainer._compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        with trainer.accelerator.autocast():
+            return compute(*args, **kwargs)
+
+    trainer._compute_loss = compute_loss
+
+
 def main() -> None:
     """Train."""
     with open(sys.argv[1]) as file:
@@ -84,6 +95,8 @@ def main() -> None:
         )  # fmt: skip
         generation = trainer.vllm_generation
         force_lengths(generation.llm.llm_engine)
+        if spec["autocast"]:
+            compute_in_autocast(trainer)
         if device == "cpu":
             generation.sync_weights = lambda: load_packed(generation)
         trainer.train()

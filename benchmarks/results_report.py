@@ -185,12 +185,13 @@ def draw(specification: dict[str, Any], file: Path) -> None:
 
 def facts(runs: list[Stored]) -> str:
     """What the runs have in common, and the dates. Raises SystemExit for runs of several models or devices."""
-    for key in ("models", "device", "together"):
+    for key in ("models", "device"):
         if len(found := sorted({run.head.get(key, "1") for run in runs})) > 1:
             raise SystemExit(f"runs with several {key} cannot be compared: {', '.join(found)}")
     dates, codes = (sorted({run.head[key] for run in runs}) for key in ("date", "code"))
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    number = runs[0].head.get("together", "1")
+    numbers = sorted({int(run.head.get("together", "1")) for run in runs})
+    number = " or ".join(map(str, numbers))
     together = "" if number == "1" else f", {number} runs at a time on each"
     models = [f"{name} {runs[0].head[name]}; " for name in ("teacher", "student") if name in runs[0].head]
     return (

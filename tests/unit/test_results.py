@@ -43,7 +43,7 @@ def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
     stored(tmp_path, "opd", 0, [(0, 0, 0.1), (2, 1e6, 0.5), (4, 2e6, 0.9)])
     stored(tmp_path, "opd", 1, [(0, 0, 0.1), (2, 1e6, 0.7), (4, 2e6, 0.7)])
     stored(tmp_path, "sft_data", 0, [(0, 0, 0.1), (1, 4e6, 0.3)])
-    stored(tmp_path, "opd_k1", 0, [(0, 0, 0.1), (4, 2e6, 0.2)])
+    stored(tmp_path, "opd_k1", 0, [(0, 0, 0.1), (4, 2e6, 0.2)], together=2)
     (tmp_path / "conclusions.md").write_text("What they say.\n")
     write(tmp_path, tmp_path)
     page = (tmp_path / "results.md").read_text()
@@ -55,6 +55,7 @@ def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
     assert base.split(" | ")[1] == "2"  # a variant has one seed, and what that says is in the spread of these
     assert variant.startswith("| K = 1 (`opd_k1`) | 1 | 20.0 | 20.0 |")
     assert "What they say." in page
+    assert ", 1 or 2 runs at a time on each; " in page
     assert "teacher 38M parameters, 85.0 % right; student 6M parameters, 12.0 % right; models abc" in page
     for kind in ("methods", "variants"):
         assert f"(results_{kind}.svg)" in page
