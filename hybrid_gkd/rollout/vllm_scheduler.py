@@ -128,6 +128,8 @@ class DecodeSteps:
             self.short_steps += 1
             return self._schedule_decodes(due)
         self.full_steps += 1
+        if self._caches:
+            self._cache_written_blocks()
         output = self.vllm.schedule(self, *args, **kwargs)
         if output.preempted_req_ids:
             self._full_updates = STEPS_IN_FLIGHT
@@ -164,8 +166,18 @@ class DecodeSteps:
                 return None
         return due
 
+    def _cache_written_blocks(self: Any) -> None:
+        """Give the prefix cache the blocks that short steps have filled: it has what vLLM's own steps would have given.
+
+        Only vLLM's steps look into it. So a sequence that ends in a short step leaves its prompt there and not its
+        response, whose blocks are the first to be used again.
+        """
+        for request in self.running:
+            request.update_block_hashes()
+            self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+
     def _schedule_decodes(self: Any, due: list[Any]) -> Any:
-        manager, block, ahead, caches = self.kv_cache_manager, self._block, self._ahead, self._caches
+        manager, block, ahead = self.kv_cache_manager, self._block, self._ahead
         self.current_step += 1
         manager.new_step_starts()
         names, blocks, computed, outputs = [], [], [], []
@@ -173,9 +185,8 @@ class DecodeSteps:
         for request in due:
             position = request.num_computed_tokens
             new = None
-            # Without asynchronous scheduling a block goes into the prefix cache when its last token is scheduled.
-            if position % block == 0 or (caches and not ahead and (position + 1) % block == 0):
-                allocated = manager.allocate_slots(request, 1)
+            if position % block == 0:
+                allocated = manager.allocate_slots(request, 1, delay_cache_blocks=True)
                 if allocated is None:
                     raise RuntimeError(f"no KV cache block for {request.request_id}, though there were free ones")
                 new = allocated.get_block_ids(allow_none=True)
@@ -225,8 +236,8 @@ class DecodeSteps:
 
     def _append_tokens(self: Any, scheduled: Any, computed: Any) -> tuple[list[Any], set[Any]]:
         """Give every request its token; outputs of those that end with it, and their requests."""
-        tokens, index, longest, running = (
-            computed.sampled_token_ids, computed.req_id_to_index, self.max_model_len, self._running_status
+        tokens, index, longest, running, ahead = (
+            computed.sampled_token_ids, computed.req_id_to_index, self.max_model_len, self._running_status, self._ahead
         )  # fmt: skip
         logprobs = None if computed.logprobs is None else computed.logprobs.logprobs[:, 0].tolist()
         finished, stopped = [], set()
@@ -240,16 +251,9 @@ class DecodeSteps:
                 continue
             row = index[name]
             token = tokens[row][0]
-            if self._caches:
-                request.append_output_token_ids(token)
-            else:
-                request._output_token_ids.append(token)
-                request._all_token_ids.append(token)
-            if self._ahead:
-                request.num_output_placeholders -= 1
-                written = request.num_computed_tokens - request.num_output_placeholders
-                if self._caches and written % self._block == 0:
-                    self.kv_cache_manager.cache_blocks(request, written)
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            request.num_output_placeholders -= ahead
             kept = self._tokens.get(name)
             if kept is None:
                 kept = self._tokens[name] = []
