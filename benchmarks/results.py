@@ -58,7 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
-CONSTANT = f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.lr=3e-4"  # at the recipe's 5e-4 accuracies jump more
+CONSTANT = f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.lr=3e-4"  # at the recipe's 5e-4 they jump more
 PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=3e-5"
 AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
 WEIGHTED = "algorithm.rollout_is_threshold=2"

@@ -222,7 +222,7 @@ class EngineKwargs:
     """Arguments handed to an engine as they are."""
 
     vllm: dict[str, Any] = field(default_factory=dict)
-    """For `vllm.LLM(...)`; overrides the arguments that this program chooses."""
+    """For `vllm.LLM(...)`; overrides what this program chooses, in compilation_config key by key."""
 
 
 @dataclass

@@ -135,12 +135,14 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, up to `max_num_seqs` sequences.
 
     By default vLLM captures graphs of mixed steps as well, which a rollout hardly has, and none beyond 512 sequences.
+    Nothing is compiled (mode 0): a decode step of the 0.5B shape takes 3 % longer, and the first start 28 s less.
     """
     if device == "cpu":
         return {}
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), max_num_seqs}
     captured = [size for size in sorted(sizes) if size <= max_num_seqs]
-    return {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": captured}}
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": captured}
+    return {"compilation_config": {"mode": 0, **graphs}}
 
 
 def unlink_shared_memory() -> None:
@@ -231,13 +233,13 @@ def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine that only ever reads prompts.
 
     Logits in float32: rounded to bfloat16 they would be off by 0.06 at a logit of 20. A quantised head cannot do
-    it. No CUDA graphs: they are for decoding, and cost most of the start-up time.
+    it. No CUDA graphs and nothing compiled: that is for decoding, and most of the time of a start.
     """
     if device == "cpu":
         return {}
     quantized = getattr(hf_config, "quantization_config", None) is not None
     overrides = {} if quantized else {"head_dtype": "float32"}
-    return {"hf_overrides": overrides, "compilation_config": {"cudagraph_mode": "NONE"}}
+    return {"hf_overrides": overrides, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
 
 
 class PromptScorer(Protocol):

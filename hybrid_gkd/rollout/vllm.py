@@ -15,6 +15,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
+from hybrid_gkd.models.vllm_loading import load_llm
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
 from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
@@ -66,7 +67,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
-        self.llm = llm_class(**(arguments | rollout.engine_kwargs.vllm))
+        self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
         if self.can_sleep:

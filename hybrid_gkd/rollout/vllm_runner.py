@@ -60,7 +60,6 @@ def _parts_of_vllm() -> SimpleNamespace:
     from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.worker.gpu.async_utils import stream
-    from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
     from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
     from vllm.v1.worker.gpu.model_runner import ExecuteModelState
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -71,7 +70,6 @@ def _parts_of_vllm() -> SimpleNamespace:
     return SimpleNamespace(
         FULL=CUDAGraphMode.FULL, AsyncModelRunnerOutput=AsyncModelRunnerOutput, LogprobsTensors=LogprobsTensors,
         ModelRunnerOutput=ModelRunnerOutput, apply_top_k_top_p=apply_top_k_top_p, stream=stream,
-        combine_tokens=combine_sampled_and_draft_tokens, prepare_positions=prepare_pos_seq_lens,
         NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR, ExecuteModelState=ExecuteModelState, DefaultModelState=DefaultModelState,
         apply_temperature=apply_temperature, gumbel_sample=gumbel_sample, compute_topk_scores=compute_topk_scores,
         Sampler=Sampler, envs=envs,
@@ -107,7 +105,9 @@ class DecodeSteps:
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:
         """Set up the state of the short path, once, with `_parts_of_vllm`."""
-        self._parts, self._output = vllm, _output_class(vllm)
+        from hybrid_gkd.rollout.vllm_runner_triton import prepare_decodes
+
+        self._parts, self._output, self._prepare_decodes = vllm, _output_class(vllm), prepare_decodes
         self._kept: SimpleNamespace | None = None
         """What stays as it is while the batch does, see `_keep`; None where the next step is vLLM's."""
         self.short_steps = self.full_steps = 0
@@ -213,7 +213,6 @@ class DecodeSteps:
         count, before, buffers = len(names), kept.batch, self.input_buffers
         rows, num_rows, num_tokens = before.idx_mapping_np[places], graph.num_reqs or len(names), graph.num_tokens
         idx_mapping = torch.from_numpy(rows).pin_memory().to(self.device, non_blocking=True)
-        buffers.query_start_loc[count + 1 :].fill_(count)  # in front of that a token a row, as before
         batch = replace(
             before, req_ids=names, num_reqs=count, num_reqs_after_padding=num_rows, num_tokens=count,
             num_tokens_after_padding=num_tokens, idx_mapping=idx_mapping, idx_mapping_np=rows,
@@ -247,18 +246,9 @@ class DecodeSteps:
             tables.append_block_ids(int(rows[place]), requests.new_block_ids[place], overwrite=False)
         if grown:
             tables.apply_staged_writes()
-        self._parts.prepare_positions(
-            batch.idx_mapping, batch.query_start_loc, states.num_computed_tokens.gpu, buffers.positions,
-            buffers.seq_lens,
-        )
-        self._parts.combine_tokens(
-            buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, batch.query_start_loc, batch.seq_lens,
-            states.prefill_len.gpu, states.draft_tokens, batch.cu_num_logits, batch.num_reqs,
-        )
-        if grown or moved:  # otherwise the graph's block tables are those of the step before
-            tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=batch.num_reqs_after_padding)
-        tables.compute_slot_mappings(
-            batch.idx_mapping, batch.query_start_loc, batch.positions, num_tokens_padded=batch.num_tokens_after_padding
+        changed = grown or moved  # otherwise the graph's block tables are those of the step before
+        self._prepare_decodes(
+            batch.idx_mapping, states, buffers, tables, copied_rows=batch.num_reqs_after_padding if changed else 0
         )
         lengths[: batch.num_reqs] += 1
         batch.seq_lens_cpu_upper_bound = torch.from_numpy(lengths)

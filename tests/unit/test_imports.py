@@ -45,7 +45,9 @@ FORBIDDEN = {
     "reporting": {"torch", "ray", "vllm", "wandb", "hybrid_gkd.workers"},
     "testing": {"torch", "ray", "vllm", "transformers"},
 }
-NEEDS_TRITON = {"hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton"}
+NEEDS_TRITON = {
+    "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.rollout.vllm_runner_triton",
+}  # fmt: skip
 
 
 def module_name(file):

@@ -22,6 +22,7 @@ from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.models.vllm_loading import load_llm
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import TeacherTopK
@@ -57,8 +58,7 @@ class VLLMScoringEngine(ScoringEngine):
                 **vllm_compat.scoring_engine_args(device, config),
                 **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
             }  # fmt: skip
-            llm = llm_class(**(arguments | options.arguments_of("vllm")))
-            self._engine = llm.llm_engine
+            self._engine = load_llm(llm_class, arguments, options.arguments_of("vllm"), config).llm_engine
             self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
             self._check_scores()
         except ModelError:

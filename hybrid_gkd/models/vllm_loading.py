@@ -1,0 +1,61 @@
+"""`vllm.LLM` in this process, built within seconds: what a rollout or a teacher never asks for is not prepared."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def load_llm(llm_class: Any, arguments: dict[str, Any], given: dict[str, Any], hf_config: Any) -> Any:
+    """`llm_class(**arguments)` for the model of `hf_config`.
+
+    `given` are arguments of the user: they take the place of others, those of `compilation_config` one by one. Raises
+    whatever vLLM raises.
+    """
+    merged = arguments | given
+    ours, theirs = (each.get("compilation_config") for each in (arguments, given))
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        merged["compilation_config"] = ours | theirs
+    inspect_here(getattr(hf_config, "architectures", None) or [])
+    with without_kernel_warmup():
+        return llm_class(**merged)
+
+
+def inspect_here(architectures: list[str]) -> None:
+    """Import the classes of a model in this process, which needs them at once.
+
+    To look at one that it has not seen yet, vLLM starts a process that imports all of vLLM again, about ten seconds:
+    this process could otherwise be one that must not touch the GPU before it forks.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in architectures:
+        entry = ModelRegistry.models.get(name)
+        if type(entry).__name__ == "_LazyRegisteredModel":
+            try:
+                ModelRegistry.register_model(name, entry.load_model_cls())
+            except Exception as error:  # then vLLM finds out by itself, and says what is wrong
+                logger.debug("vLLM's %s was not imported: %s", name, error)
+
+
+@contextlib.contextmanager
+def without_kernel_warmup() -> Iterator[None]:
+    """Let the newer model runner compile a kernel of the sampler when something asks for it, not all of them at once.
+
+    Filters, penalties, grammars and bad words take a quarter of a minute the first time, and rollouts have none.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    warmup = getattr(gpu_worker, "warmup_kernels", None)
+    if warmup is None:
+        yield
+        return
+    gpu_worker.warmup_kernels = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        gpu_worker.warmup_kernels = warmup
