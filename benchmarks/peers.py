@@ -270,10 +270,10 @@ def run_trl(
     return found, error, bool(error) and "out of memory" in log.read_text(errors="replace")
 
 
-def micro_batches(args: argparse.Namespace, kind: str, longest: int) -> list[int]:
+def micro_batches(args: argparse.Namespace, longest: int) -> list[int]:
     """Sequences of TRL's micro-batches, all divisors of the batch; TRL pads each to the longest of the whole batch."""
-    if given := [size for of, size in args.trl_micro_batch if of in (None, kind)]:
-        return given
+    if args.trl_micro_batch:
+        return list(args.trl_micro_batch)
     most = max(1, args.micro_tokens // (args.prompt_length + TEMPLATE + longest))
     return [largest_divisor(args.prompts, most)]
 
@@ -293,27 +293,27 @@ def figures(rows: list[dict[str, float]], warmup: int, peak: list[int]) -> dict[
     }
 
 
-def not_same(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> str:
-    """Empty if both trained the same number of tokens in each step that the second did; else what they trained."""
+def check_same_tokens(ours: list[dict[str, float]], theirs: list[dict[str, float]], steps: int) -> None:
+    """Raises SystemExit unless both trained the same number of tokens in every step, and all steps."""
     keys = ("answer_tokens", "tokens", "longest")
     here, there = ([tuple(row[key] for key in keys) for row in rows] for rows in (ours, theirs))
-    if here[: len(there)] == there:
-        return ""
-    return f"not the same work, {keys} of each step: {here} in this program, {there} in TRL"
+    if len(here) != steps or here != there:
+        raise SystemExit(
+            f"not the same work, {keys} of each of {steps} steps: {here} in this program, {there} in TRL: no figures"
+        )
 
 
 def print_row(name: str, found: dict[str, float] | None, error: str = "") -> None:
-    """A row of the table, and on the standard error all that is known of what went wrong."""
+    """A row of the table, with what went wrong."""
     cells = ["", "", ""]
     if found:
         memory = "not measured" if np.isnan(found["peak"]) else f"{found['peak']:.1f}"
         cells = [f"{found['step']:.3g}", f"{found['tokens_per_second']:.0f}", memory]
     if error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
         lines = error.strip().splitlines()
         # The last line that names an exception; vLLM and Python's threads may go on after it.
         named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
-        name += f": {lines[0].removesuffix(': ')}" + f" {named[-1]}" * bool(named)
+        name = " ".join([f"{name}: {lines[0].rstrip(': ')}", *(line[:200] for line in named[-1:])])
     print("| " + " | ".join([name.replace("|", "/"), *cells]) + " |", flush=True)
 
 
@@ -330,7 +330,7 @@ def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[st
         "| | seconds a step | tokens per second | peak memory, GiB |\n|---|---|---|---|",
         flush=True,
     )
-    rows, own, found, well = [], None, [], True
+    rows, own, found, failures = [], None, [], {}
     own_name = ", ".join(["this program", *args.overrides])
     try:
         with peak_memory(args.device) as peak:
@@ -338,34 +338,41 @@ def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[st
         own = figures(rows, args.warmup, peak)
         print_row(own_name, own)
     except SystemExit as error:
+        failures[own_name] = str(error)
         print_row(own_name, None, str(error))
-        well = False
+    well = not failures
     liger = args.device == "cuda" and "liger_kernel" in versions
     changed = [f"{key}={value}" for key, value in args.trl.items()]
-    waiting = [(size, precision) for precision in args.trl_precision for size in micro_batches(args, kind, longest)]
+    sizes = args.trl_micro_batch_of[kind] or micro_batches(args, longest)
+    waiting = [(size, precision) for precision in args.trl_precision for size in sizes]
     while waiting:
         size, precision = waiting.pop(0)
-        label = [f"TRL {versions['trl']}", f"micro-batches of {size}", "Liger" * liger, PRECISIONS[precision], *changed]
-        theirs, error, short, peak = [], "", False, []
+        label = [f"TRL {versions['trl']}", f"micro-batches of {size}", *changed]
+        if args.trl.get("bf16", args.device == "cuda"):
+            label.insert(2, PRECISIONS[precision])
+        if liger:
+            label.insert(2, "Liger")
+        theirs: list[dict[str, float]] = []
+        why, short, measured = "", False, None
         try:
             with peak_memory(args.device) as peak:
-                theirs, error, short = run_trl(args, folder, longest, lengths, size, liger, precision)
+                theirs, why, short = run_trl(args, folder, longest, lengths, size, liger, precision)
+            done = len(theirs) if why else args.warmup + args.steps
+            if rows:
+                check_same_tokens(rows[:done], theirs, done)
+            if done > args.warmup:
+                measured = figures(theirs, args.warmup, peak)
+                found.append(measured)
+                label += [f"{done - args.warmup} of {args.steps} steps"] * bool(why)
         except SystemExit as failure:
-            error = error or str(failure)
-        if short and size > 1 and (smaller := (largest_divisor(args.prompts, size // 2), precision)) not in waiting:
-            waiting.insert(0, smaller)
-        counted = len(theirs) - args.warmup
-        if not error and counted != args.steps:
-            error = f"{len(theirs)} steps"
-        measured = None
-        if rows and (different := not_same(rows, theirs)):
-            error = different
-        elif counted > 0:
-            measured = figures(theirs, args.warmup, peak)
-            label += [f"{counted} of {args.steps} steps"] * bool(error)
-            found.append(measured)
-        print_row(", ".join(filter(None, label)), measured, error)
-        well = well and not error
+            why = why or str(failure)
+        print_row(name := ", ".join(label), measured, why)
+        if why:
+            failures[name] = why
+        if again := short and size > 1:
+            smaller = largest_divisor(args.prompts, size // 2), precision
+            waiting[:0] = [smaller] if smaller not in waiting else []
+        well = well and (not why or again)
     if own and found:
         fastest = min(found, key=lambda each: each["step"])
         ratios = {key: fastest[key] / own[key] for key in ("step", "tokens_per_second", "peak")}
@@ -378,6 +385,8 @@ def compare(args: argparse.Namespace, folder: Path, kind: str, versions: dict[st
         mean = sum(row["answer_tokens"] for row in counted_rows) / len(counted_rows) / args.prompts
         most = max(row["longest"] for row in counted_rows)
         print(f"\nAnswers of {mean:.0f} tokens in the mean and {most} at most, the same in both.", flush=True)
+    for name, why in failures.items():
+        print(f"\n{name}: {why}", file=sys.stderr, flush=True)
     return well
 
 
@@ -410,11 +419,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trl-micro-batch", nargs="+", type=micro_batch, default=[],
         help="sequences, for one kind of lengths with its name (log-normal=4); runs TRL with each",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--trl-precision", nargs="+", choices=PRECISIONS, default=["autocast"],
         help="see above; runs TRL with each (autocast)",
-    )
+    )  # fmt: skip
     parser.add_argument("--micro-tokens", type=int, default=16384, help="of a micro-batch of both (%(default)s)")
     parser.add_argument("--lengths", nargs="+", choices=KINDS, default=KINDS, help="of the answers (both)")
     parser.add_argument("--student-shape", help="see benchmarks/models.py")
@@ -445,6 +454,8 @@ def arguments() -> argparse.Namespace:
     args.ends = time.monotonic() + args.seconds
     if wrong := [size for _, size in args.trl_micro_batch if size < 1 or args.prompts % size]:
         parser.error(f"--trl-micro-batch must divide --prompts {args.prompts}, is {wrong[0]}")
+    args.trl_micro_batch_of = {kind: [size for of, size in args.trl_micro_batch if of == kind] for kind in KINDS}
+    args.trl_micro_batch = [size for of, size in args.trl_micro_batch if of is None]
     return args
 
 

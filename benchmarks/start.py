@@ -81,7 +81,7 @@ def main() -> None:
             command = [sys.executable, "-m", "hybrid_gkd", "--config-name", args.config_name, *common]
             command += [f"trainer.experiment_name={name}"]
             began = time.time()
-            call(command, folder / f"{name}.log", args.minutes, **caches)
+            call(command, folder / f"{name}.log", time.monotonic() + 60 * args.minutes, **caches)
             rows.append([name, moments(next((folder / "runs").glob(f"*/{name}")), began)])
             print(rows[-1], flush=True)
     print(f"\nstudent {args.student_shape}, teacher {args.teacher_shape}, {args.config_name}, {args.device}; seconds\n")
