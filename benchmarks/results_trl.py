@@ -1,6 +1,7 @@
 """TRL's on-policy distillation for benchmarks/results.py: the same models, prompts, loss and rate in TRL's trainer.
 
     python benchmarks/results_trl.py --models FOLDER --seed 0 --steps 150 --device cuda --out FOLDER
+    python benchmarks/results_trl.py --config-name demo --models FOLDER --seed 0 --steps 80 --device cpu --out FOLDER
 
 DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe, and
 generation by transformers, as TRL takes other versions of vLLM than this program: compare it at equal tokens, not at
@@ -77,10 +78,11 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="a folder that hybrid_gkd.demo gpu_demo has made")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--config-name", default="gpu_demo", help="in config/ (%(default)s)")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_intermixed_args()
-    config = load_config([f"trainer.device={args.device}", *args.overrides], config_name="gpu_demo")
+    config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
     paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
     train, val = ([json.loads(line) for line in file.read_text().splitlines()] for file in (paths.train, paths.val))
     tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
@@ -92,7 +94,7 @@ def main() -> None:
         args.device, output_dir=str(args.out / "trl"), seed=args.seed, max_steps=args.steps,
         per_device_train_batch_size=config.data.train_batch_size, max_completion_length=config.data.max_response_length,
         learning_rate=optim.lr, adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], weight_decay=optim.weight_decay,
-        warmup_steps=optim.lr_warmup_steps,
+        warmup_steps=optim.lr_warmup_steps, max_grad_norm=config.actor_rollout_ref.actor.grad_clip,
     )  # fmt: skip
     with open(args.out / "metrics.jsonl", "w") as log:
         DistillationTrainer(
