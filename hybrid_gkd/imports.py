@@ -1,6 +1,7 @@
 """A user's own loss, reward, rollout engine or tracker: `package.module:name` or `path/to/file.py:name`.
 
-A module must be importable from where the program was started. And `quick_imports`, for large packages.
+A module must be importable from where the program was started. And `quick_imports`, for large packages, and
+`how_to_install`, for those that are missing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +73,10 @@ def quick_imports() -> Iterator[None]:
     finally:
         if was_enabled:  # else this is a block within another one
             gc.enable()
+
+
+def how_to_install(*packages: str) -> str:
+    """The command that adds packages to the environment of this interpreter, which has no pip where uv made it."""
+    with_pip = [sys.executable, "-m", "pip", "install"]
+    with_uv = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*(with_uv if importlib.util.find_spec("pip") is None else with_pip), *packages])

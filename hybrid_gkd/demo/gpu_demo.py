@@ -159,7 +159,10 @@ def _start(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> N
     """
     logger.info("building the models and data of gpu_demo in %s", paths.root.parent)
     if device == "cpu":
-        logger.info("without a GPU they are small: short problems, teacher and student below a million parameters")
+        logger.info(
+            "without a GPU they are small: short problems, teacher and student below a million parameters, made one "
+            "after the other; the lines of their training say how long each takes at most"
+        )
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
     children = list[Any]()
     try:

@@ -152,10 +152,14 @@ def train(sft: SFT, name: str, batches: Iterable[list[Sequence]], probe: list[Se
             said, value = time.monotonic(), loss.item()
             if not math.isfinite(value):
                 raise TrainingError(f"{name}: the loss of step {number} is {value}")
-            speed = sft.tokens / (said - began)
+            speed, rest = sft.tokens / (said - began), ""
+            if number == 1:
+                warm = said  # this step's time tells nothing of the others
+            else:
+                rest = f", at most {(said - warm) / (number - 1) * (recipe.max_steps - number):.0f} s left"
             logger.info(
-                "%s: step %d of at most %d, loss %.4f, %.1f M tokens, %.0f tokens/s, %.0f s", name, number,
-                recipe.max_steps, value, sft.tokens / 1e6, speed, said - began,
+                "%s: step %d of at most %d, loss %.4f, %.1f M tokens, %.0f tokens/s, %.0f s%s", name, number,
+                recipe.max_steps, value, sft.tokens / 1e6, speed, said - began, rest,
             )
         if enough:
             break

@@ -59,7 +59,7 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | No
             are placed, see `check_free_memory`.
         ModelError: the configuration of a local teacher cannot be read.
     """
-    total = _gpu_bytes(config, device)
+    total = gpu_bytes(config, device)
     _, token = budget.engine_bytes(config, spec, device)
     adapters = f" below {spec.adapter_parameters / 1e6:.1f} M in adapters" if spec.adapter_parameters else ""
     lines = [
@@ -95,11 +95,11 @@ def host_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | None
 
 def memory_by_phase(config: Config, spec: ModelSpec, *, device: str) -> dict[str, dict[str, float]]:
     """Phase -> owner -> bytes on each worker; without what depends on the GPUs of a given cluster."""
-    found = budget.phase_bytes(config, spec, device=device, total_bytes=_gpu_bytes(config, device))
+    found = budget.phase_bytes(config, spec, device=device, total_bytes=gpu_bytes(config, device))
     return {phase: dict(owners) for phase, owners in found.items()}
 
 
-def _gpu_bytes(config: Config, device: str) -> int | None:
+def gpu_bytes(config: Config, device: str) -> int | None:
     """Memory of this machine's first GPU, if the workers will run here."""
     import torch
 

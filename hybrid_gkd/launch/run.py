@@ -26,6 +26,7 @@ from hybrid_gkd.launch.fit import check_own_answers
 from hybrid_gkd.launch.plan import (
     check_free_memory,
     checkpoint_bytes,
+    gpu_bytes,
     host_plan,
     loading_plan,
     memory_by_phase,
@@ -76,7 +77,7 @@ def train(
         show_next_steps(
             sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
             huggingface=next((folder for folder in exports if folder.is_dir()), None),
-            base=config.actor_rollout_ref.model.path, train_on=to_train_on(config),
+            base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(), train_on=to_train_on(config),
         )
 
 
@@ -107,9 +108,11 @@ def run(
     if facts.finished:
         return nothing_left(facts)
     if draws and facts.spec is not None:
-        show_plan(sys.stderr, who_is_where(facts), memory_by_phase(config, facts.spec, device=facts.device))
+        phases, card = memory_by_phase(config, facts.spec, device=facts.device), gpu_bytes(config, facts.device)
+        show_plan(sys.stderr, who_is_where(facts), phases, card_bytes=card)
     about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
-    return summarise(execute(facts, stopping, about), started, teacher_accuracy)
+    trainer = execute(facts, stopping, about)
+    return summarise(trainer, started, teacher_accuracy, resumed=facts.resumption is not None)
 
 
 def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = MappingProxyType({})) -> PPOTrainer:
@@ -316,7 +319,7 @@ def _lock(file: TextIO) -> bool:
     return True
 
 
-def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None) -> str:
+def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | None, *, resumed: bool) -> str:
     """The final table."""
     run_dir = trainer.config.run_dir
     huggingface = trainer.checkpoint / "huggingface" if trainer.checkpoint else None
@@ -327,5 +330,5 @@ def summarise(trainer: PPOTrainer, started: float, teacher_accuracy: float | Non
         best=(best.value, best.step, trainer.store.folder(best.step)) if best else None,
         huggingface=huggingface if huggingface and huggingface.is_dir() else None,
         metrics=metrics if metrics.is_file() else None, report=report if report.is_file() else None,
-        config_file=run_dir / "config.yaml",
+        config_file=run_dir / "config.yaml", resumed=resumed,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -46,16 +47,23 @@ def inspect_here(architectures: list[str]) -> None:
 def without_kernel_warmup() -> Iterator[None]:
     """Let the newer model runner compile a kernel of the sampler when something asks for it, not all of them at once.
 
-    Filters, penalties, grammars and bad words take a quarter of a minute the first time, and rollouts have none.
+    Filters, penalties, grammars and bad words take a quarter of a minute the first time, and rollouts have none. So
+    nobody is warned of a kernel that is compiled at its first use.
     """
-    from vllm.v1.worker import gpu_worker
-
-    warmup = getattr(gpu_worker, "warmup_kernels", None)
-    if warmup is None:
+    with contextlib.ExitStack() as stack:
+        for path, name in (("vllm.v1.worker.gpu_worker", "warmup_kernels"), ("vllm.utils.jit_monitor", "activate")):
+            with contextlib.suppress(ImportError):  # not every version has both
+                module = importlib.import_module(path)
+                if hasattr(module, name):
+                    stack.enter_context(_replaced(module, name, lambda *args, **kwargs: None))
         yield
-        return
-    gpu_worker.warmup_kernels = lambda *args, **kwargs: None
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        gpu_worker.warmup_kernels = warmup
+        setattr(module, name, before)

@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import ConfigError, DataError
+from hybrid_gkd.imports import how_to_install
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import OverlongBufferConfig, RewardConfig
@@ -127,10 +128,8 @@ def _compares(function: Callable[[str, str], float]) -> Callable[[RewardConfig],
 def check_math_verify() -> None:
     """Raises ConfigError: the library of the reward math is missing."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(
-            "reward.name", "math needs the package math-verify: pip install 'math-verify[antlr4_13_2]', or "
-            "hybrid_gkd with its extra math", show_value=False,
-        )  # fmt: skip
+        rule = f"math needs the package math-verify: {how_to_install('math-verify[antlr4_13_2]>=0.8')}"
+        raise ConfigError("reward.name", rule, show_value=False)
 
 
 def _math(section: RewardConfig) -> Compute:

@@ -26,6 +26,7 @@ class Console:
         self._stream, self._style = sys.stderr, info.config["trainer"]["console"]
         self._total, self._start = info.total_steps, info.start_step
         self._step, self._started, self._last_line = self._start, time.monotonic(), -math.inf
+        self._prompt: str | None = None
         self._bar = None
         has_width = self._stream.isatty()
         with contextlib.suppress(OSError):  # not a real terminal; tqdm takes a width of its own
@@ -69,9 +70,16 @@ class Console:
         self._print("  ".join([*parts, *summary, *held_out]))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        """The first one, on a terminal; all are in generations.jsonl."""
+        """On a terminal, one: the lowest reward of the first validation, then the same prompt again.
+
+        All are in generations.jsonl.
+        """
         if self._bar is not None:
-            sample, width = samples[0], self._bar.ncols or shutil.get_terminal_size().columns
+            sample = next((sample for sample in samples if sample.prompt == self._prompt), None)
+            if sample is None:
+                sample = min(samples, key=lambda sample: math.inf if sample.reward is None else sample.reward)
+                self._prompt = sample.prompt
+            width = self._bar.ncols or shutil.get_terminal_size().columns
             texts = {"prompt": sample.prompt, "answer": sample.response, "reference": sample.answer}
             lines = [f"  {name:9}  {' '.join(text.split())}" for name, text in texts.items() if text is not None]
             reward = "" if sample.reward is None else f", reward {sample.reward:g}"

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.rewards import BUILTIN_REWARDS
 from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
+from hybrid_gkd.reporting.starts import STARTS
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -159,7 +161,7 @@ def _leaves_groups_out(run: Config) -> bool:
 
 
 def _on_gpu(run: Config) -> bool:
-    """With auto it is not known: a run's own workspace knows better, see `hybrid_gkd.reporting.wandb`."""
+    """With auto it is not known: for a run that was started see `load_run`."""
     return run.trainer.device != "cpu"
 
 
@@ -385,6 +387,15 @@ def specification(entity: str, project: str, run: Config | None = None) -> dict[
     return found
 
 
+def load_run(file: Path) -> Config:
+    """A run's configuration; what trainer.device=auto was for its last start is in starts.jsonl beside it."""
+    run, starts = load_config(config_name=file.name, config_path=file.parent), file.parent / STARTS
+    if run.trainer.device == "auto" and starts.is_file():
+        devices = [row["loaded"]["device"] for row in read_json_lines(starts) if "loaded" in row]
+        run.trainer.device = devices[-1] if devices else "auto"
+    return run
+
+
 def main(arguments: list[str] | None = None) -> int:
     prog, description = "python -m hybrid_gkd.reporting.dashboard", (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog=prog, description=description)
@@ -394,9 +405,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the workspace and send nothing")
     options = parser.parse_args(arguments)
     try:
-        run = None
-        if options.config:
-            run = load_config(config_name=options.config.name, config_path=options.config.parent)
+        run = load_run(options.config) if options.config else None
         if options.json:
             print(json.dumps(specification(options.entity or "entity", options.project, run), indent=1))
             return 0

@@ -14,7 +14,7 @@ def final_table(
     config: Config, *, steps: int, wall_seconds: float, first: Mapping[str, float], last: Mapping[str, float],
     teacher_accuracy: float | None = None, best: tuple[float, int, Path] | None = None, checkpoint: Path | None = None,
     huggingface: Path | None = None, metrics: Path | None = None, report: Path | None = None,
-    config_file: Path | None = None,
+    config_file: Path | None = None, resumed: bool = False,
 ) -> str:
     """Plain text, one line per fact, without a newline at the end.
 
@@ -27,9 +27,11 @@ def final_table(
         teacher_accuracy: from 0 to 1, on the validation prompts.
         best: value, step and checkpoint of the best validation, where `trainer.best_metric` asks for it.
         checkpoint, huggingface, metrics, report, config_file: where they are; `report` absolute.
+        resumed: whether it went on from a checkpoint; `wall_seconds` are of this start alone.
     """
     minutes, seconds = divmod(round(wall_seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    wall_time = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
     if config.trainer.val_only:
         known = {"held-out accuracy: teacher": teacher_accuracy} if teacher_accuracy is not None else {}
         results = [(name, _show(value, ".5g")) for name, value in (known | {**last}).items()]
@@ -39,7 +41,7 @@ def final_table(
     rows = [
         *results,
         ("training steps", str(steps)),
-        ("wall time", f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"),
+        ("wall time of this start" if resumed else "wall time", wall_time),
         ("checkpoint", _show(checkpoint)),
         ("Hugging Face folder", _show(huggingface)),
         *_best(config, best),

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from hybrid_gkd.offload.residency import MEMORY_OWNERS
 
+LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Of adapters that vLLM makes room for, the default first."""
 
-def show_plan(stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str, float]]) -> None:
+
+def show_plan(
+    stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str, float]], *, card_bytes: int | None = None
+) -> None:
     """Draw who is where, and what each worker's memory holds by phase.
 
     Args:
         lines: `what: where and how`, a fact each.
         phases: phase -> owner -> bytes.
+        card_bytes: what the GPU of a worker has, where there is one and it is known.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -30,6 +39,8 @@ def show_plan(stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str
     owners.sort(key=lambda name: (*MEMORY_OWNERS, name).index(name))
     unit, size = ("GiB", 2**30) if max(sum(held.values()) for held in phases.values()) > 2**27 else ("MiB", 2**20)
     title = f"memory of each worker by phase, {unit} (activations: at least)"
+    if card_bytes is not None:
+        title += f", of {card_bytes / 2**30:.1f} GiB on the card"
     memory = Table(title=title, title_justify="left", title_style="bold")
     memory.add_column("phase")
     for name in [*owners, "together"]:
@@ -42,13 +53,15 @@ def show_plan(stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str
 
 
 def show_next_steps(
-    stream: TextIO, *, report: Path | None, huggingface: Path | None, base: str, train_on: list[str], run_dir: Path
+    stream: TextIO, *, report: Path | None, huggingface: Path | None, base: str, on_gpu: bool, train_on: list[str],
+    run_dir: Path,
 ) -> None:
     """Say how to look at the run, serve the student and train on; paths are links where the terminal has them.
 
     Args:
         report, huggingface: the run's page and the student in Hugging Face format, where they are.
         base: the model that the student began as, which adapters in `huggingface` need.
+        on_gpu: whether this machine has one to serve it on.
         train_on: what the command of this run needs beside it to train further.
     """
     from rich.console import Console
@@ -57,10 +70,24 @@ def show_next_steps(
     console = Console(file=stream, soft_wrap=True, highlight=False)
     if report is not None:
         console.print(f"open the report: [link={report.as_uri()}]{escape(str(report))}[/link]")
-    if huggingface is not None:
-        folder = str(huggingface)
-        served = [folder]
-        if (huggingface / "adapter_config.json").is_file():
-            served = [base, "--enable-lora", "--lora-modules", f"student={folder}"]
-        console.print(f"serve the student: vllm serve {escape(shlex.join(served))}")
+    if huggingface is not None and importlib.util.find_spec("vllm") is not None:
+        command = serving_command(huggingface, base, on_gpu=on_gpu)
+        console.print(f"serve the student: {escape(shlex.join(command))}")
     console.print(f"train on: the same command with {escape(' '.join(train_on))}; run folder: {escape(str(run_dir))}")
+
+
+def serving_command(huggingface: Path, base: str, *, on_gpu: bool) -> list[str]:
+    """vLLM's server for a student, by this interpreter and for this machine alone.
+
+    `vllm` is on the PATH in an activated environment only, and `vllm serve` does not start in the CPU build.
+    """
+    served, adapters = ["--model", str(huggingface)], huggingface / "adapter_config.json"
+    if adapters.is_file():
+        served = ["--model", base, "--enable-lora", "--lora-modules", f"student={huggingface}"]
+        rank = json.loads(adapters.read_text())["r"]
+        if rank > LORA_RANKS[0]:
+            served += ["--max-lora-rank", str(next((room for room in LORA_RANKS if room >= rank), rank))]
+    if not on_gpu:  # here it is a share of the host's memory, all of which has to be free; the default is 0.92
+        served += ["--gpu-memory-utilization", "0.5"]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    return [*server, *served]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import read_json_lines
-from hybrid_gkd.imports import load_object
+from hybrid_gkd.imports import how_to_install, load_object
 from hybrid_gkd.reporting.console import Console, all_by_name
 from hybrid_gkd.reporting.jsonl import JsonLines
 from hybrid_gkd.reporting.metrics import check_names
@@ -39,8 +39,8 @@ class Tracker(MetricLog, Protocol):
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "console": Console, "jsonl": JsonLines, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
 }  # fmt: skip
-EXTRAS = ("tensorboard", "trackio")
-"""Trackers that need a package which is not always installed; package and extra are called like the tracker."""
+EXTRAS = {"tensorboard": "tensorboard>=2.20", "trackio": "trackio>=0.43"}
+"""Trackers that need a package of the same name, which is not always installed -> that of their extra in setup.cfg."""
 
 
 def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Tracker]]:
@@ -48,9 +48,9 @@ def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Track
 
     Raises ConfigError if one of those cannot be imported, or a package is missing.
     """
-    for name in EXTRAS:
+    for name, package in EXTRAS.items():
         if name in loggers and importlib.util.find_spec(name) is None:
-            rule = f"{name} needs a package that is not installed: pip install 'hybrid_gkd[{name}]' (or {name})"
+            rule = f"{name} needs a package that is not installed: {how_to_install(package)}"
             raise ConfigError("trainer.logger", rule, list(loggers))
     own = {name: load_object("trainer.logger", name) for name in loggers if name not in TRACKERS}
     return {name: made for name, made in TRACKERS.items() if name in loggers or name == "jsonl"} | own

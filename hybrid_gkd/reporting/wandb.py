@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 WANDB_FINISH_SECONDS = 300.0
 """How long the end of a run waits for uploads; what is missing then can be sent with `wandb sync`."""
 BEST = {
-    "val/accuracy": "max", "val/forward_kl": "min", "val/reverse_kl": "min", "reward/mean": "max",
-    "actor/kl_loss": "min",
+    "val/accuracy": "max", "val/reward_model": "max", "val/forward_kl": "min", "val/reverse_kl": "min",
+    "reward/mean": "max", "actor/kl_loss": "min",
 }  # fmt: skip
 """Metrics whose best value stands beside the last one in the list of runs."""
 WANDB_PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")

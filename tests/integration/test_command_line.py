@@ -273,9 +273,10 @@ def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, w
         assert "SIGINT: the run ends when the step in hand is done and saved" in errors
         (saved,) = (tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*")
         assert f"to continue from: {saved}, after step " in errors
-        code, _, errors = run(arguments(world, tmp_path, "trainer.save_freq=-1"))
+        code, output, errors = run(arguments(world, tmp_path, "trainer.save_freq=-1"))
         assert code == 0, errors
         assert f"continuing from {saved}" in errors
+        assert "  wall time of this start  " in output
     whole, resumed = rows_of(finished[0]), rows_of(tmp_path)
     assert sorted(resumed) == sorted(whole)
     # Scores depend in the last bits on how the teacher happened to batch its requests; those are rounded to float16.

@@ -2,6 +2,8 @@
 
 import ast
 import gc
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hybrid_gkd
-from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.imports import how_to_install, quick_imports
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
@@ -157,3 +159,18 @@ def test_the_collector_rests_while_large_packages_are_imported():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_what_is_missing_is_installed_by_what_this_environment_has(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/my env/python")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert how_to_install("a>=1") == "'/my env/python' -m pip install 'a>=1'"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert how_to_install("a[b]", "c") == "uv pip install --python '/my env/python' 'a[b]' c"
+
+
+def test_what_is_to_be_installed_is_what_the_package_asks_for():
+    asked = (ROOT.parent / "setup.cfg").read_text()
+    named = [name for file in MODULES.values() for name in re.findall(r"how_to_install\('(.*?)'\)", file.read_text())]
+    assert len(named) == 2
+    assert all(f"\n    {name}\n" in asked for name in named)

@@ -1,5 +1,7 @@
 """Supervised training of the demos: what is learned is in the exported folder, and answers come out of it."""
 
+import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,7 +40,8 @@ def test_digits_are_tokens_of_their_own_and_the_chat_template_is_what_is_trained
     assert text == models.prompt_text("Who?")
 
 
-def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer, folder, tmp_path):
+def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer, folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     rows = [{"prompt": f"{n} apples?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in (2, 30, 41)]
     sequences = encode(rows, tokenizer)
     with alone(CPU):
@@ -47,6 +50,10 @@ def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer
         assert sft.share_sure(sequences) == 0
         steps = train(sft, "model", iter(lambda: sequences, None), sequences)
         assert steps < TRAINING.max_steps
+        first, *_, last = [record.getMessage() for record in caplog.records if "of at most" in record.getMessage()]
+        assert first.startswith("model: step 1 of at most 300, loss ")
+        assert "left" not in first
+        assert re.search(rf"step {steps} of .* s, at most \d+ s left$", last)
         assert sft.share_sure(sequences) == 1
         assert sft.tokens == (steps + 1) * sum(s.num_tokens for s in sequences)
         assert sft.step(sequences).item() < before / 10

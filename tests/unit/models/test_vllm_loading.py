@@ -15,13 +15,16 @@ from hybrid_gkd.models.vllm_loading import load_llm
 
 vllm_compat.import_llm("cpu")
 from vllm.model_executor.models import ModelRegistry, registry
+from vllm.utils import jit_monitor
 from vllm.v1.worker import gpu_worker
 
-warmup = gpu_worker.warmup_kernels
+warmup, activate = gpu_worker.warmup_kernels, jit_monitor.activate
 
 def build(**arguments):
     assert gpu_worker.warmup_kernels is not warmup
     assert gpu_worker.warmup_kernels("runner", "execute", "sample") is None
+    jit_monitor.activate(mode="warn", verbose=False)
+    assert not jit_monitor.is_active()
     return arguments
 
 def no_process(*args):
@@ -33,7 +36,7 @@ found = load_llm(build, ours, {"seed": 3, "compilation_config": {"mode": 3}},
                  SimpleNamespace(architectures=["Qwen2ForCausalLM", "NoSuchForCausalLM"]))
 assert found == {"model": "m", "seed": 3, "compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}, found
 assert load_llm(build, ours, {"compilation_config": 3}, SimpleNamespace())["compilation_config"] == 3
-assert gpu_worker.warmup_kernels is warmup
+assert (gpu_worker.warmup_kernels, jit_monitor.activate) == (warmup, activate)
 assert ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls().architecture == "Qwen2ForCausalLM"
 """
 

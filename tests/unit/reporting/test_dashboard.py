@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from hybrid_gkd.config_loading import load_config, to_yaml
+from hybrid_gkd.ppo.best import LOWEST
 from hybrid_gkd.ppo.trainer import COMPARED
 from hybrid_gkd.reporting import dashboard
 from hybrid_gkd.reporting import wandb as wandb_module
@@ -60,6 +61,23 @@ def test_a_run_has_panels_of_what_it_can_report():
     several = ("actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.temperature=1")
     assert "val/pass@k" in shown(run_config("data.val_files=b.jsonl", *REWARDED, *several)) - shown(both)
     assert not {name for name in shown(run_config("trainer.device=cpu")) if name.startswith("memory/")}
+
+
+def test_the_list_of_runs_has_the_best_of_what_a_validation_measures():
+    measured = dashboard.NAMES_OF[dashboard.SOURCES].rpartition("/")[2].strip("()").split("|")
+    best = {name: "min" if name in LOWEST else "max" for name in measured}
+    assert best == {name: wandb_module.BEST[f"val/{name}"] for name in measured}
+
+
+def test_the_device_of_a_run_that_left_it_open_is_the_one_of_its_last_start(tmp_path):
+    file, starts = tmp_path / "config.yaml", tmp_path / "starts.jsonl"
+    file.write_text(to_yaml(run_config()))
+    assert dashboard.load_run(file).trainer.device == "auto"
+    rows = [{"start": 1.0, "loaded": {"device": "cuda"}}, {"start": 2.0, "loaded": {"device": "cpu"}}, {"ready": 3.0}]
+    starts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not {name for name in shown(dashboard.load_run(file)) if name.startswith("memory/")}
+    file.write_text(to_yaml(run_config("trainer.device=cuda")))
+    assert dashboard.load_run(file).trainer.device == "cuda"
 
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -1,3 +1,4 @@
+import configparser
 import contextlib
 import importlib.util
 import io
@@ -28,7 +29,7 @@ from hybrid_gkd.reporting import trackers as trackers_module
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
-from hybrid_gkd.reporting.trackers import Tracking, load_trackers
+from hybrid_gkd.reporting.trackers import EXTRAS, Tracking, load_trackers
 from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0, data_source="sums", sample=3)
@@ -291,6 +292,19 @@ def test_a_terminal_shows_one_sample_of_a_validation_cut_to_its_width(monkeypatc
     assert answer.endswith("4...")
     assert len(answer) == shutil.get_terminal_size().columns
     assert reference.split() == ["reference", "42"]
+
+
+def test_a_terminal_shows_the_prompt_that_went_worst_at_first_all_along(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console = Console(info())
+    for step, rewards in enumerate([(1.0, 0.25, 0.5), (0.0, 1.0, 0.5), (None, None, None)]):
+        samples = [Generation(prompt=f"p{row}", response="", reward=reward) for row, reward in enumerate(rewards)]
+        console.log_generations(samples, step)
+    console.log_generations([Generation(prompt=name, response="") for name in ("new", "newer")], 3)
+    console.close(failed=False)
+    assert re.findall(r"prompt +(\w+)", stream.getvalue()) == ["p1", "p1", "p1", "new"]
+    assert re.findall(r"reward (.*):", stream.getvalue()) == ["0.25", "1"]
 
 
 def test_a_quiet_console_says_nothing(monkeypatch):
@@ -570,8 +584,15 @@ def test_trackio_keeps_every_step_and_a_resumed_run_goes_on(tmp_path):
 
 def test_a_tracker_without_its_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^trainer\.logger: trackio needs .* pip install 'hybrid_gkd\[trackio\]'"):
+    with pytest.raises(ConfigError, match=r"^trainer\.logger: trackio needs .*: uv pip install .* 'trackio>=0\.43'"):
         load_trackers(["console", "trackio"])
+
+
+def test_the_packages_of_trackers_are_those_of_their_extras():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    assert {name: [package] for name, package in EXTRAS.items()} == {name: extras[name].split() for name in EXTRAS}
 
 
 def test_import_needs_neither_torch_nor_wandb():
