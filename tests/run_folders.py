@@ -28,8 +28,9 @@ NASTY = "</script><script>document.title = 'taken'</script><img src=x onerror=\"
 def make_run(
     parent: Path, name: str = "demo", *, steps: int = 30, first: int = 1, recipe: str = "demo",
     total: int | None = None, error: Exception | None = None, overrides: Sequence[str] = (), resume: bool = False,
+    words: int = 0,
 ) -> Path:
-    """A run of the steps from `first` on, that ends with `error`; where it is."""
+    """A run of the steps from `first` on, that ends with `error`; where it is. `words`: so many more in an answer."""
     where = [f"trainer.default_local_dir={parent}", "trainer.project_name=p", f"trainer.experiment_name={name}"]
     config = load_config([*where, *overrides], config_name=recipe)
     distils, start = config.distillation.enabled, first - 1
@@ -61,8 +62,8 @@ def make_run(
         tracking = stack.enter_context(Tracking([], info))
         is_ready()
         if start == 0:
-            tracking.log_generations(samples(0), 0)
-            tracking.log_tokens(tokens(0) if distils else [], 0)
+            tracking.log_generations(samples(0, words), 0)
+            tracking.log_tokens(tokens(0, words) if distils else [], 0)
             divergence = {"val/forward_kl": 2.0, "val/reverse_kl": 3.0} if distils else {}
             tracking.log({"val/accuracy": 0.2, "timing/testing": 1.0, **divergence}, 0)
         for step in range(first, steps + 1):
@@ -70,8 +71,8 @@ def make_run(
             tracking.log_lengths([step % 7, 3, 6, 8], step)
             row = step_row(step, distils=distils)
             if step % 10 == 0:
-                tracking.log_generations(samples(step), step)
-                tracking.log_tokens(tokens(step) if distils else [], step)
+                tracking.log_generations(samples(step, words), step)
+                tracking.log_tokens(tokens(step, words) if distils else [], step)
                 row |= {"val/accuracy": 0.2 + 0.7 * step / steps}
                 if distils:
                     row |= {"val/forward_kl": 2.0 / step, "val/reverse_kl": 3.0 / step, "val/forward_kl/q1": 1.0 / step}
@@ -97,21 +98,21 @@ def step_row(step: int, *, distils: bool) -> dict[str, float]:
     return row | {"reward/mean": step / 100, "reward/gsm8k/mean": step / 200, "critic/vf_loss": 1.0 / step}
 
 
-def samples(step: int) -> list[Generation]:
+def samples(step: int, words: int = 0) -> list[Generation]:
     return [
         Generation(
-            prompt=NASTY if n == 0 else f"sort {n}", response=f"{n} after {step} <b>steps</b>", answer=str(n),
-            reward=float(step > 9),
+            prompt=NASTY if n == 0 else f"sort {n}", response=f"{n} after {step} <b>steps</b>" + " word" * words,
+            answer=str(n), reward=float(step > 9),
         )
         for n in range(3)
     ]  # fmt: skip
 
 
-def tokens(step: int) -> list[dict[str, Any]]:
+def tokens(step: int, words: int = 0) -> list[dict[str, Any]]:
     """Of the second sample."""
     likely = [["1", 0.9, 0.5], ["</script>", 0.05, 0.25]]
     scored = [[text, 0.5 / (step + 1), likely, likely[::-1]] for text in ("1", " after", f" {step}", " <b>steps</b>")]
-    return [{"prompt": "sort 1", "response": samples(step)[1].response, "num_tokens": 6, "tokens": scored}]
+    return [{"prompt": "sort 1", "response": samples(step, words)[1].response, "num_tokens": 6, "tokens": scored}]
 
 
 def record_spans(trainer: SpanFile, worker: SpanFile, step: int) -> None:

@@ -1,4 +1,6 @@
-// What the student says to the same held-out prompts as it learns.
+// What the student says to the same held-out prompts as it learns, and how long its answers are.
+
+const LONG = 100;  // characters of an answer that need the width of their column for themselves
 
 function answers() {
   const blocks = page.runs.filter(run => run.answers.length).map(run => {
@@ -16,7 +18,8 @@ function answers() {
               answer === null ? null : element("div", {className: "reference"}, "reference: ", element("span", {className: "said"}, answer))),
       ...steps.map(step => at.has(step) ? said(at.get(step)) : element("span", {className: "empty"}, "—")),
     ]);
-    const found = table(["prompt", ...steps.map(step => `step ${step}`)], body, "answers");
+    const isLong = run.answers.some(each => each.samples.some(sample => sample.response.length > LONG));
+    const found = table(["prompt", ...steps.map(step => `step ${step}`)], body, isLong ? "answers long" : "answers");
     const scale = run.answers.some(each => each.samples.some(sample => sample.tokens)) ? divergenceScale() : null;
     return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null, scale, found);
   });
@@ -89,3 +92,40 @@ const candidates = {
   hide() { this.box.hidden = true; },
 };
 window.addEventListener("scroll", () => candidates.hide(), {passive: true});
+
+function lengths() {
+  const found = page.runs.map(run => {
+    if (!run.lengths) return null;
+    const {bin, steps, counts} = run.lengths, values = [];
+    counts.forEach((column, n) => {
+      const all = column.reduce((a, b) => a + b, 0);
+      column.forEach((count, k) => count && values.push({from: n ? steps[n - 1] : Math.min(0, steps[0]), to: steps[n], low: k * bin - 0.5, high: (k + 1) * bin - 0.5, share: count / all, count,
+        length: bin === 1 ? `${k} tokens` : `${k * bin} to ${(k + 1) * bin - 1} tokens`, steps: n && steps[n - 1] + 1 < steps[n] ? `${steps[n - 1] + 1} to ${steps[n]}` : String(steps[n])}));
+    });
+    const title = page.runs.length > 1 ? runLabel(run) : "Answers trained on";
+    const edge = (Math.floor(run.max_length / bin) + 1) * bin - 0.5;  // above the answers that are as long as the limit
+    const limit = () => ({
+      data: {values: [{limit: edge}]}, mark: {type: "rule", color: css("--bad"), strokeDash: [4, 3]},
+      encoding: {y: {field: "limit", type: "quantitative"}},
+    });
+    const histograms = width => ({
+      data: {values}, mark: {type: "rect", tooltip: true},
+      encoding: {
+        x: {field: "from", type: "quantitative", scale: {nice: false, zero: false}, axis: {title: "steps", grid: false, tickCount: Math.max(1, Math.min(Math.floor(width / 90), steps.at(-1)))}}, x2: {field: "to"},
+        y: {field: "low", type: "quantitative", scale: {nice: false}, axis: {title: "tokens", grid: false}}, y2: {field: "high"},
+        color: {field: "share", type: "quantitative", scale: {scheme: dark.matches ? "viridis" : "blues", domain: [0, 1], type: "sqrt"}, legend: {title: "share", format: "%", gradientLength: HEIGHT - 40}},
+        tooltip: [{field: "steps"}, {field: "length"}, {field: "count", title: "answers"}, {field: "share", format: ".1%"}],
+      },
+    });
+    const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => (
+      {height: HEIGHT, layer: run.max_length ? [histograms(width), limit()] : [histograms(width)]}));
+    return panel(title, run.max_length ? "tokens, the limit dashed" : "tokens", chart);
+  }).filter(Boolean);
+  const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
+                curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
+                curvePanel("Length of an answer to a held-out prompt", ["val/response_length"]),
+                curvePanel("Answers to held-out prompts that were cut off", ["val/response_length/clip_ratio"])].filter(Boolean);
+  const all = [...found, ...more];
+  return section("lengths", "Lengths", "How long the answers are; those that reach the limit are cut off and teach less.",
+                 all.length ? element("div", {className: "panels"}, ...all) : empty("No step has ended yet."));
+}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
 class Followed:
@@ -48,6 +51,12 @@ class Followed:
                 yield start, json.loads(line)
             except ValueError:  # cut short by a crash
                 continue
+
+
+def step_of(line: bytes) -> int | None:
+    """Of a row that begins with its step, as those of a run's files do; the rest, which can be long, is not parsed."""
+    found = STEP.match(line)
+    return int(found[1]) if found and line.endswith(b"}\n") else None
 
 
 def last_rows(path: Path, num_bytes: int) -> Iterator[Any]:

@@ -17,25 +17,27 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
     cards = []
     scores = bool(config.get("reward_model.enable"))
     if scores and config.get("data.val_files"):
-        cards.append(_change(run, "val/reward_model", "Held-out score", ".3f", "of the reward model", rises=True))
+        cards.append(_validated(run, "val/reward_model", "Held-out score", ".3f", "of the reward model", rises=True))
     has_functions = not scores or "val/accuracy" in run.last
     if has_functions and config.get("data.val_files") and config.get("reward.answer_key") is not None:
         note = f"teacher {teacher:.1%}" if teacher is not None else ""
-        cards.append(_change(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
+        cards.append(_validated(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
     if config.get("distillation.enabled", True):
-        validated = "val/forward_kl" in run.last
-        name, label = ("val/forward_kl", "Held-out KL") if validated else ("actor/kl_loss", "KL to the teacher")
-        reverse = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats a token" if validated else "nats a token"
-        cards.append(_change(run, name, label, ".4f", reverse, rises=False))
+        if "val/forward_kl" in run.last:
+            note = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats a token"
+            cards.append(_validated(run, "val/forward_kl", "Held-out KL", ".4f", note, rises=False))
+        else:
+            cards.append(_trained(run, "actor/kl_loss", "KL to the teacher", ".4f", "nats a token", rises=False))
     if "reward/mean" in run.last:
         filtered = "reward/all_groups" in run.last
         name, note = ("reward/all_groups", "all groups") if filtered else ("reward/mean", "of the answers trained on")
-        cards.append(_change(run, name, "Mean reward", ".3f", note, rises=True))
+        cards.append(_trained(run, name, "Mean reward", ".3f", note, rises=True))
     elapsed = run.last.get("timing/elapsed")
+    starts = f"in {state['starts']} starts" if state["starts"] > 1 else ""
     loading = sum(start["ready"] - start["start"] for start in run.starts if "ready" in start)
     cards += [
         {"label": "Steps", "value": f"{state['step']}" + (f" of {state['total']}" if state["total"] else ""),
-         "note": "" if state["starts"] < 2 else f"in {state['starts']} starts"},
+         "note": _listed(_left(run, state), starts)},
         {"label": "Time of training", "value": duration(elapsed),
          "note": f"and {duration(loading)} to load" if loading else ""},
         {"label": "Tokens", "value": _short(run.tokens),
@@ -56,17 +58,57 @@ def _cost_to_resume(run: RunFolder, config: dict[str, Any], state: dict[str, Any
     where = f"from global_step_{saved}" if saved is not None else "there is no checkpoint"
     training = f"{duration(elapsed * lost / run.step)} to train again" if elapsed and run.step and lost else ""
     with_key = "with trainer.resume_mode=auto" if config.get("trainer.resume_mode") == "disable" else ""
-    note = ", ".join(filter(None, [with_key, where, training, loading]))
+    note = _listed(with_key, where, training, loading)
     again = f"{lost} step{'s' if lost != 1 else ''} again" if run.step else "from the start"
     return {"label": label, "value": again, "note": note}
 
 
-def _change(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
-    before, after = run.first.get(name), run.last.get(name)
+def _left(run: RunFolder, state: dict[str, Any]) -> str:
+    """The time until the last step, at the pace since the newest start; empty for a run that does not go on."""
+    left = (state["total"] or 0) - run.step
+    if state["outcome"] != "goes on" or left <= 0:
+        return ""
+    begun = run.starts[-1].get("step", 0)
+    clock = [(point.step, point.high) for point in run.points("timing/elapsed")]
+    step, elapsed = max((each for each in clock if each[0] <= begun), default=(begun, 0.0))
+    if not clock or clock[-1][0] <= step:
+        return ""
+    pace = (clock[-1][1] - elapsed) / (clock[-1][0] - step)
+    return f"about {duration(pace * left)} left"
+
+
+def _validated(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+    """The first validation and the last, and which was the best."""
+    points, best = run.points(name), ""
+    if points:
+        peak = max(points, key=lambda point: point.high) if rises else min(points, key=lambda point: point.low)
+        value = peak.high if rises else peak.low
+        if value != run.last[name]:
+            best = f"best {value:{form}} {'at' if peak.rows == 1 else 'by'} step {peak.step}"
+    return _change(run.first.get(name), run.last.get(name), label, form, _listed(best, note), rises=rises)
+
+
+def _trained(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+    """Single batches differ by chance: means of the first and of the last tenth of the steps."""
+    points = run.points(name)
+    tenth = max(1, len(points) // 10)
+    parts = [part for part in (points[:tenth], points[-tenth:]) if part]
+    ends = [sum(point.total for point in part) / sum(point.rows for point in part) for part in parts]
+    if tenth > 1:
+        note = f"first and last tenth, {note}"
+    before, after = ends or (None, None)
+    return _change(before, after, label, form, note, rises=rises)
+
+
+def _change(before: float | None, after: float | None, label: str, form: str, note: str, *, rises: bool) -> Card:
     card: Card = {"label": label, "value": f"{_number(before, form)} → {_number(after, form)}", "note": note}
     if before is not None and after is not None and before != after:
         card["change"] = "better" if (after > before) == rises else "worse"
     return card
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

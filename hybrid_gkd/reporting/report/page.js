@@ -106,6 +106,19 @@ function measured(names) {
   return names.flatMap(name => all.filter(each => name instanceof RegExp ? name.test(each) : name === each));
 }
 
+// Where the one run that is shown was continued.
+function marks(series) {
+  if (page.runs.length > 1) return [];
+  const longest = series.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
+  return page.runs[0].starts.filter(start => start.step > 0).map(start => nearest(longest, point => point.step, start.step));
+}
+
+// Steps from point to point of the curve that has the most of them; of several runs, where they are the most.
+function spacing() {
+  const all = page.runs.map(run => run.axes.reduce((a, b) => (b.length > a.length ? b : a), [0, 1]));
+  return Math.max(1, ...all.map(steps => (steps.at(-1) - steps[0]) / (steps.length - 1 || 1)));
+}
+
 function curvePanel(title, names) {
   const series = [];
   const there = measured(names);
@@ -114,11 +127,11 @@ function curvePanel(title, names) {
     if (!found) return;
     const one = page.runs.length === 1;
     const label = one ? name : there.length === 1 ? run.label : `${run.label} ${name}`;
-    series.push({label, points: found, color: one ? n : r, dash: one ? null : [[1, 0], [6, 3], [2, 3]][n % 3]});
+    series.push({label, points: found, color: one ? n : r, dash: one ? null : [[1, 0], [6, 3], [2, 3], [8, 3, 2, 3]][n % 4]});
   }));
   if (!series.length) return null;
   const unit = page.names[there[0]]?.[0] ?? "";
-  const made = panel(title, unit, new Curves(title, series, {unit}));
+  const made = panel(title, unit, new Curves(title, series, {unit, marks: marks(series), spacing: spacing()}));
   made.title = there.map(name => `${name}: ${page.names[name]?.[1] ?? ""}`).join("\n");
   return made;
 }
@@ -168,13 +181,16 @@ function curves() {
 }
 
 function time() {
-  const panels = page.runs.map(run => {
-    const series = PARTS.map(([part, color]) => ({label: part, color, points: points(run, `timing/${part}`)}))
-      .filter(line => line.points?.some(point => point.value > 0));
-    const title = page.runs.length > 1 ? runLabel(run) : "A step, part by part";
-    return series.length ? panel(title, "seconds", new Curves(title, series, {stacked: true, unit: "seconds"}), page.runs.length === 1) : null;
+  const one = page.runs.length === 1;
+  const found = page.runs.map(run => PARTS.map(([part, color]) => ({label: part, color, points: points(run, `timing/${part}`), whole: run.seconds[`timing/${part}`]}))
+    .filter(line => line.whole > 0));
+  // Of the runs' highest steps the highest: they share their scale.
+  const top = Math.max(...found.filter(series => series.length).map(series => Math.max(...series[0].points.map((_, n) => series.reduce((sum, line) => sum + line.points[n].value, 0)))));
+  const panels = found.map((series, r) => {
+    const title = one ? "A step, part by part" : runLabel(page.runs[r]);
+    return series.length ? panel(title, "seconds", new Curves(title, series, {stacked: true, unit: "seconds", marks: marks(series), top}), one) : null;
   }).filter(Boolean);
-  const note = "What the trainer did and waited for in a step. Where several steps are drawn as one point, it is their mean.";
+  const note = "What the trainer did and waited for in a step. Where several steps are drawn as one point, it is their mean; the sums and shares are those of all steps.";
   return section("time", "Where the time goes", note,
                  panels.length ? element("div", {className: "panels"}, ...panels) : empty("No step has ended yet."));
 }
@@ -207,7 +223,7 @@ function timeline(run) {
       x2: {field: "end"}, y: {field: "row", type: "nominal", sort: order, axis: {title: null}},
       color: {field: "name", type: "nominal", scale: {domain: names, range: names.map(name => palette()[SPAN_COLORS[name] ?? 6])},
               legend: {title: null, orient: "bottom", columns: width < 500 ? 2 : 6}},
-      tooltip: ["row", "name", {field: "length", title: "took"}, {field: "of", title: "for step"}].map(each => typeof each === "string" ? {field: each} : each),
+      tooltip: [{field: "row", title: "who"}, {field: "name", title: "what"}, {field: "length", title: "took"}, {field: "of", title: "for step"}],
     },
   }));
   chart.root.style.minHeight = `${60 + 20 * lanes}px`;
@@ -226,22 +242,25 @@ function memory() {
       const gib = Math.max(...(curve.high ?? curve.mean));
       if (phase && gib > 0) values.push({phase, owner, gib});
     }
-    return values.length ? memoryPanel(run, values) : null;
-  }).filter(Boolean);
+    return {run, values};
+  }).filter(({values}) => values.length);
+  const sums = found.flatMap(({values}) => values.map(({phase}) => values.filter(value => value.phase === phase).reduce((sum, value) => sum + value.gib, 0)));
+  const end = Math.max(...sums, ...found.map(({run}) => run.card_gb ?? 0));  // the runs share their scale
+  const panels = found.map(({run, values}) => memoryPanel(run, values, end));
   const note = "What is on the device when a phase of the step begins: the largest value of any worker and any step.";
-  return section("memory", "Memory", note, found.length ? found : empty("No memory was measured in the run."));
+  return section("memory", "Memory", note, panels.length ? panels : empty("No memory was measured in the run."));
 }
 
-function memoryPanel(run, values) {
-  const card = run.card_gb, small = !card && Math.max(...values.map(value => value.gib)) < 0.1;
-  const scaled = values.map(value => ({...value, size: value.gib * (small ? 1024 : 1), text: `${show(value.gib * (small ? 1024 : 1))} ${small ? "MiB" : "GiB"}`}));
+function memoryPanel(run, values, end) {
+  const card = run.card_gb, [unit, scale] = end < 0.1 ? ["MiB", 1024] : ["GiB", 1];
+  const scaled = values.map(value => ({...value, size: value.gib * scale, text: `${show(value.gib * scale)} ${unit}`}));
   const owners = [...new Set(values.map(value => value.owner))].sort();
   const layers = width => [{
     data: {values: scaled}, mark: {type: "bar", tooltip: true},
     encoding: {
-      x: {field: "size", type: "quantitative", stack: "zero", axis: {title: small ? "MiB" : "GiB", format: ".6~g", tickCount: Math.max(3, width / 90)}},
+      x: {field: "size", type: "quantitative", stack: "zero", scale: {domain: [0, end * scale]}, axis: {title: unit, format: ".6~g", tickCount: Math.max(3, width / 90)}},
       y: {field: "phase", type: "nominal", sort: PHASES, axis: {title: null}},
-      color: {field: "owner", type: "nominal", scale: {domain: owners, range: owners.map((_, n) => palette()[n % palette().length])}, legend: {title: null, orient: "bottom", columns: 3}},
+      color: {field: "owner", type: "nominal", scale: {domain: owners, range: owners.map((_, n) => palette()[n % palette().length])}, legend: {title: null, orient: "bottom", columns: width < 500 ? 2 : 3}},
       order: {field: "owner"}, tooltip: [{field: "phase"}, {field: "owner"}, {field: "text", title: "size"}],
     },
   }];
@@ -253,42 +272,6 @@ function memoryPanel(run, values) {
     .filter(([name]) => run.metrics[name]).map(([name, label]) => `${label} ${show(Math.max(...(run.metrics[name].high ?? run.metrics[name].mean)))} GiB`);
   const most = peaks.length ? ` At most: ${peaks.join(", ")}.` : "";
   return element("div", {className: "panel"}, element("h3", {}, title), chart.root, element("p", {}, against + most));
-}
-
-function lengths() {
-  const found = page.runs.map(run => {
-    if (!run.lengths) return null;
-    const {bin, steps, counts} = run.lengths, values = [];
-    counts.forEach((column, n) => {
-      const all = column.reduce((a, b) => a + b, 0);
-      column.forEach((count, k) => count && values.push({from: n ? steps[n - 1] : Math.min(0, steps[0]), to: steps[n], low: k * bin, high: (k + 1) * bin, share: count / all, count,
-        length: bin === 1 ? `${k} tokens` : `${k * bin} to ${(k + 1) * bin - 1} tokens`, steps: n && steps[n - 1] + 1 < steps[n] ? `${steps[n - 1] + 1} to ${steps[n]}` : String(steps[n])}));
-    });
-    const title = page.runs.length > 1 ? runLabel(run) : "Answers trained on";
-    const limit = () => ({
-      data: {values: [{limit: run.max_length}]}, mark: {type: "rule", color: css("--bad"), strokeDash: [4, 3]},
-      encoding: {y: {field: "limit", type: "quantitative"}},
-    });
-    const histograms = width => ({
-      data: {values}, mark: {type: "rect", tooltip: true},
-      encoding: {
-        x: {field: "from", type: "quantitative", scale: {nice: false, zero: false}, axis: {title: "steps", grid: false, tickCount: Math.max(2, Math.floor(width / 90))}}, x2: {field: "to"},
-        y: {field: "low", type: "quantitative", scale: {nice: false}, axis: {title: "tokens", grid: false}}, y2: {field: "high"},
-        color: {field: "share", type: "quantitative", scale: {scheme: dark.matches ? "viridis" : "blues", domain: [0, 1], type: "sqrt"}, legend: {title: "share", format: "%", gradientLength: HEIGHT - 40}},
-        tooltip: [{field: "steps"}, {field: "length"}, {field: "count", title: "answers"}, {field: "share", format: ".1%"}],
-      },
-    });
-    const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => (
-      {height: HEIGHT, layer: run.max_length ? [histograms(width), limit()] : [histograms(width)]}));
-    return panel(title, run.max_length ? "tokens, the limit dashed" : "tokens", chart);
-  }).filter(Boolean);
-  const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
-                curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
-                curvePanel("Length of an answer to a held-out prompt", ["val/response_length"]),
-                curvePanel("Answers to held-out prompts that were cut off", ["val/response_length/clip_ratio"])].filter(Boolean);
-  const all = [...found, ...more];
-  return section("lengths", "Lengths", "How long the answers are; those that reach the limit are cut off and teach less.",
-                 all.length ? element("div", {className: "panels"}, ...all) : empty("No step has ended yet."));
 }
 
 function configuration() {
@@ -318,7 +301,8 @@ function warnings() {
     return element("div", {}, title, items.length ? element("ul", {className: "warnings"}, ...items) : empty("The run gave none."),
                    left > 0 ? element("p", {}, `${left} older ones are in run.log.`) : null);
   });
-  return section("warnings", "Warnings and errors", null, ...lists);
+  const count = page.runs.reduce((sum, run) => sum + run.num_warnings, 0);
+  return section("warnings", `Warnings and errors${count ? ` (${count})` : ""}`, null, ...lists);
 }
 
 function header() {
@@ -350,6 +334,7 @@ function render() {
   report.replaceChildren(...sections);
   report.querySelectorAll("details").forEach((each, n) => { if (open[n]) each.open = true; });
   if (focused) document.querySelectorAll(`#${focused.id} :is(${FOCUSABLE})`)[focused.number]?.focus({preventScroll: true});
+  if (!page.live) drawWhenIdle();
   document.getElementById("sections").replaceChildren(...sections.map(each => element("a", {href: `#${each.id}`}, each.firstChild.textContent)));
 }
 
@@ -366,11 +351,13 @@ render();
 function content(data) { return JSON.stringify({...data, written: null}); }
 
 let shown = page.live ? content(page) : null;
+const silent = element("span", {}, " The server does not answer at the moment.");
 
 async function follow() {
   try {
     const answer = await fetch("data.json");
     const text = await answer.text();
+    silent.remove();
     if (answer.ok) {
       const found = JSON.parse(text);
       if (content(found) !== shown) {
@@ -382,8 +369,7 @@ async function follow() {
       }
     }
   } catch (error) {
-    document.getElementById("state").append(" The server does not answer any more.");
-    return;
+    document.getElementById("state").append(silent);
   }
   setTimeout(follow, REFRESH_SECONDS * 1000);
 }

@@ -82,17 +82,25 @@ const observer = new IntersectionObserver(entries => {
   }
 }, {rootMargin: "400px"});
 
+// The charts that nobody has scrolled to yet: for the printer, and while the browser has nothing else to do.
+window.addEventListener("beforeprint", () => charts.forEach(chart => chart.draw()));
+function drawWhenIdle() {
+  const next = [...charts].find(chart => chart.stale && chart.root.clientWidth > 0);
+  if (next) (window.requestIdleCallback ?? setTimeout)(() => next.draw().then(drawWhenIdle));  // Safari has none
+}
+
 let cursorStep = null;  // the step that all curves point at
 function moveCursor(step) {
   cursorStep = step;
   for (const chart of charts) chart.pointAt?.(step);
 }
 
-// Lines or stacked areas of one panel. `series`: {label, color, dash, points: [{step, minutes, value, low, high}]}.
+// Lines or stacked areas of one panel. `series`: {label, color, dash, points: [{step, minutes, value, low, high}]}, of
+// areas with the seconds of the `whole` run. `marks`: points at which it was continued; `top`: where the y axis ends.
 class Curves extends Chart {
-  constructor(title, series, {stacked = false, unit = ""} = {}) {
+  constructor(title, series, {stacked = false, unit = "", marks = [], spacing = 1, top} = {}) {
     super(describe(title, series, unit), width => this.spec(width));
-    Object.assign(this, {series, stacked});
+    Object.assign(this, {series, stacked, marks, spacing, top});
     this.readout = element("output", {className: "readout"});
     this.root.addEventListener("pointermove", event => this.follow(event));
     this.root.addEventListener("pointerdown", event => this.follow(event));  // a finger has no other way
@@ -103,33 +111,35 @@ class Curves extends Chart {
     this.pointAt(null);
   }
   x(point) { return settings.x === "minutes" ? point.minutes : point.step; }
-  drawnValue(line, index) { return settings.smoothing > 0 && !this.stacked ? smoothed(line)[index] : line.points[index].value; }
+  drawnValue(line, index) { return settings.smoothing > 0 && !this.stacked ? smoothed(line, this.spacing)[index] : line.points[index].value; }
   spec(width) {
     const rows = [], bands = [], raw = [];
     const useLog = settings.log && !this.stacked && this.series.every(line => line.points.every(p => (p.low ?? p.value) > 0));
     this.series.forEach((line, n) => {
-      line.points.forEach((point, index) => {
+      if (this.stacked) rows.push(...this.blocks(line.points).map(row => ({...row, n})));
+      else line.points.forEach((point, index) => {
         const row = {x: this.x(point), y: this.drawnValue(line, index), n};
         if (row.x === null || row.x === undefined) return;
         rows.push(row);
-        if (settings.smoothing > 0 && !this.stacked) raw.push({...row, y: point.value});
-        else if (point.low !== undefined && !this.stacked) bands.push({...row, y: point.low, y2: point.high});
+        if (settings.smoothing > 0) raw.push({...row, y: point.value});
+        else if (point.low !== undefined) bands.push({...row, y: point.low, y2: point.high});
       });
     });
     const xs = rows.map(row => row.x);
     const domain = [Math.min(...xs), Math.max(...xs)];
+    const most = settings.x === "steps" ? domain[1] - domain[0] : Infinity;  // ticks: there is no half a step
     const colors = this.series.map(line => palette()[line.color % palette().length]);
     const color = {field: "n", type: "nominal", legend: null, scale: {domain: this.series.map((_, n) => n), range: colors}};
     const dash = {field: "n", type: "nominal", legend: null,
                   scale: {domain: this.series.map((_, n) => n), range: this.series.map(line => line.dash || [1, 0])}};
     const x = {field: "x", type: "quantitative", scale: {domain, nice: false},
-               axis: {title: settings.x, grid: false, tickCount: Math.max(2, Math.floor(width / 70)), labelFlush: true}};
+               axis: {title: settings.x, grid: false, tickCount: Math.max(1, Math.min(Math.floor(width / 70), most)), labelFlush: true}};
     const y = {field: "y", type: "quantitative", axis: {title: null, tickCount: 5, format: ".6~g"},
-               scale: useLog ? {type: "log"} : {zero: this.stacked}};
+               scale: useLog ? {type: "log"} : {zero: this.stacked, ...(this.top ? {domain: [0, this.top], nice: true} : {})}};
     const few = rows.length / this.series.length <= 40;
     const layers = [];
     if (this.stacked) {
-      layers.push({data: {values: rows}, mark: {type: "area", line: false, opacity: 0.85},
+      layers.push({data: {values: rows}, mark: {type: "area", interpolate: "step", line: false, opacity: 0.85},
                    encoding: {x, y: {...y, stack: "zero"}, color, order: {field: "n"}}});
     } else {
       if (bands.length) layers.push({data: {values: bands}, mark: {type: "area", opacity: 0.2}, encoding: {x, y, y2: {field: "y2"}, color}});
@@ -137,7 +147,16 @@ class Curves extends Chart {
       layers.push({data: {values: rows}, mark: {type: "line", strokeWidth: 1.8, point: few ? {size: 18, filled: true} : false},
                    encoding: {x, y, color, strokeDash: dash}});
     }
+    const marks = this.marks.map(point => ({x: this.x(point)})).filter(({x}) => x > domain[0]);
+    if (marks.length) layers.push({data: {values: marks}, mark: {type: "rule", color: css("--soft"), strokeDash: [1, 3]}, encoding: {x}});
     return {height: HEIGHT, layer: layers};
+  }
+  // Corners of an area in which each point is as wide as the steps between: half to the left of it, half to the right.
+  blocks(points) {
+    const found = points.map(point => ({x: this.x(point), y: point.value})).filter(({x}) => x !== null && x !== undefined);
+    if (!found.length) return [];
+    const [first, second = {x: first.x + 1}] = found, last = found.at(-1), before = found.at(-2) ?? {x: last.x - 1};
+    return [{...first, x: first.x - (second.x - first.x) / 2}, ...found, {...last, x: last.x + (last.x - before.x) / 2}];
   }
   afterDrawing() { this.pointAt(cursorStep); }
   follow(event) {
@@ -160,13 +179,14 @@ class Curves extends Chart {
   pointAt(step) {
     const found = this.series.map(line => step === null ? line.points.at(-1) : nearest(line.points, point => point.step, step));
     const marked = step === null ? null : nearest(this.longest(), point => point.step, step);
-    const parts = [element("span", {}, step === null ? "last: " : `step ${marked.step}${settings.x === "minutes" && marked.minutes !== null ? `, ${show(marked.minutes)} minutes` : ""}: `)];
+    const whole = step === null && this.stacked, seconds = this.series.reduce((sum, line) => sum + line.whole, 0);
+    const parts = [element("span", {}, whole ? "whole run: " : step === null ? "last: " : `step ${marked.step}${settings.x === "minutes" && marked.minutes !== null ? `, ${show(marked.minutes)} minutes` : ""}: `)];
     this.series.forEach((line, n) => {
       const swatch = element("span", {className: this.stacked ? "swatch" : "swatch thin"});
-      const color = palette()[line.color % palette().length], [drawn, gap] = line.dash ?? [1, 0];
-      swatch.style.background = gap ? `repeating-linear-gradient(90deg, ${color} 0 ${drawn}px, transparent ${drawn}px ${drawn + gap}px)` : color;
+      const color = palette()[line.color % palette().length];
+      swatch.style.background = dashes(color, line.dash ?? [1, 0]);
       const index = line.points.indexOf(found[n]);
-      let text = show(found[n]?.value);
+      let text = whole ? `${duration(line.whole)} (${+(100 * line.whole / seconds).toPrecision(2)} %)` : show(found[n]?.value);
       if (found[n] && settings.smoothing > 0 && !this.stacked) text += ` (smoothed ${show(this.drawnValue(line, index))})`;
       if (found[n]?.low !== undefined && step !== null && settings.smoothing === 0) text += ` (${show(found[n].low)} to ${show(found[n].high)})`;
       parts.push(element("span", {}, swatch, `${line.label} `, element("b", {}, text)));
@@ -189,13 +209,29 @@ function describe(title, series, unit) {
   return `${title}${unit ? `, ${unit}` : ""}. ${lines.join("; ")}. The arrow keys move the cursor.`;
 }
 
-function smoothed(line) {
-  // The exponential moving average of TensorBoard and wandb, without their start from zero.
+// A line of drawn and free pixels in turn, as a background.
+function dashes(color, lengths) {
+  let at = 0;
+  const stops = lengths.map((length, n) => `${n % 2 ? "transparent" : color} ${at}px ${at += length}px`);
+  return lengths[1] ? `repeating-linear-gradient(90deg, ${stops.join(", ")})` : color;
+}
+
+function duration(seconds) {
+  if (seconds < 60) return `${show(seconds)} s`;
+  const [hours, minutes, rest] = [Math.round(seconds) / 3600, Math.round(seconds) / 60 % 60, Math.round(seconds) % 60].map(Math.floor);
+  return [...(hours ? [hours, String(minutes).padStart(2, "0")] : [minutes]), String(rest).padStart(2, "0")].join(":");
+}
+
+function smoothed(line, spacing) {
+  // The exponential moving average of TensorBoard, without its start from zero. The weight of a point falls with its
+  // distance in steps, as wandb's does: `spacing` of them count as one.
   if (line.kept?.weight === settings.smoothing) return line.kept.values;
-  let total = 0, weight = 0;
+  let total = 0, weight = 0, before = null;
   const values = line.points.map(point => {
-    total = total * settings.smoothing + point.value;
-    weight = weight * settings.smoothing + 1;
+    const falls = before === null ? 0 : settings.smoothing ** ((point.step - before) / spacing);
+    total = total * falls + point.value;
+    weight = weight * falls + 1;
+    before = point.step;
     return total / weight;
   });
   line.kept = {weight: settings.smoothing, values};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybrid_gkd.flat_config import differences, flat
-from hybrid_gkd.reporting.report.following import Followed
+from hybrid_gkd.reporting.report.following import Followed, step_of
 from hybrid_gkd.reporting.report.headline import headline
 from hybrid_gkd.reporting.report.log_lines import RunLog
 from hybrid_gkd.reporting.report.thinning import (
@@ -92,10 +93,10 @@ class RunFolder:
                 self._forget_lengths()
                 self._bin = row["bin"]
             self._counts.add(Counts(row["step"], tuple(row["counts"])))
-        for start, row in self._answers.rows():
-            self._validations.setdefault(row["step"], []).append(start)
-        for start, row in self._tokens.rows():
-            self._token_places.setdefault(row["step"], []).append(start)
+        for file, places in ((self._answers, self._validations), (self._tokens, self._token_places)):
+            for start, line in file.lines():
+                if (step := step_of(line)) is not None:
+                    places.setdefault(step, []).append(start)
         self.log.refresh()
 
     def _take_metrics(self, row: dict[str, float]) -> None:
@@ -117,9 +118,11 @@ class RunFolder:
         newest = self.starts[-1] if self.starts else {}
         axes: dict[tuple[int, ...], int] = {}
         metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
+        seconds = {name: rounded(sum(point.total for point in self.points(name))) for name in PARTS if name in metrics}
         return {
             "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
             "headline": headline(self, config, state), "axes": list(axes), "metrics": metrics,
+            "seconds": seconds,
             "timeline": representative_step(self.path), "card_gb": self.log.card_gb,
             "answers": self._chosen_answers(), "lengths": self._histograms(),
             "max_length": config.get("data.max_response_length"),
@@ -127,6 +130,10 @@ class RunFolder:
             "earlier": self._earlier_configs(config), "facts": self.log.facts,
             "warnings": list(self.log.warnings), "num_warnings": self.log.num_warnings, "starts": self.starts,
         }
+
+    def points(self, name: str) -> list[Point]:
+        """Of a metric, at most so many as a curve has; none if it was not measured."""
+        return self._series[name].items() if name in self._series else []
 
     def _curve(self, series: Thinned[Point], axes: dict[tuple[int, ...], int]) -> dict[str, Any]:
         points = series.items()
@@ -174,7 +181,8 @@ class RunFolder:
         with (self.path / name).open("rb") as file:
             for place in places:
                 file.seek(place)
-                yield json.loads(file.readline())
+                with contextlib.suppress(ValueError):  # a crash cut it short, and the next row stands in the same line
+                    yield json.loads(file.readline())
 
     def config(self, file: str = "config.yaml") -> dict[str, Any]:
         """The resolved configuration by dotted key; empty if it is not there or cannot be read."""

@@ -66,6 +66,7 @@ def test_the_best_checkpoint_has_a_line_where_one_is_asked_for():
 def test_what_is_unknown_is_a_dash():
     found = table([*GKD, "reward.answer_key=answer"])
     assert found["wall time"] == "1:00"
+    assert table(GKD, resumed=True)["wall time of this start"] == "1:00"
     assert found["actor/kl_loss, first and last step"] == found["val/forward_kl, before and after"] == "— -> —"
     assert found["held-out accuracy: student before"] == found["checkpoint"] == "—"
 

@@ -136,6 +136,41 @@ def test_reading_on_finds_what_reading_at_once_does(tmp_path, finished):
     assert run.data()["metrics"] == data_of(finished)["metrics"]
 
 
+def test_the_time_of_the_whole_run_is_that_of_every_step(tmp_path):
+    rows = [{"step": step, "timing/gen": step / 4, "timing/testing": float(step == 7)} for step in range(1, 2001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = data_of(tmp_path)
+    assert len(data["metrics"]["timing/gen"]["mean"]) < 2000
+    assert data["seconds"] == {"timing/gen": 500_250, "timing/testing": 1}
+
+
+def test_the_time_that_is_left_is_at_the_pace_since_the_newest_start(tmp_path):
+    rows = [{"step": step, "timing/elapsed": 100.0 * step} for step in range(1, 11)]
+    rows += [{"step": step, "timing/elapsed": 1000.0 + 2.0 * (step - 10)} for step in range(11, 21)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    starts = [{"start": 0.0, "step": 0}, {"start": 0.0, "step": 10, "total_steps": 500}]
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+    with open(tmp_path.parent / f".{tmp_path.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cards(data_of(tmp_path))["Steps"]["note"] == "about 16:00 left, in 2 starts"
+
+
+def test_the_best_validation_is_named_where_it_is_not_the_last(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {val_files: [a]}\nreward: {answer_key: b}\n")
+    rows = [{"step": step, "val/accuracy": accuracy} for step, accuracy in ((0, 0.1), (10, 0.5), (20, 0.4))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cards(data_of(tmp_path))["Held-out accuracy"] == {
+        "label": "Held-out accuracy", "value": "10.0% → 40.0%", "note": "best 50.0% at step 10", "change": "better",
+    }  # fmt: skip
+
+
+def test_a_row_that_a_crash_cut_short_is_left_out(tmp_path):
+    row = '{"step": 3, "prompt": "p", "response": "r", "answer": null, "reward": null}\n'
+    (tmp_path / "generations.jsonl").write_text(f"{row}{row[:30]}{row}{row[:20]}\n{row}")
+    [found] = data_of(tmp_path)["answers"]
+    assert [sample["response"] for sample in found["samples"]] == ["r", "r"]
+
+
 def test_a_failed_run_has_its_error(tmp_path):
     data = data_of(make_run(tmp_path, steps=25, total=40, error=ValueError(f"boom {NASTY}")))
     assert (data["state"]["outcome"], data["state"]["step"], data["state"]["total"]) == ("failed", 25, 40)
@@ -182,14 +217,19 @@ def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
     (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n")
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert data_of(folder)["state"]["outcome"] == "goes on"
+        data = data_of(folder)
+        assert data["state"]["outcome"] == "goes on"
+        assert re.fullmatch(r"about [\d.]+ s left", cards(data)["Steps"]["note"])
     state = data_of(folder)["state"]
     assert (state["outcome"], state["error"]) == ("failed", UNFINISHED)
 
 
 def test_ppo_has_its_reward_and_no_divergence(tmp_path):
     found = cards(data_of(make_run(tmp_path, recipe="ppo_demo")))
-    assert found["Mean reward"]["value"] == "0.010 → 0.300"
+    assert found["Mean reward"] == {
+        "label": "Mean reward", "value": "0.020 → 0.290", "note": "first and last tenth, of the answers trained on",
+        "change": "better",
+    }  # fmt: skip
     assert not {"Held-out KL", "KL to the teacher"} & found.keys()
 
 
