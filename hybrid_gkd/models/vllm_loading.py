@@ -10,6 +10,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+WARMUP_ARGUMENTS = frozenset({"jit_monitor_mode", "jit_monitor_verbose", "kernel_config", "observability_config"})
+"""Of `vllm.LLM`: who gives one decides about kernels that are compiled late, and gets vLLM's warm-up."""
+
 
 def load_llm(llm_class: Any, arguments: dict[str, Any], given: dict[str, Any], hf_config: Any) -> Any:
     """`llm_class(**arguments)` for the model of `hf_config`.
@@ -22,7 +25,7 @@ def load_llm(llm_class: Any, arguments: dict[str, Any], given: dict[str, Any], h
     if isinstance(ours, dict) and isinstance(theirs, dict):
         merged["compilation_config"] = ours | theirs
     inspect_here(getattr(hf_config, "architectures", None) or [])
-    with without_kernel_warmup():
+    with contextlib.nullcontext() if WARMUP_ARGUMENTS & given.keys() else without_kernel_warmup():
         return llm_class(**merged)
 
 

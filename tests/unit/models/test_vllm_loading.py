@@ -37,6 +37,10 @@ found = load_llm(build, ours, {"seed": 3, "compilation_config": {"mode": 3}},
 assert found == {"model": "m", "seed": 3, "compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}, found
 assert load_llm(build, ours, {"compilation_config": 3}, SimpleNamespace())["compilation_config"] == 3
 assert (gpu_worker.warmup_kernels, jit_monitor.activate) == (warmup, activate)
+as_it_is = []
+load_llm(lambda **_: as_it_is.extend((gpu_worker.warmup_kernels, jit_monitor.activate)), ours,
+         {"jit_monitor_mode": "error"}, SimpleNamespace())
+assert as_it_is == [warmup, activate]
 assert ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls().architecture == "Qwen2ForCausalLM"
 """
 
