@@ -53,9 +53,10 @@ def check_cases(folder, device):
 
 
 def compare(folder, device, *, caching, blocks, more=None, prompts=PROMPTS):
-    """Log-probabilities and tokens of all jobs are equal. Returns how many steps were short and preempted.
+    """Tokens of all jobs are equal, and log-probabilities. Returns how many steps were short and preempted.
 
-    On a GPU every job takes the model runner's short path.
+    On a GPU every job takes the model runner's short path, which adds up in another order: so log-probabilities may
+    differ there by the rounding of float32.
     """
     llm = make_llm(folder, device, caching=caching, blocks=blocks, more=more or {})
     core = llm.llm_engine.engine_core.engine_core
@@ -78,9 +79,8 @@ def compare(folder, device, *, caching, blocks, more=None, prompts=PROMPTS):
         assert found.keys() == before.keys()
         for name, (tokens, reason, logprobs) in before.items():
             assert found[name][:2] == (tokens, reason), (job, name)
-            assert np.array_equal(found[name][2], logprobs), (job, name)
-    kept = core.scheduler._tokens, core.scheduler._logprobs, core.scheduler._finished_logprobs, core.scheduler._stops
-    assert not any(kept)
+            np.testing.assert_allclose(found[name][2], logprobs, rtol=0, atol=2e-5 * (device == "cuda"))
+    assert not core.scheduler._finished_logprobs
     return core.scheduler.short_steps, core.scheduler.full_steps, len(preemptions)
 
 

@@ -177,6 +177,8 @@ class VLLMRolloutEngine(RolloutEngine):
         verify(weights, self.layout.places, self.layout.pairs)
 
     def sleep(self) -> None:
+        if self.runner is not None:
+            self.runner.forget_sampling()
         self.llm.sleep(level=2)
 
     def sleeping_bytes(self) -> tuple[int, int]:

@@ -3,9 +3,11 @@
 vLLM's runner prepares every step from nothing: which rows are in the batch, which graph fits it, what the sampling
 parameters ask for. That takes longer than the kernels of a small model. In a rollout most steps compute one more token
 of the very sequences of the step before, for which all of that is as it was. `install` gives the runner of an engine a
-subclass that keeps it as long as the batch stays the same and launches vLLM's kernels with it, in vLLM's order: tokens
-and log-probabilities are those of vLLM, bit for bit. Where sequences only leave, it takes the others out of what it has
-kept. Every other step is left to vLLM's own code.
+subclass that keeps it as long as the batch stays the same; where sequences only leave, it takes the others out of what
+it has kept. Such a step is a copy to the GPU (where rows or blocks are new), three graphs, which prepare the batch,
+compute the model (vLLM's own) and draw the tokens, and a copy back. The tokens are those of vLLM, bit for bit;
+log-probabilities, whose sums are taken in another order, are the same but for rounding in float32. Every other step is
+left to vLLM's own code.
 
 Steps are recognised by the mark that the scheduler's short path (vllm_scheduler) puts on them. For a version in which
 nobody has compared the tokens, and for an engine that does more than a rollout needs, `install` says why not and leaves
@@ -14,7 +16,7 @@ it as it is.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,22 +59,22 @@ def _parts_of_vllm() -> SimpleNamespace:
     """What the short path takes from vLLM. Raises ImportError."""
     from vllm import envs
     from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+    from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-    from vllm.v1.worker.gpu.async_utils import stream
+    from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
-    from vllm.v1.worker.gpu.model_runner import ExecuteModelState
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
-    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     return SimpleNamespace(
-        FULL=CUDAGraphMode.FULL, AsyncModelRunnerOutput=AsyncModelRunnerOutput, LogprobsTensors=LogprobsTensors,
-        ModelRunnerOutput=ModelRunnerOutput, apply_top_k_top_p=apply_top_k_top_p, stream=stream,
-        NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR, ExecuteModelState=ExecuteModelState, DefaultModelState=DefaultModelState,
-        apply_temperature=apply_temperature, gumbel_sample=gumbel_sample, compute_topk_scores=compute_topk_scores,
-        Sampler=Sampler, envs=envs,
+        FULL=CUDAGraphMode.FULL, FlashAttentionMetadataBuilder=FlashAttentionMetadataBuilder,
+        AsyncModelRunnerOutput=AsyncModelRunnerOutput, LogprobsLists=LogprobsLists, ModelRunnerOutput=ModelRunnerOutput,
+        apply_top_k_top_p=apply_top_k_top_p, UvaBufferPool=UvaBufferPool, InputBatch=InputBatch,
+        NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR, DefaultModelState=DefaultModelState,
+        apply_temperature=apply_temperature, Sampler=Sampler, envs=envs,
     )
 
 
@@ -91,6 +93,7 @@ def _unusual(runner: Any, vllm: SimpleNamespace) -> list[str]:
         "positions of several dimensions": getattr(runner.model_state, "rope_state", None) is not None,
         "a sampler of its own": type(runner.sampler) is not vllm.Sampler or runner.rejection_sampler is not None,
         "counts of NaNs": bool(getattr(runner.sampler, "compute_nans", False)),
+        "noise in float64": bool(getattr(runner.sampler, "use_fp64_gumbel", False)),
         "a KV connector": runner.kv_connector is not vllm.NO_OP_KV_CONNECTOR,
         "expert load balancing": runner.parallel_config.enable_eplb,
         "reference windows": runner.model_config.rswa_window is not None,
@@ -105,9 +108,32 @@ class DecodeSteps:
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:
         """Set up the state of the short path, once, with `_parts_of_vllm`."""
-        from hybrid_gkd.rollout.vllm_runner_triton import prepare_decodes
+        from hybrid_gkd.rollout import vllm_runner_triton
 
-        self._parts, self._output, self._prepare_decodes = vllm, _output_class(vllm), prepare_decodes
+        self._parts, self._kernels, self._output = vllm, vllm_runner_triton, _output_class(vllm)
+        self._most_rows = len(self.input_buffers.seq_lens)
+        self._batch = np.full(vllm_runner_triton.HEADER + 2 * self._most_rows, -1, np.int32)
+        """What the kernels know of a batch, on its way through one of as many buffers as steps are under way."""
+        self._uploads = vllm.UvaBufferPool(len(self._batch), torch.int32)
+        self._batch_on_gpu = torch.full((len(self._batch),), -1, dtype=torch.int32, device=self.device)
+        states = len(self.req_states.num_computed_tokens_np)
+        self._temperatures = torch.zeros(states, dtype=torch.float32, device=self.device)
+        self._seeds = torch.zeros(states, dtype=torch.int64, device=self.device)
+        self._drawn = torch.zeros(2 * self._most_rows, dtype=torch.int32, device=self.device)
+        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._results: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        """Buffers for the tokens of a step that nobody waits for at the moment, and their events."""
+        self._dummies: dict[Any, Any] = {}
+        self._capturing = torch.cuda.Stream(self.device)
+        self._preparations: dict[tuple[Any, bool], torch.cuda.CUDAGraph] = {}
+        self._preparation_pool = torch.cuda.graph_pool_handle()
+        builders = [group.get_metadata_builder(0) for groups in self.attn_groups for group in groups]
+        self._captures_preparation = all(type(each) is vllm.FlashAttentionMetadataBuilder for each in builders)
+        self._captures_sampling = self.parallel_config.tensor_parallel_size == 1
+        self.forget_sampling()
+        tables = self.block_tables
+        self._block = tables.block_sizes[0] if tables.block_sizes == tables.kernel_block_sizes[:1] else None
+        """Tokens of a block, where the number of a new one can go to the GPU with the batch."""
         self._kept: SimpleNamespace | None = None
         """What stays as it is while the batch does, see `_keep`; None where the next step is vLLM's."""
         self.short_steps = self.full_steps = 0
@@ -118,7 +144,7 @@ class DecodeSteps:
         decodes, kept, self._kept = _only_decodes(scheduled), self._kept, None
         if decodes and kept is not None:
             names = list(scheduled.num_scheduled_tokens)
-            stays = names == kept.batch.req_ids
+            stays = names == kept.names
             if not stays:
                 kept = self._part_of(kept, names)
             if kept is not None:
@@ -135,74 +161,64 @@ class DecodeSteps:
     @torch.inference_mode()
     def sample_tokens(self: Any, grammar: Any) -> Any:
         """vLLM's `sample_tokens`."""
-        kept, state = self._kept, self.execute_model_state
-        if kept is None or grammar is not None or state is None:
+        kept = self._kept
+        if kept is None or kept.hidden_states is None:
             return self.vllm.sample_tokens(self, grammar)
-        self.execute_model_state = None
-        batch = kept.batch
-        # One token a row: what vLLM reads through `logits_indices` are the first rows as they are.
-        logits = self.model.compute_logits(state.hidden_states[: batch.num_reqs])
-        sampled, logprobs = self._sample(kept.asked, batch, logits)
+        hidden_states, kept.hidden_states = kept.hidden_states, None
+        rows = self._sample(kept, hidden_states)
         output = self._parts.ModelRunnerOutput(
-            req_ids=batch.req_ids, req_id_to_index=kept.places, sampled_token_ids=None, prompt_logprobs_dict={}
+            req_ids=kept.names, req_id_to_index=kept.places, sampled_token_ids=None, prompt_logprobs_dict={}
         )
-        found = self._output(output, sampled, logprobs, self.main_stream, self.output_copy_stream)
-        self.postprocess_sampled(
-            batch.idx_mapping, sampled, kept.num_sampled, kept.num_rejected, batch.query_start_loc
-        )
-        return found
+        return self._output(output, self._drawn, rows, kept.asked.logprobs, self._results)
 
     def post_kv_cache_wake_up(self: Any) -> None:
         """vLLM's `post_kv_cache_wake_up`: the block tables on the GPU are gone."""
         self._kept = None
         self.vllm.post_kv_cache_wake_up(self)
 
+    def forget_sampling(self: Any) -> None:
+        """Give back the memory of logits, which the graphs that draw tokens hold on to."""
+        self._samplers: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._sampling_pool = torch.cuda.graph_pool_handle()
+
     def _keep(self: Any, batch: Any) -> SimpleNamespace | None:
         """What the steps after one that vLLM has prepared can use; None unless a graph decodes one token a row."""
-        graph = self._graph(batch.num_reqs)
-        if graph is None or batch.num_tokens != batch.num_reqs or batch.is_prefilling_np.any():
+        graph, asked = self._graph(batch.num_reqs), self._asked(batch.idx_mapping_np, batch.idx_mapping)
+        if graph is None or asked is None or batch.num_tokens != batch.num_reqs or batch.is_prefilling_np.any():
             return None
-        ones, zeros = batch.seq_lens.new_ones(batch.num_reqs), batch.seq_lens.new_zeros(batch.num_reqs)
-        return self._kept_of(batch, graph, self._asked(batch), num_sampled=ones, num_rejected=zeros)
+        self._temperatures.copy_(self.sampler.sampling_states.temperature.gpu, non_blocking=True)
+        self._seeds.copy_(self.sampler.sampling_states.seeds.gpu, non_blocking=True)
+        return _kept_of(list(batch.req_ids), batch.idx_mapping_np, graph, asked)
 
     def _graph(self: Any, count: int) -> Any:
         """The descriptor of the graph in which so many rows decode a token each; None where there is none."""
         graph = self.cudagraph_manager.dispatch(count, count, 1, num_active_loras=0)
         return graph if graph.cg_mode == self._parts.FULL else None
 
-    def _kept_of(self: Any, batch: Any, graph: Any, asked: SimpleNamespace, **kwargs: Any) -> SimpleNamespace:
-        tables = self.block_tables
-        return SimpleNamespace(
-            batch=batch, graph=graph, asked=asked, places={name: place for place, name in enumerate(batch.req_ids)},
-            block_tables=tuple(table[: batch.num_reqs_after_padding] for table in tables.input_block_tables),
-            slot_mappings=tables.slot_mappings[:, : batch.num_tokens_after_padding], **kwargs,
-        )
-
-    def _asked(self: Any, batch: Any) -> SimpleNamespace:
-        """What the sequences of a batch want of the sampler."""
-        sampler, rows = self.sampler, batch.idx_mapping_np
-        sampling, processed = sampler.sampling_states, sampler.logprobs_mode.startswith("processed_")
-        top_k, top_p = sampling.get_top_k_top_p(batch.expanded_idx_mapping, rows)
-        with_logprobs, cuts = sampler.returns_logprobs(rows), top_k is not None or top_p is not None
+    def _asked(self: Any, rows: np.ndarray, rows_on_gpu: torch.Tensor) -> SimpleNamespace | None:
+        """What the sequences at `rows` of the state want of the sampler; None where `_sample` does not do it."""
+        sampler, sampling = self.sampler, self.sampler.sampling_states
+        top_k, top_p = sampling.get_top_k_top_p(rows_on_gpu, rows)
+        cuts, num_logprobs = top_k is not None or top_p is not None, sampling.num_logprobs[rows]
+        logprobs = bool(sampler.returns_logprobs(rows))
         flashinfer = (
-            sampler.use_flashinfer and cuts and not (with_logprobs and processed)
+            sampler.use_flashinfer and cuts and not logprobs
             and not sampling.any_greedy(rows) and not sampling.any_explicit_seed(rows)
         )  # fmt: skip
-        rarely_used = (
-            sampler.logit_bias_state.use_logit_bias[rows].any() or sampler.penalties_state.use_penalty[rows].any()
+        if (
+            flashinfer or num_logprobs.max() > 0 or (logprobs and sampler.logprobs_mode != "processed_logprobs")
+            or sampler.logit_bias_state.use_logit_bias[rows].any() or sampler.penalties_state.use_penalty[rows].any()
             or sampler.bad_words_state.num_bad_words.np[rows].any() or sampling.min_p.np[rows].any()
             or sampler.logprob_token_ids_state.max_num_token_ids(rows) > 0
-        )  # fmt: skip
-        temperature, num_logprobs = sampling.temperature.np[rows], sampling.num_logprobs[rows]
+        ):  # fmt: skip
+            return None
+        temperature = sampling.temperature.np[rows]
         scaled = (temperature != 0.0) & (temperature != 1.0)
-        left_to_vllm = bool(flashinfer or rarely_used)
+        of_every_part = not cuts and scaled.all() == scaled.any() and num_logprobs.min() == num_logprobs.max()
         return SimpleNamespace(
-            left_to_vllm=left_to_vllm, top_k=top_k, top_p=top_p, scales=scaled.any(), processed=processed,
-            num_logprobs=max(0, int(num_logprobs.max())) if with_logprobs else None,
-            of_logits=sampler.logprobs_mode.endswith("_logits"),
-            of_every_part=not (left_to_vllm or cuts) and scaled.all() == scaled.any()
-            and num_logprobs.min() == num_logprobs.max(),
-        )
+            top_k=top_k, top_p=top_p, cuts=cuts, scales=bool(scaled.any()), logprobs=logprobs,
+            of_every_part=bool(of_every_part),
+        )  # fmt: skip
 
     def _part_of(self: Any, kept: SimpleNamespace, names: list[str]) -> SimpleNamespace | None:
         """The same for some of its sequences, of which the others have left; None where one is not among them."""
@@ -210,76 +226,130 @@ class DecodeSteps:
         graph = None if None in places else self._graph(len(names))
         if graph is None:
             return None
-        count, before, buffers = len(names), kept.batch, self.input_buffers
-        rows, num_rows, num_tokens = before.idx_mapping_np[places], graph.num_reqs or len(names), graph.num_tokens
-        idx_mapping = torch.from_numpy(rows).pin_memory().to(self.device, non_blocking=True)
-        batch = replace(
-            before, req_ids=names, num_reqs=count, num_reqs_after_padding=num_rows, num_tokens=count,
-            num_tokens_after_padding=num_tokens, idx_mapping=idx_mapping, idx_mapping_np=rows,
-            expanded_idx_mapping=idx_mapping, expanded_local_pos=before.expanded_local_pos[:count],
-            num_scheduled_tokens=before.num_scheduled_tokens[:count],
-            query_start_loc=buffers.query_start_loc[: num_rows + 1],
-            query_start_loc_np=np.minimum(np.arange(num_rows + 1, dtype=np.int32), count),
-            seq_lens=buffers.seq_lens[:num_rows], num_computed_tokens_np=before.num_computed_tokens_np[places],
-            prefill_len_np=before.prefill_len_np[places],
-            num_computed_prefill_tokens_np=before.num_computed_prefill_tokens_np[places],
-            is_prefilling_np=before.is_prefilling_np[:count], input_ids=buffers.input_ids[:num_tokens],
-            positions=buffers.positions[:num_tokens], is_padding=buffers.is_padding[:num_tokens],
-            logits_indices=before.logits_indices[:count], cu_num_logits=before.cu_num_logits[: count + 1],
-            cu_num_logits_np=before.cu_num_logits_np[: count + 1],
-        )
-        asked = kept.asked if kept.asked.of_every_part else self._asked(batch)
-        ones, zeros = kept.num_sampled[:count], kept.num_rejected[:count]
-        return self._kept_of(batch, graph, asked, num_sampled=ones, num_rejected=zeros)
+        rows, asked = kept.rows[places], kept.asked
+        if not asked.of_every_part:
+            asked = self._asked(rows, torch.from_numpy(rows).pin_memory().to(self.device, non_blocking=True))
+        return _kept_of(names, rows, graph, asked)
 
     def _decode(self: Any, kept: SimpleNamespace, scheduled: Any, *, moved: bool) -> None:
         """What `execute_model` does for one more token of every row; `moved` where a row is another sequence's now."""
-        batch, states, buffers, tables = kept.batch, self.req_states, self.input_buffers, self.block_tables
-        requests, rows = scheduled.scheduled_cached_reqs, batch.idx_mapping_np
+        requests, count = scheduled.scheduled_cached_reqs, len(kept.names)
         if scheduled.finished_req_ids:
             self.finish_requests(scheduled)
-        lengths = np.zeros(batch.num_reqs_after_padding, np.int32)
-        lengths[: batch.num_reqs] = requests.num_computed_tokens
-        states.num_computed_tokens_np[rows] = lengths[: batch.num_reqs]
+        lengths = np.zeros(kept.graph.num_reqs or min(kept.graph.num_tokens, self._most_rows), np.int32)
+        lengths[:count] = requests.num_computed_tokens
+        self.req_states.num_computed_tokens_np[kept.rows] = lengths[:count]
         grown = [place for place, blocks in enumerate(requests.new_block_ids) if blocks is not None]
-        for place in grown:
-            tables.append_block_ids(int(rows[place]), requests.new_block_ids[place], overwrite=False)
-        if grown:
-            tables.apply_staged_writes()
-        changed = grown or moved  # otherwise the graph's block tables are those of the step before
-        self._prepare_decodes(
-            batch.idx_mapping, states, buffers, tables, copied_rows=batch.num_reqs_after_padding if changed else 0
+        with_batch = self._block is not None and not (lengths[grown] % self._block).any()
+        if grown and not with_batch:
+            for place in grown:
+                self.block_tables.append_block_ids(
+                    int(kept.rows[place]), requests.new_block_ids[place], overwrite=False
+                )
+            self.block_tables.apply_staged_writes()
+        if grown or moved or not kept.is_on_gpu:
+            self._upload(kept, {place: requests.new_block_ids[place][0] for place in grown} if with_batch else {})
+        self._prepare(kept.graph, lengths, moved=moved)
+        kept.hidden_states = self.cudagraph_manager.run_fullgraph(kept.graph)
+
+    def _upload(self: Any, kept: SimpleNamespace, new_blocks: dict[int, list[int]]) -> None:
+        """Tell the GPU of the batch, and of the block that begins at a place with this token."""
+        batch, first, count = self._batch, self._kernels.HEADER, len(kept.names)
+        given = batch[first + self._most_rows :]
+        given[:count] = -1
+        batch[0], batch[first : first + count] = count, kept.rows
+        if new_blocks:
+            places = list(new_blocks)
+            given[places] = [block for (block,) in new_blocks.values()]
+            self.block_tables.num_blocks.np[0, kept.rows[places]] += 1
+        self._uploads.copy_to_gpu(batch, out=self._batch_on_gpu)
+        kept.is_on_gpu = True
+
+    def _prepare(self: Any, graph: Any, lengths: np.ndarray, *, moved: bool) -> None:
+        """Write what the model's graph reads; by a graph itself where the device knows all of it."""
+        captured = self._preparations.get((graph, moved))
+        if captured is not None:
+            captured.replay()
+            return
+        if graph not in self._dummies:
+            self._dummies[graph] = self._dummy(len(lengths), graph.num_tokens)
+        batch = self._dummies[graph]
+        batch.seq_lens_cpu_upper_bound = torch.from_numpy(lengths + 1)
+        self._launch_preparation(batch, moved=moved)
+        if self._captures_preparation:
+            captured = self._captured(self._preparation_pool, lambda: self._launch_preparation(batch, moved=moved))
+            self._preparations[graph, moved] = captured
+
+    def _dummy(self: Any, rows: int, num_tokens: int) -> Any:
+        """A batch of vLLM in which each row has one token, and those behind them are padding."""
+        batch = self._parts.InputBatch.make_dummy(rows, num_tokens, self.input_buffers)
+        batch.num_scheduled_tokens = np.ones(rows, np.int32)
+        batch.query_start_loc_np = np.arange(rows + 1, dtype=np.int32)
+        return batch
+
+    def _launch_preparation(self: Any, batch: Any, *, moved: bool) -> None:
+        rows, tables = batch.num_reqs_after_padding, self.block_tables
+        self._kernels.prepare_decodes(
+            self._batch_on_gpu, self.req_states, self.input_buffers, tables, copied_rows=rows if moved else 0
         )
-        lengths[: batch.num_reqs] += 1
-        batch.seq_lens_cpu_upper_bound = torch.from_numpy(lengths)
         # The graph does not see the metadata itself, but tensors at fixed places that some backends write with it.
         self.model_state.prepare_attn(
-            batch, self._parts.FULL, kept.block_tables, kept.slot_mappings, self.attn_groups, self.kv_cache_config
-        )
-        hidden_states = self.cudagraph_manager.run_fullgraph(kept.graph)
-        self.execute_model_state = self._parts.ExecuteModelState(batch, None, None, hidden_states, None, set())
+            batch, self._parts.FULL, tuple(table[:rows] for table in tables.input_block_tables),
+            tables.slot_mappings[:, : batch.num_tokens_after_padding], self.attn_groups, self.kv_cache_config,
+            for_capture=self._captures_preparation,
+        )  # fmt: skip
 
-    def _sample(self: Any, asked: SimpleNamespace, batch: Any, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What the sampler does: token of every row [N, 1] and vLLM's LogprobsTensors, None where nobody asked."""
-        vllm, sampler, rows = self._parts, self.sampler, batch.expanded_idx_mapping
-        if asked.left_to_vllm:
-            found = sampler(logits, batch)
-            return found.sampled_token_ids, found.logprobs_tensors
-        sampling = sampler.sampling_states
-        is_raw = asked.num_logprobs is not None and not asked.processed
-        scaled = logits.clone() if is_raw else logits  # what follows is in place
-        if asked.scales:
-            vllm.apply_temperature(scaled, rows, sampling.temperature.gpu)
-        scaled = vllm.apply_top_k_top_p(scaled, asked.top_k, asked.top_p)
-        sampled = vllm.gumbel_sample(
-            scaled, rows, sampling.temperature.gpu, sampling.seeds.gpu, batch.positions[: batch.num_reqs],
-            apply_temperature=False, use_fp64=sampler.use_fp64_gumbel,
-        )
-        if asked.num_logprobs is None:
-            return sampled.view(-1, 1), None
-        source = logits if is_raw else scaled
-        logprobs = vllm.compute_topk_scores(source, asked.num_logprobs, sampled, logits_mode=asked.of_logits)
-        return sampled.view(-1, 1), logprobs
+    def _sample(self: Any, kept: SimpleNamespace, hidden_states: torch.Tensor) -> int:
+        """Draw a token of every sequence and append it; how many rows `_drawn` has for tokens."""
+        asked, count = kept.asked, len(kept.names)
+        if asked.cuts or not self._captures_sampling:
+            self._launch_sampling(asked, hidden_states[:count])
+            return count
+        rows = min(len(hidden_states), self._most_rows)
+        captured = self._samplers.get((rows, asked.scales, asked.logprobs))
+        if captured is not None:
+            captured.replay()
+            return rows
+        hidden_states = hidden_states[:rows]  # those of the model's graph, at the same place in every step
+        self._launch_sampling(asked, hidden_states)
+        captured = self._captured(self._sampling_pool, lambda: self._launch_sampling(asked, hidden_states))
+        self._samplers[rows, asked.scales, asked.logprobs] = captured
+        return rows
+
+    def _launch_sampling(self: Any, asked: SimpleNamespace, hidden_states: torch.Tensor) -> None:
+        # One token a row: what vLLM reads through `logits_indices` are the first rows as they are.
+        vllm, logits = self._parts, self.model.compute_logits(hidden_states)
+        if asked.cuts:
+            if asked.scales:
+                rows = self._batch_on_gpu[self._kernels.HEADER :][: len(logits)]
+                vllm.apply_temperature(logits, rows, self._temperatures)
+            logits = vllm.apply_top_k_top_p(logits, asked.top_k, asked.top_p)
+        if self._scratch is None:
+            size = self._most_rows * -(-logits.shape[1] // self._kernels.PART)
+            self._scratch = logits.new_empty(3 * size, dtype=torch.float32), logits.new_empty(size, dtype=torch.int32)
+        self._kernels.sample_decodes(
+            logits, self._batch_on_gpu, self.input_buffers.positions, self.req_states, self._temperatures, self._seeds,
+            self._scratch, self._drawn, scales=asked.scales and not asked.cuts, logprobs=asked.logprobs,
+        )  # fmt: skip
+
+    def _captured(self: Any, pool: Any, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `launch`, which has run before, gives the GPU to do, as a graph with its memory in `pool`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capturing):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+def _kept_of(names: list[str], rows: np.ndarray, graph: Any, asked: SimpleNamespace) -> SimpleNamespace:
+    """Sequences of a batch, their rows of the state, the model's graph, and what they ask of the sampler."""
+    return SimpleNamespace(
+        names=names, places={name: place for place, name in enumerate(names)}, rows=rows, graph=graph, asked=asked,
+        is_on_gpu=False, hidden_states=None,
+    )
 
 
 def _only_decodes(scheduled: Any) -> bool:
@@ -292,32 +362,28 @@ def _only_decodes(scheduled: Any) -> bool:
 
 
 def _output_class(vllm: SimpleNamespace) -> type:
-    """vLLM's AsyncOutput for one token a row, which needs no copy of how many there are."""
+    """vLLM's AsyncOutput for one token a row, of which the GPU has one buffer."""
 
     class DecodeOutput(vllm.AsyncModelRunnerOutput):  # type: ignore[name-defined]
-        def __init__(self, output: Any, sampled: torch.Tensor, logprobs: Any, main: Any, copies: Any):
-            self.output, self.logprobs = output, None
-            self.on_gpu = sampled, logprobs  # their memory is not used again before the other stream has read them
-            self.event = torch.cuda.Event(blocking=True)
-            with vllm.stream(copies, main):
-                copies.wait_stream(main)
-                self.tokens = sampled.to("cpu", non_blocking=True)
-                if logprobs is not None:
-                    ids = logprobs.logprob_token_ids
-                    self.logprobs = vllm.LogprobsTensors(
-                        # Without further candidates they are the tokens.
-                        self.tokens if ids.shape[1] == 1 else ids.to("cpu", non_blocking=True),
-                        logprobs.logprobs.to("cpu", non_blocking=True),
-                        logprobs.selected_token_ranks.to("cpu", non_blocking=True),
-                        logprobs.cu_num_generated_tokens,
-                    )
-                self.event.record(copies)
+        def __init__(self, output: Any, drawn: torch.Tensor, rows: int, logprobs: bool, results: list[Any]):
+            self.output, self.rows, self.logprobs, self.results = output, rows, logprobs, results
+            if not results:
+                on_host = torch.empty_like(drawn, device="cpu", pin_memory=True)
+                results.append((on_host, torch.cuda.Event(blocking=True)))
+            self.result, self.event = results.pop()
+            size = 2 * rows if logprobs else rows
+            self.result[:size].copy_(drawn[:size], non_blocking=True)  # before the next step draws
+            self.event.record()
 
         def get_output(self) -> Any:
             self.event.synchronize()
-            self.output.sampled_token_ids = self.tokens.tolist()
-            if self.logprobs is not None:
-                self.output.logprobs = self.logprobs.tolists()
+            count, numbers = len(self.output.req_ids), self.result.numpy()
+            tokens, logprobs = numbers[:count, None].copy(), numbers[self.rows :][:count, None].copy()
+            self.results.append((self.result, self.event))
+            self.output.sampled_token_ids = tokens.tolist()
+            if self.logprobs:
+                ranks = np.zeros(count, np.int64)  # nobody asks a rollout for them
+                self.output.logprobs = vllm.LogprobsLists(tokens, logprobs.view(np.float32), ranks)
             return self.output
 
     return DecodeOutput

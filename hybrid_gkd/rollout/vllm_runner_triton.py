@@ -1,9 +1,12 @@
-"""A Triton kernel that prepares a decode step of vLLM's newer model runner: one launch for four of vLLM's.
+"""Triton kernels of a decode step of vLLM's newer model runner: what goes before the model, and what follows its head.
 
-It writes what vLLM's `prepare_pos_seq_lens`, `combine_sampled_and_draft_tokens`, `compute_slot_mappings` and, where
-asked, `gather_block_tables` write for a batch in which every row computes one token behind its prompt.
+`prepare_decodes` writes what vLLM's `prepare_pos_seq_lens`, `combine_sampled_and_draft_tokens`,
+`compute_slot_mappings`, `gather_block_tables` and the writes of new block ids do, for a batch in which every row
+computes one token behind its prompt. `sample_decodes` draws the tokens that vLLM's `apply_temperature` and
+`gumbel_sample` draw, with their log-probabilities, and takes them into the runner's state as `post_update` does: two
+passes over the logits less, and the log-probabilities cost none of their own.
 
-Shapes: S rows of the runner's state, N the most rows of a batch, M blocks of a sequence at most.
+Shapes: S rows of the runner's state, N the most rows of a batch, V columns of logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,34 +18,71 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_block_argmax
 
 ROWS, COLUMNS = 128, 1024
 """Rows of the batch, and columns of a block table, that one program looks at."""
+PART = 1024
+"""Columns of logits that one program looks at: vLLM's number, so that equal values have the same winner."""
+HEADER = 4
+"""Numbers before the rows of a batch, the first of which is their count: rows begin at 16 bytes."""
 
 
-def prepare_decodes(rows: Tensor, states: Any, buffers: Any, tables: Any, *, copied_rows: int) -> None:
-    """Prepare the next token of the sequences at `rows` of the state, int32 [count].
+def prepare_decodes(batch: Tensor, states: Any, buffers: Any, tables: Any, *, copied_rows: int) -> None:
+    """Prepare the next token of the sequences of a batch.
 
     Args:
-        states, buffers, tables: the runner's RequestState, InputBuffers and BlockTables.
+        batch: int32 [HEADER + 2N], the count of sequences, from HEADER on their rows of the state, and from HEADER + N
+            on the first table's block that begins with the token, -1 where the table has it
+        states, buffers, tables: the runner's RequestState, InputBuffers and BlockTables
         copied_rows: of the batch, whose block tables are copied for the model; those behind the count become zeros.
-            0 where they are as they were.
+            0 where the rows are as they were: a block's number is written when its first token is.
     """
-    count, most_rows = len(rows), len(buffers.seq_lens)
+    most_rows = len(buffers.seq_lens)
     row_programs = triton.cdiv(most_rows + 1, ROWS)
     for group, table in enumerate(tables.block_tables):
         copy = tables.input_block_tables[group]
         _prepare[(row_programs + copied_rows,)](
-            rows, states.num_computed_tokens.gpu, states.last_sampled_tokens, buffers.input_ids, buffers.positions,
+            batch, states.num_computed_tokens.gpu, states.last_sampled_tokens, buffers.input_ids, buffers.positions,
             buffers.seq_lens, buffers.query_start_loc, tables.slot_mappings[group], table.gpu, table.gpu.stride(0),
-            copy, copy.stride(0), tables.num_blocks.gpu[group], tables.kernel_block_sizes[group], count, most_rows,
-            row_programs, IS_FIRST=group == 0, ROWS=ROWS, COLUMNS=COLUMNS,
+            copy, copy.stride(0), tables.kernel_block_sizes[group], most_rows, row_programs,
+            IS_FIRST=group == 0, ROWS=ROWS, COLUMNS=COLUMNS, HEADER=HEADER,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "row_programs"])
+def sample_decodes(
+    logits: Tensor, batch: Tensor, positions: Tensor, states: Any, temperatures: Tensor, seeds: Tensor,
+    scratch: tuple[Tensor, Tensor], out: Tensor, *, scales: bool, logprobs: bool,
+) -> None:
+    """Draw a token of every sequence of a batch and append it.
+
+    Args:
+        logits: [R, V], columns contiguous; rows behind the batch's count are not looked at
+        batch: as for `prepare_decodes`
+        positions: int64 [at least R], of the tokens that were computed
+        states: the runner's RequestState
+        temperatures, seeds: float32 and int64 [S]
+        scratch: float32 [at least 3 * R * ceil(V / PART)] and int32 [at least R * ceil(V / PART)]
+        out: int32 [at least 2R]: R tokens, and the bits of their log-probabilities
+        scales: whether logits are divided by the temperatures here, in their own dtype as vLLM does
+        logprobs: of the distribution that is drawn from
+    """
+    rows, vocabulary = logits.shape
+    parts, tokens = triton.cdiv(vocabulary, PART), states.all_token_ids.gpu
+    _draw[(rows, parts)](
+        logits, logits.stride(0), batch, seeds, positions, temperatures, *scratch, vocabulary,
+        SCALES=scales, LOGPROBS=logprobs, PART=PART, HEADER=HEADER,
+    )  # fmt: skip
+    _append[(rows,)](
+        logits, logits.stride(0), batch, temperatures, *scratch, out, states.num_computed_tokens.gpu,
+        states.last_sampled_tokens, tokens, tokens.stride(0), states.total_len.gpu, parts,
+        SCALES=scales, LOGPROBS=logprobs, WIDTH=triton.next_power_of_2(parts), HEADER=HEADER,
+    )  # fmt: skip
+
+
+@triton.jit
 def _prepare(
-    rows,  # [count]
+    batch,  # [HEADER + 2N]
     num_computed,  # [S]
     last_tokens,  # [S, 1]
     input_ids,  # [tokens]
@@ -54,33 +94,41 @@ def _prepare(
     table_stride,
     copy,  # [N, M]
     copy_stride,
-    num_blocks,  # [S]
     block_size,
-    count,
     most_rows,
     row_programs,
     IS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HEADER: tl.constexpr,
 ):
     program = tl.program_id(0)
+    count = tl.load(batch)
     if program < row_programs:
         place = program * ROWS + tl.arange(0, ROWS)
         is_real, exists = place < count, place < most_rows
-        row = tl.load(rows + place, mask=is_real, other=0).to(tl.int64)
+        row = tl.load(batch + HEADER + place, mask=is_real, other=0).to(tl.int64)
         position = tl.load(num_computed + row, mask=is_real, other=0)
+        at = position // block_size
+        block = tl.load(table + row * table_stride + at, mask=is_real, other=0)
         if IS_FIRST:
             tl.store(starts + place, tl.minimum(place, count), mask=place <= most_rows)
             tl.store(positions + place, position, mask=is_real)
             tl.store(seq_lens + place, tl.where(is_real, position + 1, 0), mask=exists)
             tl.store(input_ids + place, tl.load(last_tokens + row, mask=is_real, other=0), mask=is_real)
-        block = tl.load(table + row * table_stride + position // block_size, mask=is_real, other=0).to(tl.int64)
-        tl.store(slots + place, tl.where(is_real, block * block_size + position % block_size, -1), mask=exists)
+            # A number that was given for an earlier token is not looked at again.
+            begins = is_real & (position % block_size == 0)
+            given = tl.load(batch + HEADER + most_rows + place, mask=begins, other=-1)
+            tl.store(table + row * table_stride + at, given, mask=given >= 0)
+            block = tl.where(given >= 0, given, block)
+        tl.store(copy + place.to(tl.int64) * copy_stride + at, block, mask=is_real)
+        slot = block.to(tl.int64) * block_size + position % block_size
+        tl.store(slots + place, tl.where(is_real, slot, -1), mask=exists)
     else:
-        target = program - row_programs
+        target = (program - row_programs).to(tl.int64)
         if target < count:
-            source = tl.load(rows + target).to(tl.int64)
-            number = tl.load(num_blocks + source)
+            source = tl.load(batch + HEADER + target).to(tl.int64)
+            number = tl.load(num_computed + source) // block_size  # the next one is written above
             for first in range(0, number, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
                 blocks = tl.load(table + source * table_stride + column, mask=column < number)
@@ -89,3 +137,99 @@ def _prepare(
             for first in range(0, copy_stride, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
                 tl.store(copy + target * copy_stride + column, 0, mask=column < copy_stride)
+
+
+@triton.jit
+def _scaled(values, temperature, dtype: tl.constexpr):
+    """Divided by the temperature, and rounded as where vLLM keeps them; 0 stands for the most likely token."""
+    if (temperature != 0.0) & (temperature != 1.0):
+        values = (values / temperature).to(dtype).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _draw(
+    logits,  # [R, V]
+    row_stride,
+    batch,  # [HEADER + 2N]
+    seeds,  # [S]
+    positions,  # [tokens]
+    temperatures,  # [S]
+    found,  # [3, R, parts]: maximum with noise, maximum, sum of exponentials
+    winners,  # [R, parts]: column of the maximum with noise
+    vocabulary,
+    SCALES: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    PART: tl.constexpr,
+    HEADER: tl.constexpr,
+):
+    place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if place >= tl.load(batch):
+        return
+    column = part * PART + tl.arange(0, PART)
+    inside = column < vocabulary
+    stored = tl.load(logits + place * row_stride + column, mask=inside, other=-float("inf"))
+    values = stored.to(tl.float32)
+    if SCALES:
+        row = tl.load(batch + HEADER + place).to(tl.int64)
+        values = _scaled(values, tl.load(temperatures + row), stored.dtype)
+    value, index = gumbel_block_argmax(
+        values, column, inside, place, batch + HEADER, temperatures, seeds, positions, None, 0, None, vocabulary,
+        APPLY_TEMPERATURE=False, USE_FP64=False,
+    )  # fmt: skip
+    parts = tl.num_programs(1)
+    size, at = tl.num_programs(0).to(tl.int64) * parts, place * parts + part
+    tl.store(found + at, value)
+    tl.store(winners + at, part * PART + index)
+    if LOGPROBS:
+        largest = tl.max(values, axis=0)
+        safe = tl.where(largest == -float("inf"), 0.0, largest)
+        tl.store(found + size + at, largest)
+        tl.store(found + 2 * size + at, tl.sum(tl.exp(values - safe), axis=0))
+
+
+@triton.jit
+def _append(
+    logits,  # [R, V]
+    row_stride,
+    batch,  # [HEADER + 2N]
+    temperatures,  # [S]
+    found,  # [3, R, parts]
+    winners,  # [R, parts]
+    out,  # [2R]
+    num_computed,  # [S]
+    last_tokens,  # [S, 1]
+    tokens,  # [S, length]
+    tokens_stride,
+    total_len,  # [S]
+    parts,
+    SCALES: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADER: tl.constexpr,
+):
+    place, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    if place >= tl.load(batch):
+        return
+    row = tl.load(batch + HEADER + place).to(tl.int64)
+    part = tl.arange(0, WIDTH)
+    inside, at, size = part < parts, found + place * parts + part, rows.to(tl.int64) * parts
+    _, winner = tl.max(tl.load(at, mask=inside, other=-float("inf")), axis=0, return_indices=True)
+    token = tl.load(winners + place * parts + winner)
+    tl.store(out + place, token)
+    tl.store(last_tokens + row, token)
+    length = tl.load(total_len + row)
+    tl.store(tokens + row * tokens_stride + length, token)
+    tl.store(total_len + row, length + 1)
+    tl.store(num_computed + row, tl.load(num_computed + row) + 1)
+    if LOGPROBS:
+        maxima = tl.load(at + size, mask=inside, other=-float("inf"))
+        largest = tl.max(maxima, axis=0)
+        sums = tl.load(at + 2 * size, mask=inside, other=0.0)
+        total = tl.sum(tl.where(maxima == -float("inf"), 0.0, sums * tl.exp(maxima - largest)), axis=0)
+        stored = tl.load(logits + place * row_stride + token)
+        value = stored.to(tl.float32)
+        if SCALES:
+            value = _scaled(value, tl.load(temperatures + row), stored.dtype)
+        logprob = value - largest - tl.log(total)
+        tl.store(out + rows + place, logprob.to(tl.int32, bitcast=True))

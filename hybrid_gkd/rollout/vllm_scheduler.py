@@ -111,15 +111,20 @@ class DecodeSteps:
         """Outputs under way that vLLM's own code has to take: a sequence in them has lost its place."""
         self._refused_at: int | None = None
         """Free blocks when the first sequence that waits did not fit."""
-        self._tokens: dict[str, list[int]] = {}
-        self._logprobs: dict[str, list[float]] = {}
         self._finished_logprobs: dict[str, list[float]] = {}
-        self._stops: dict[str, frozenset[int | None]] = {}
         self.short_steps = self.full_steps = 0
 
     def take_logprobs(self: Any, request_id: str) -> np.ndarray:
         """Of a finished request, by the id that its caller gave it: its tokens' log-probabilities, float32 [R]."""
         return np.asarray(self._finished_logprobs.pop(request_id), np.float32)
+
+    def add_request(self: Any, request: Any) -> None:
+        """vLLM's `add_request`; the request carries what the short path asks in every step."""
+        sampling = request.sampling_params
+        request.rollout_stops = frozenset([sampling.eos_token_id, *(sampling.stop_token_ids or ())])
+        request.rollout_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        request.rollout_logprobs = []
+        self.vllm.add_request(self, request)
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `schedule`."""
@@ -177,23 +182,17 @@ class DecodeSteps:
             self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
 
     def _schedule_decodes(self: Any, due: list[Any]) -> Any:
-        manager, block, ahead = self.kv_cache_manager, self._block, self._ahead
+        block, ahead = self._block, self._ahead
         self.current_step += 1
-        manager.new_step_starts()
-        names, blocks, computed, outputs = [], [], [], []
+        self.kv_cache_manager.new_step_starts()
+        names = [request.request_id for request in due]
+        computed = [request.num_computed_tokens for request in due]
+        outputs = [position + 1 - request.num_prompt_tokens for request, position in zip(due, computed, strict=True)]
+        blocks: list[Any] = [None] * len(due)
+        for place in [place for place, position in enumerate(computed) if position % block == 0]:
+            blocks[place] = self._next_block(due[place])
         sequence_number = self.sched_step_seq + bool(due)
-        for request in due:
-            position = request.num_computed_tokens
-            new = None
-            if position % block == 0:
-                allocated = manager.allocate_slots(request, 1, delay_cache_blocks=True)
-                if allocated is None:
-                    raise RuntimeError(f"no KV cache block for {request.request_id}, though there were free ones")
-                new = allocated.get_block_ids(allow_none=True)
-            names.append(request.request_id)
-            blocks.append(new)
-            computed.append(position)
-            outputs.append(position + 1 - request.num_prompt_tokens)
+        for request, position in zip(due, computed, strict=True):
             request.num_computed_tokens = position + 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += ahead
@@ -217,15 +216,28 @@ class DecodeSteps:
         if self.defer_block_free and names:
             self.sched_step_seq += 1
         self.finished_req_ids, self.reset_preempted_req_ids = set[str](), set[str]()
-        output.is_short = True
+        output.is_short, output.due = True, due
         return output
+
+    def _next_block(self: Any, request: Any) -> Any:
+        """Ids of the blocks that a request's next token begins, of every group of KV caches; None without any."""
+        position, manager = request.num_computed_tokens, self.kv_cache_manager
+        if self._block > 1:  # what `allocate_slots` would look at has been looked at
+            found = manager.coordinator.allocate_new_blocks(request.request_id, position + 1, position + 1)
+            return tuple([block.block_id for block in blocks] for blocks in found)
+        allocated = manager.allocate_slots(request, 1, delay_cache_blocks=True)
+        if allocated is None:
+            raise RuntimeError(f"no KV cache block for {request.request_id}, though there were free ones")
+        return allocated.get_block_ids(allow_none=True)
 
     def update_from_output(self: Any, scheduled: Any, computed: Any) -> Any:
         """vLLM's `update_from_output`."""
         is_short = getattr(scheduled, "is_short", False)
         if not is_short or self._full_updates or computed.num_nans_in_logits or computed.kv_connector_output:
             self._full_updates = max(0, self._full_updates - 1)
-            return self._keep_unfinished(self.vllm.update_from_output(self, scheduled, computed))
+            names = scheduled.num_scheduled_tokens
+            requests = {name: self.requests[name] for name in names if name in self.requests}  # some may end
+            return self._keep_unfinished(requests, self.vllm.update_from_output(self, scheduled, computed))
         if self.defer_block_free and scheduled.total_num_scheduled_tokens > 0:
             self.processed_step_seq += 1
             self._drain_deferred_frees()
@@ -236,74 +248,54 @@ class DecodeSteps:
 
     def _append_tokens(self: Any, scheduled: Any, computed: Any) -> tuple[list[Any], set[Any]]:
         """Give every request its token; outputs of those that end with it, and their requests."""
-        tokens, index, longest, running, ahead = (
-            computed.sampled_token_ids, computed.req_id_to_index, self.max_model_len, self._running_status, self._ahead
+        tokens, index, running, ahead = (
+            computed.sampled_token_ids, computed.req_id_to_index, self._running_status, self._ahead
         )  # fmt: skip
         logprobs = None if computed.logprobs is None else computed.logprobs.logprobs[:, 0].tolist()
         finished, stopped = [], set()
-        for name in scheduled.num_scheduled_tokens:
-            request = self.requests.get(name)
-            if request is None:  # it has been aborted
-                continue
+        for request, name in zip(scheduled.due, scheduled.num_scheduled_tokens, strict=True):
             request.num_in_flight_tokens -= 1
-            if request.status is not running:
+            if request.status is not running:  # it may have been aborted
                 assert request.is_finished(), f"{name} is {request.status.name} in a step of running sequences"
                 continue
-            row = index[name]
+            row, own = index[name], request._output_token_ids
             token = tokens[row][0]
-            request._output_token_ids.append(token)
+            own.append(token)
             request._all_token_ids.append(token)
             request.num_output_placeholders -= ahead
-            kept = self._tokens.get(name)
-            if kept is None:
-                kept = self._tokens[name] = []
-            kept.append(token)
             if logprobs is not None:
-                self._logprobs.setdefault(name, []).append(logprobs[row])
-            stops = self._stops.get(name)
-            if stops is None:
-                stops = self._stops[name] = _stop_ids(request.sampling_params)
-            may_end = (
-                token in stops or len(request._output_token_ids) >= request.max_tokens
-                or len(request._all_token_ids) >= longest
-            )  # fmt: skip
-            if may_end and self._check_stop(request, longest):
+                request.rollout_logprobs.append(logprobs[row])
+            may_end = len(own) >= request.rollout_tokens or token in request.rollout_stops
+            if may_end and self._check_stop(request, self.max_model_len):
                 reason = request.get_finished_reason()
                 self._free_request(request)
+                self._keep_logprobs(request)
                 stopped.add(request)
                 finished.append(
                     self._core_output(
-                        request_id=name, new_token_ids=self._all_tokens(name), finish_reason=reason,
-                        stop_reason=request.stop_reason,
+                        request_id=name, new_token_ids=own, finish_reason=reason, stop_reason=request.stop_reason
                     )
                 )
         return finished, stopped
 
-    def _keep_unfinished(self: Any, found: Any) -> Any:
+    def _keep_unfinished(self: Any, requests: dict[str, Any], found: Any) -> Any:
         """What vLLM's own code has put out, without the requests that go on."""
         for outputs in found.values():
             ended = []
             for output in outputs.outputs:
-                name = output.request_id
+                request = requests[output.request_id]
                 if output.new_logprobs is not None:
-                    self._logprobs.setdefault(name, []).extend(output.new_logprobs.logprobs[:, 0].tolist())
+                    request.rollout_logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
                     output.new_logprobs = None
-                self._tokens.setdefault(name, []).extend(output.new_token_ids)
                 if output.finish_reason is not None:
-                    output.new_token_ids = self._all_tokens(name)
+                    output.new_token_ids = request._output_token_ids
+                    self._keep_logprobs(request)
                     ended.append(output)
             outputs.outputs = ended
         return found
 
-    def _all_tokens(self: Any, name: str) -> list[int]:
-        """Of a request that has ended."""
-        self._stops.pop(name, None)
-        if name in self._logprobs:
-            given = name.partition("-")[0]  # vLLM has put a number behind the id of the caller
-            self._finished_logprobs[given] = self._logprobs.pop(name)
-        return self._tokens.pop(name)
-
-
-def _stop_ids(sampling: Any) -> frozenset[int | None]:
-    """Tokens that may end a sequence, some of them only after `min_tokens`."""
-    return frozenset([sampling.eos_token_id, *(sampling.stop_token_ids or ())])
+    def _keep_logprobs(self: Any, request: Any) -> None:
+        """Until the caller of a request that has ended takes them."""
+        if request.rollout_logprobs:
+            given = request.request_id.partition("-")[0]  # vLLM has put a number behind the id of the caller
+            self._finished_logprobs[given] = request.rollout_logprobs
