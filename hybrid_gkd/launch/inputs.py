@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_gkd.checkpoint import MANIFEST, find_damage
-from hybrid_gkd.config import Config, ModelConfig
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all
@@ -25,8 +25,6 @@ from hybrid_gkd.ppo.reward_model import RewardTexts
 from hybrid_gkd.ppo.rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
-from hybrid_gkd.student.reward_model import PATH_KEY as REWARD_MODEL_PATH
-from hybrid_gkd.student.reward_model import check_classifier
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import Sequence
@@ -92,6 +90,8 @@ def reward_model(facts: Facts) -> str:
     model = config.reward_model.model
     if not config.uses_reward_model:
         return "none is needed"
+    from hybrid_gkd.student.reward_model import check_classifier  # imports all that trains a model
+
     assert model.path is not None
     check_model_folder(key, model.path)
     check_export(key, model.path)

@@ -11,15 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid_gkd.config import Config, FSDPConfig, ModelConfig
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.student.loading import build_model, check_head, classifier_head
 from hybrid_gkd.student.logprob_model import hidden_states, refuse_leaks
 from hybrid_gkd.student.sharded_model import ShardedModel
 from hybrid_gkd.types import RewardText
-
-PATH_KEY = "reward_model.model.path"
 
 
 class ScoreModel(nn.Module):
@@ -55,7 +53,8 @@ class RewardModel(ShardedModel):
         fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         super().__init__(
             ModelConfig(path=section.path, trust_remote_code=section.trust_remote_code), wrap=ScoreModel, fsdp=fsdp,
-            shard_size=config.shard_size, device=device, bucket_bytes=0, optim=None, classifier=True, path_key=PATH_KEY,
+            shard_size=config.shard_size, device=device, bucket_bytes=0, optim=None, classifier=True,
+            path_key=REWARD_MODEL_PATH,
         )
         by_sequence = "ForSequenceClassification" in type(self.hf_model).__name__
         self.padding = self.hf_model.config.get_text_config().pad_token_id if by_sequence else None
@@ -89,11 +88,11 @@ def check_classifier(config: Config) -> Any:
     assert section.path is not None
     model = build_model(
         section.path, dtype=torch.float32, trust_remote_code=section.trust_remote_code, override_config={},
-        key=PATH_KEY, classifier=True,
+        key=REWARD_MODEL_PATH, classifier=True,
     )
     try:
         ScoreModel(model)
         check_head(model, section.path)
     except ModelError as error:
-        raise ModelError(f"{PATH_KEY}: {section.path}: {error}") from error
+        raise ModelError(f"{REWARD_MODEL_PATH}: {section.path}: {error}") from error
     return model.config

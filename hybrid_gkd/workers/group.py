@@ -70,6 +70,7 @@ class WorkerGroup:
         load: False for the doctor, for whom they load nothing.
         on_placed: called with their places before they load.
         check: called again and again while they load; what it raises ends that.
+        pools: their processes, where `place_workers` has started them before.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -79,22 +80,17 @@ class WorkerGroup:
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
         steps: int | None = None, stop_token_ids: list[int] | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
-        check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
+        check: Callable[[], None] = lambda: None, log_folder: Path | None = None, pools: list[Pool] | None = None,
     ):  # fmt: skip
         self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
-        roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
-        self.pools = [Pool(config, role=role, log_folder=log_folder or config.run_dir / "logs") for role in roles]
+        self.pools = pools or place_workers(config, device, log_folder)
         self.actors, self.rollouts = self.pools[0], self.pools[-1]
         self.size = self.actors.size
         """Workers that train."""
         self.log_files = [file for pool in self.pools for file in pool.log_files]
-        needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
         try:
-            self._check_resources(needed)
             for pool in self.pools:
-                pool.place(device, needed)
-            for pool in self.pools:
-                pool.placements = pool.call("placement", timeout=pool.load_timeout)
+                pool.begin(config)
             self.placements = [place for pool in self.pools for place in pool.placements]
             """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
@@ -106,17 +102,6 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-
-    def _check_resources(self, needed: dict[str, float]) -> None:
-        number, there = len(self.log_files), ray.cluster_resources()
-        lacking = [name for name, amount in needed.items() if there.get(name, 0.0) < amount * number]
-        if lacking:
-            sections = ["trainer", "rollout"][: len(self.pools)]
-            keys = ", ".join(f"{section}.n_gpus_per_node, {section}.nnodes" for section in sections)
-            raise WorkerError(
-                f"{keys}: {number} workers need {needed} each; "
-                f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
-            )
 
     def _initialize(
         self, num_updates: dict[str, int], stop_token_ids: list[int], check: Callable[[], None]
@@ -349,20 +334,54 @@ class WorkerGroup:
         return [text for part in gather("write_profiles", calls, self.actors.load_timeout) for text in part]
 
     def close(self) -> None:
-        """Stop the workers. Returns within seconds also when Ray itself has been killed before."""
-        # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
-        def stop() -> None:
-            try:
-                for pool in self.pools:
-                    pool.close()
-            except Exception as error:  # Ray may have ended before: then the workers end with it
-                logger.debug("the workers were not stopped one by one: %s", error)
+        """Stop the workers, as `stop_workers`."""
+        stop_workers(self.pools)
 
-        closing = threading.Thread(target=stop, name="close workers", daemon=True)
-        closing.start()
-        closing.join(CLOSE_SECONDS)
-        if closing.is_alive():
-            logger.warning("Ray did not answer within %s while the workers were stopped", Timeout(CLOSE_SECONDS))
+
+def place_workers(config: Config, device: str, log_folder: Path | None = None) -> list[Pool]:
+    """Start the processes of all workers, which load nothing yet; the pool that trains comes first.
+
+    Raises WorkerError: the cluster does not have the resources.
+    """
+    roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
+    pools = [Pool(config, role=role, log_folder=log_folder or config.run_dir / "logs") for role in roles]
+    needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+    try:
+        _check_resources(pools, needed)
+        for pool in pools:
+            pool.place(device, needed)
+    except BaseException:
+        stop_workers(pools)
+        raise
+    return pools
+
+
+def _check_resources(pools: list[Pool], needed: dict[str, float]) -> None:
+    number, there = sum(pool.size for pool in pools), ray.cluster_resources()
+    lacking = [name for name, amount in needed.items() if there.get(name, 0.0) < amount * number]
+    if lacking:
+        keys = ", ".join(f"{name}.n_gpus_per_node, {name}.nnodes" for name in ["trainer", "rollout"][: len(pools)])
+        raise WorkerError(
+            f"{keys}: {number} workers need {needed} each; "
+            f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
+        )
+
+
+def stop_workers(pools: list[Pool]) -> None:
+    """Harmless when repeated. Returns within seconds also when Ray itself has been killed before."""
+    # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
+    def stop() -> None:
+        try:
+            for pool in pools:
+                pool.close()
+        except Exception as error:  # Ray may have ended before: then the workers end with it
+            logger.debug("the workers were not stopped one by one: %s", error)
+
+    closing = threading.Thread(target=stop, name="close workers", daemon=True)
+    closing.start()
+    closing.join(CLOSE_SECONDS)
+    if closing.is_alive():
+        logger.warning("Ray did not answer within %s while the workers were stopped", Timeout(CLOSE_SECONDS))
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:

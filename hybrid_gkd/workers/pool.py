@@ -36,7 +36,7 @@ SETTLE_SECONDS = 10.0
 """For GPUs to end what they were given before a peer has failed."""
 NCCL_KEY = "actor_rollout_ref.nccl_timeout"
 LONG_NAMES = {
-    "placement": "the start of their processes", "address": "a worker's address",
+    "begin": "the start of their processes", "placement": "the workers' places", "address": "a worker's address",
     "initialize": "loading student and rollout engine", "publish": "the weight sync",
     "load_checkpoint": "reading the checkpoint", "save_checkpoint": "writing the checkpoint",
     "take_snapshot": "copying the checkpoint to the host", "finish_snapshot": "writing the checkpoint",
@@ -60,7 +60,7 @@ class WorkerDiedError(WorkerError):
 
 
 class Pool:
-    """The workers of one role, one GPU each. Call `place` first and `close` last."""
+    """The workers of one role, one GPU each. Call `place` first, `begin` before they load, and `close` last."""
 
     def __init__(self, config: Config, *, role: Role, log_folder: Path):
         self.config, self.role = config, role
@@ -109,9 +109,13 @@ class Pool:
                 num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank // self.per_node),
             )
-            log_file = str(self.log_files[rank])
-            arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "log_file": log_file}
-            self.workers.append(remote.remote(self.config, **arguments, folder=os.getcwd()))
+            arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "folder": os.getcwd()}
+            self.workers.append(remote.remote(self.config, **arguments))
+
+    def begin(self, config: Config) -> None:
+        """Tell the workers the configuration and their log files, and learn their places. Raises as `gather`."""
+        self.call("begin", config, shares=[str(file) for file in self.log_files], timeout=self.load_timeout)
+        self.placements = self.call("placement", timeout=self.load_timeout)
 
     def rendezvous(self, timeout: Timeout | None = None) -> tuple[str, int]:
         """Host and a free port of the first worker."""

@@ -25,6 +25,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -83,27 +84,42 @@ def failures_logged(cls: type[C]) -> type[C]:
 
 @failures_logged
 class Worker(GroupMember):
-    """One process of a pool; `log_file` takes everything that it prints.
+    """One process of a pool. Until `begin` it writes no file: it may start before its run has been checked.
 
     Relative paths of the configuration begin at `folder`, the driver's, where this machine has it.
-    Methods that concern the engine or the actor are for workers whose role has it. Spans go to a file beside the log.
+    Methods that concern the engine or the actor are for workers whose role has it.
     """
 
-    def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, log_file: str, folder: str):
-        redirect_output(Path(log_file))
-        try:
-            os.chdir(folder)  # a given cluster's workers are where it was started
-        except OSError as error:
-            logger.warning("relative paths of the configuration begin at %s: %s", os.getcwd(), error)
+    def __init__(self, config: Config, *, role: Role, rank: int, size: int, device: str, folder: str):
         super().__init__(config, role=role, rank=rank, size=size, device_type=device)
+        self.folder = folder
         self.step: int | None = None
-        name, spans = f"{role} {rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))
-        self.clock = Clock(name, spans, step=lambda: self.step, sample=self._memory_in_use)
-        self.profiler = StepProfiler(config.trainer.profile_steps, config.run_dir, name)
         self.weight_version: int | None = None
         """Of the engine's weights; None: undefined."""
         self.updaters: dict[str, Updater] = {}
         """Of the models that are trained, by the spans of their updates."""
+
+    def import_packages(self) -> None:
+        """Import what `initialize` will, in the environment that it sets."""
+        self.set_environment()
+        with quick_imports():
+            if self.role != "rollout worker":
+                import hybrid_gkd.student.actor  # noqa: F401
+            wanted = self.role != "actor worker" and self.config.actor_rollout_ref.rollout.name in ("auto", "vllm")
+            if wanted and vllm_compat.vllm_available():
+                vllm_compat.import_llm(self.device_type)
+
+    def begin(self, log_file: str, config: Config) -> None:
+        """The run begins, with this configuration. `log_file` takes all that is printed, a file beside it the spans."""
+        redirect_output(Path(log_file))
+        try:
+            os.chdir(self.folder)  # a given cluster's workers are where it was started
+        except OSError as error:
+            logger.warning("relative paths of the configuration begin at %s: %s", os.getcwd(), error)
+        self.config = config
+        name, spans = f"{self.role} {self.rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))
+        self.clock = Clock(name, spans, step=lambda: self.step, sample=self._memory_in_use)
+        self.profiler = StepProfiler(config.trainer.profile_steps, config.run_dir, name)
 
     def placement(self) -> Placement:
         return Placement.here(self.role, self.rank, self.device_type)

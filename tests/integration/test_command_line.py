@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -87,9 +89,10 @@ def run(args, **options):
     return finish(start(args, **options))
 
 
-def run_watched(args):
+def run_watched(args, environment=None):
     """The same, and (address, command line) of all that the run and its descendants were seen to listen on."""
-    process, seen, ended = start(args), set(), threading.Event()
+    process = start(args, env={**os.environ, **(environment or {})})
+    seen, ended = set(), threading.Event()
 
     def look():
         while not ended.wait(0.3):
@@ -174,6 +177,28 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert f"{(out / 'hybrid_gkd' / 'gkd' / 'report.html').as_uri()}\n" in text
     report = (out / "hybrid_gkd" / "gkd" / "report.html").read_text()
     assert '"outcome":"finished","error":null,"step":4,"total":4' in report
+
+
+def test_the_workers_begin_before_the_checks_and_load_after_them(finished):
+    log = (finished[0] / "hybrid_gkd" / "gkd" / "run.log").read_text()
+    moments = ("processes of 1 worker(s) have begun", "INFO versions: ", "INFO worker 0: ", "INFO run folder")
+    places = [log.rindex(each) for each in moments]
+    assert places == sorted(places)
+
+
+def test_a_failed_check_stops_what_began_beside_it_and_leaves_nothing(world, tmp_path):
+    """The last one but two, long after the workers have begun to import."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray_") as folder:  # a path that is short enough for sockets
+        stranger = f"actor_rollout_ref.teacher.model.path={world}/stranger"
+        code, _, errors, seen = run_watched(arguments(world, tmp_path / "out", stranger), {"RAY_TMPDIR": folder})
+        assert [command for _, command in seen if "raylet" in command]
+        left = [each for each in psutil.process_iter(["cmdline"]) if folder in " ".join(each.info["cmdline"] or [])]
+        assert not left
+        assert not [path for path in Path(folder).rglob("*") if not path.is_dir() or path.name.startswith("session")]
+    assert code == 1
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
 
 
 def test_everything_listens_on_loopback_only(finished):
@@ -332,8 +357,9 @@ def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, worl
     run_dir = finished[0] / "hybrid_gkd" / "gkd"
     assert find_damage(run_dir / "global_step_4") == {}
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    code, text, errors = run(arguments(world, finished[0]))
+    code, text, errors, seen = run_watched(arguments(world, finished[0]))
     assert code == 0, errors
+    assert seen == set()  # nothing was started
     assert "nothing to do" in text
     assert "has done all 4 steps" in text
     code, _, errors = run(arguments(world, finished[0], "distillation.loss_mode=reverse_kl"))
