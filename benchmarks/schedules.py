@@ -64,6 +64,8 @@ SCHEDULES = {
 COLUMNS = (
     "gen", "update_actor", "get_teacher_knowledge", "wait_prev_teacher", "wait_prev_gen", "sync_rollout_weights",
 )  # fmt: skip
+PARTS = tuple(f"update_actor/{part}" for part in ("compute", "optimizer_step", "copies", "other"))
+"""Printed of each schedule, and not in the table."""
 
 
 def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
@@ -159,7 +161,7 @@ def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
         if event["ph"] == "X" and event["pid"] == 1 and event["name"] == "sync_rollout_weights"
     )
     assert len(published) == len(rows) + 1, (len(published), len(rows))
-    found = {name: statistics.median(row.get(f"timing/{name}", 0.0) for row in counted) for name in COLUMNS}
+    found = {name: statistics.median(row.get(f"timing/{name}", 0.0) for row in counted) for name in COLUMNS + PARTS}
     hidden = [row["teacher/hidden_fraction"] for row in counted if "teacher/hidden_fraction" in row]
     return found | {
         "step": statistics.median((published[row["step"]] - published[row["step"] - 1]) / 1e6 for row in counted),
