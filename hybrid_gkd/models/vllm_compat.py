@@ -135,7 +135,7 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, up to `max_num_seqs` sequences.
 
     By default vLLM captures graphs of mixed steps as well, which a rollout hardly has, and none beyond 512 sequences.
-    Nothing is compiled (mode 0), for a first start that is 27 s shorter: a generation takes as long (docs/performance.md).
+    Nothing is compiled (mode 0): a first start is 27 s shorter, and a generation as long (docs/performance.md).
     """
     if device == "cpu":
         return {}
