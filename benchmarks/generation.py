@@ -2,15 +2,14 @@
 
     python benchmarks/generation.py --shape 0.5b --sequences 128 256 512
     python benchmarks/generation.py --shape 1.5b --sequences 128 --lengths geometric
-    python benchmarks/generation.py --sequences 256 --lengths equal --repeats 1    # one row, within a minute
+    python benchmarks/generation.py --sequences 256 --lengths equal    # one row, within a minute
 
-One engine in one process, built as a run builds it, generates the same sequences (same prompts, same seeds) four ways:
-with vLLM's scheduler and model runner ("vLLM"), with our scheduler ("sched"), with our paths through both ("ours"), and
-so again under torch's profiler, which says how long the kernels alone take. Random weights in the shapes of Qwen2.5; no
-sequence ends before its length. "same" says whether all ways gave the same tokens to the last one, and, where they were
-asked for ("+lp"), log-probabilities no further apart than 2e-5; steps are those of the model runner's short path and
-all others.
-All figures are of one run; seconds are the best of `--repeats`.
+One engine in one process, built as a run builds it, generates the same sequences (same prompts, same seeds) three ways:
+with vLLM's scheduler and model runner and log-probabilities ("vLLM+lp"), with our paths through both ("ours"), and with
+these and log-probabilities ("ours+lp"); and once more under torch's profiler, which says how long the kernels alone
+take. Random weights in the shapes of Qwen2.5; no sequence ends before its length. "same" says whether all ways gave the
+same tokens to the last one, and log-probabilities no further apart than 2e-5; steps are those of the model runner's
+short path and all others. All figures are of one run; seconds are the best of `--repeats`, of vLLM one.
 """
 
 from __future__ import annotations
@@ -116,9 +115,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="configuration keys")
     args = parser.parse_intermixed_args()
     vocabulary = SHAPES[args.shape][5]
-    names = "shape lengths seqs vLLM_s sched_s ours_s vLLM+lp sched+lp ours+lp kernels ratio tok/s same short/other"
-    header = "{:6} {:10} {:>5} {:>7} {:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {} {}".format(*names.split())
-    figures = "{:7.2f} {:7.2f} {:7.2f} {:8.2f} {:8.2f} {:8.2f} {:8.2f} {:6.2f} {:7.0f}"
+    names = "shape lengths seqs vLLM+lp ours_s ours+lp kernels ratio tok/s same short/other"
+    header = "{:6} {:10} {:>5} {:>8} {:>7} {:>8} {:>8} {:>6} {:>7} {} {}".format(*names.split())
+    figures = "{:8.2f} {:7.2f} {:8.2f} {:8.2f} {:6.2f} {:7.0f}"
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(args, Path(folder), make_model(Path(folder) / "model", args.shape))
         assert engine.scheduler is not None, "the short path through the scheduler was not installed"
@@ -135,33 +134,24 @@ def measure(repeats: int, engine: VLLMRolloutEngine, lengths: np.ndarray, vocabu
     """The figures of one row."""
     scheduler, runner = engine.scheduler, engine.runner
     our_scheduler, our_runner = type(scheduler), type(runner)
-    best: dict[tuple[str, bool], float] = {}
-    found: dict[tuple[str, bool], dict[str, Any]] = {}
-    steps = (0, 0)
-    for repeat in range(repeats + 1):  # the first one warms up, with less of the same
-        for way in ("vLLM", "sched", "ours"):
-            scheduler.__class__ = our_scheduler.vllm if way == "vLLM" else our_scheduler
-            runner.__class__ = our_runner if way == "ours" else our_runner.vllm
-            engine.scheduler = None if way == "vLLM" else scheduler
-            for logprobs in (False, True):
-                short, other = runner.short_steps, runner.full_steps
-                row = generate(engine, lengths if repeat else 1 + lengths // 8, vocabulary, logprobs=logprobs)
-                if way == "ours":
-                    steps = (runner.short_steps - short, runner.full_steps - other)
-                    assert steps[0] > 0, "no step took the short path through the model runner"
-                if repeat:
-                    best[way, logprobs] = min(best.get((way, logprobs), np.inf), row["seconds"])
-                found[way, logprobs] = row
-    expected = found["vLLM", True]
-    same = all(row["tokens"] == expected["tokens"] for row in found.values()) and all(
+    scheduler.__class__, runner.__class__, engine.scheduler = our_scheduler.vllm, our_runner.vllm, None
+    rows = {"vLLM": [generate(engine, n, vocabulary, logprobs=True) for n in (1 + lengths // 8, lengths)][1:]}
+    scheduler.__class__, runner.__class__, engine.scheduler = our_scheduler, our_runner, scheduler
+    short, other = runner.short_steps, runner.full_steps
+    for way, logprobs in (("ours", False), ("ours+lp", True)):
+        generate(engine, 1 + lengths // 8, vocabulary, logprobs=logprobs)  # warms up
+        rows[way] = [generate(engine, lengths, vocabulary, logprobs=logprobs) for _ in range(repeats)]
+    steps = f"{runner.short_steps - short}/{runner.full_steps - other}"
+    assert runner.short_steps > short, "no step took the short path through the model runner"
+    (expected,) = rows["vLLM"]
+    same = all(row["tokens"] == expected["tokens"] for row in rows["ours"] + rows["ours+lp"]) and all(
         np.allclose(row["logprobs"][name], logprobs, rtol=0, atol=2e-5)
-        for (_, asked), row in found.items() if asked for name, logprobs in expected["logprobs"].items()
+        for row in rows["ours+lp"] for name, logprobs in expected["logprobs"].items()
     )  # fmt: skip
     kernels = kernel_seconds(engine, lengths, vocabulary)
-    ours = best["ours", False]
-    seconds = [best[way, logprobs] for logprobs in (False, True) for way in ("vLLM", "sched", "ours")]
-    tokens_per_second = lengths.sum() / ours
-    return [*seconds, kernels, ours / kernels, tokens_per_second, "yes" if same else "NO", "/".join(map(str, steps))]
+    seconds = {way: min(row["seconds"] for row in found) for way, found in rows.items()}
+    ours = seconds["ours"]
+    return [*seconds.values(), kernels, ours / kernels, lengths.sum() / ours, "yes" if same else "NO", steps]
 
 
 if __name__ == "__main__":

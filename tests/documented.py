@@ -106,9 +106,8 @@ NOT_RUN = {
     "bash tests/run.sh --durations=20": _SUITE,
     "bash tests/run.sh tests/unit -k loss": _SUITE,
     "bash tests/run.sh -m gpu": "needs a GPU",
-    "python benchmarks/generation.py --shape 0.5b --sequences 256 128 --repeats 1": _GPU,
-    "python benchmarks/generation.py --shape 0.5b --sequences 512 --repeats 1": _GPU,
-    "python benchmarks/generation.py --shape 1.5b --sequences 128 --new-tokens 384 --repeats 1": _GPU,
+    "python benchmarks/generation.py --shape 0.5b --sequences 128 256 512": _GPU,
+    "python benchmarks/generation.py --shape 1.5b --sequences 128 --new-tokens 384": _GPU,
     "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0": _GPU,
     "python benchmarks/hybrid_engine.py --shape 1.5b --steps 6 --gpu-memory-utilization 0 --gpus 2 --prompts 256": _GPU,
     "python benchmarks/hybrid_engine.py --shape 7b --prompts 32 --new-tokens 128 --enforce-eager --steps 5 "
