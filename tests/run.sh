@@ -6,8 +6,7 @@
 #   bash tests/run.sh tests/unit -k losses   arguments go to pytest
 #   bash tests/run.sh -m gpu                 with marks of your own, one test at a time: what needs a GPU
 #
-# Without -m, three processes run the tests (-n 0 for a debugger, say): on two cores, since tests of whole runs wait for
-# processes half of the time. Those marked "alone" follow one by one.
+# Without -m, two processes run the tests (-n 0 for a debugger, say); those marked "alone" follow one by one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
@@ -37,14 +36,14 @@ run_tests() {
 }
 
 # A test that hangs ends its process and, as without processes, the run; a new one would only run it again.
-processes=(-n 3 --max-worker-restart 0)
+two=(-n 2 --max-worker-restart 0)
 if [[ ${1:-} == --fast ]]; then
-    run_tests "${processes[@]}" --dist worksteal -m "not gpu and not slow and not alone" tests/unit "${@:2}"
+    run_tests "${two[@]}" --dist worksteal -m "not gpu and not slow and not alone" tests/unit "${@:2}"
 elif [[ " $*" == *" -m"* ]]; then
     run_tests "$@"
 else
     # By file, so that fixtures of a module are made once, and in the order of the files: the longest come first.
-    run_tests "${processes[@]}" --dist loadfile --no-loadscope-reorder -m "not gpu and not alone" "$@"
+    run_tests "${two[@]}" --dist loadfile --no-loadscope-reorder -m "not gpu and not alone" "$@"
     run_tests -m "alone and not gpu" "$@"
 fi
 
