@@ -177,8 +177,9 @@ REWARD_FUNCTIONS = {
 }  # fmt: skip
 """The built-in rewards, and whether they need the right answer."""
 CUSTOM, MODEL = "custom", "model"
-REWARD_MODEL_PATH = "reward_model.model.path"
 """What reward.functions calls a function of the user's own, and the reward model."""
+REWARD_MODEL_PATH = "reward_model.model.path"
+"""The key, for messages."""
 
 
 @dataclass

@@ -42,6 +42,7 @@ class Ahead:
         # Ray's processes are waited for. They are started by the main thread, since signals reach no other.
         importing = threading.Thread(target=import_transformers, name="import transformers", daemon=True)
         importing.start()
+        stack.callback(self._remove_session)  # after Ray has ended
         try:
             stack.enter_context(ray_cluster(config, facts.device))
             self._session = session_folder()
@@ -59,7 +60,7 @@ class Ahead:
         self._session = None
         return self.pools
 
-    def remove_session(self) -> None:
+    def _remove_session(self) -> None:
         """What Ray has written, unless the run has taken it."""
         if self._session is not None:
             remove_session(self._session)
@@ -85,7 +86,6 @@ def started_ahead(config: Config) -> Iterator[Ahead]:
     """
     ahead = Ahead()
     with contextlib.ExitStack() as stack:
-        stack.callback(ahead.remove_session)
         if is_needed(config):
             with contextlib.ExitStack() as beginning:
                 try:

@@ -3,8 +3,8 @@
 `prepare_decodes` writes what vLLM's `prepare_pos_seq_lens`, `combine_sampled_and_draft_tokens`,
 `compute_slot_mappings`, `gather_block_tables` and the writes of new block ids do, for a batch in which every row
 computes one token behind its prompt. `sample_decodes` draws the tokens that vLLM's `apply_temperature` and
-`gumbel_sample` draw, with their log-probabilities, and takes them into the runner's state as `post_update` does: two
-passes over the logits less, and the log-probabilities cost none of their own.
+`gumbel_sample` draw, with their log-probabilities, in one pass over the logits, and takes them into the runner's state
+as `post_update` does; it does not count them for penalties, which sequences of such a batch do not have.
 
 Shapes: S rows of the runner's state, N the most rows of a batch, V columns of logits.
 """

@@ -83,6 +83,7 @@ def test_what_cannot_begin_ends_at_once_and_is_left_to_the_run(events, tmp_path,
     with started_ahead(configure(tmp_path)) as found:
         assert found.take() == []
         assert events == ([] if part == "ray_cluster" else ["Ray begins", "Ray has ended"])
+        assert list(tmp_path.iterdir()) == []  # before the run starts a Ray of its own
 
 
 def test_a_device_that_is_not_there_begins_nothing(events, tmp_path, monkeypatch):
