@@ -3,8 +3,11 @@
 In a process of its own, because vLLM changes the process that imports it.
 """
 
+import multiprocessing
 import os
 import random
+import socket
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -29,13 +32,28 @@ MANY, FEW = 60, 6
 CASES = ((True, MANY), (False, FEW), (True, FEW))
 
 
-def check_rank(rank, folder, port):
-    """`compare` as one of two ranks that share the model, tensor parallel, and run the same requests; on the CPU."""
+def check_two_ranks(folder, device, timeout):
+    """`check_rank` in two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for rank in [pool.submit(check_rank, rank, folder, port, device) for rank in range(2)]:
+            rank.result(timeout)
+
+
+def check_rank(rank, folder, port, device):
+    """`compare` as one of two ranks that share the model, tensor parallel, and run the same requests."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOOPBACK)
-    vllm_compat.prepare_environment("cpu")
-    more = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-    short, _, preemptions = compare(folder, "cpu", caching=True, blocks=FEW, more=more, prompts=4)  # ranks are slow
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    vllm_compat.prepare_environment(device)
+    more = {
+        "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,
+    }  # fmt: skip
+    short, _, preemptions = compare(folder, device, caching=True, blocks=FEW, more=more, prompts=4)  # ranks are slow
     assert preemptions > 0
     assert short > 0
 

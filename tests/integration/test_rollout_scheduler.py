@@ -2,12 +2,11 @@
 
 import multiprocessing
 import random
-import socket
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from same_tokens import MANY, check_cases, check_rank, make_llm
+from same_tokens import MANY, check_cases, check_two_ranks, make_llm
 
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_scheduler
@@ -28,13 +27,7 @@ def test_both_schedulers_give_the_same_tokens(tmp_path):
 
 
 def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
-    folder = make_tiny_model(tmp_path / "model", num_words=200)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for rank in [pool.submit(check_rank, rank, folder, port) for rank in range(2)]:
-            rank.result(TIMEOUT)
+    check_two_ranks(make_tiny_model(tmp_path / "model", num_words=200), "cpu", TIMEOUT)
 
 
 def schedules(folder):
