@@ -67,6 +67,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
+            vllm_runner.attend_in_one_piece()
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
         if device.type == "cpu":
             vllm_compat.unlink_shared_memory()
