@@ -302,7 +302,7 @@ class TeacherConfig:
     """Compare chat templates and ends of answers with the student's, and let the teacher score some tokens of its own
     greedy answers to training prompts before the first step."""
     n_server_workers: int = field(default=8, metadata=rules.POSITIVE)
-    """Requests in flight."""
+    """Requests in flight, for each copy of a local service's model."""
     num_microbatches: int | None = field(default=8, metadata=rules.POSITIVE)
     """Sequences in one request at most; long ones travel in smaller groups. null takes the default."""
     overlap_rollout: bool = True
@@ -324,7 +324,11 @@ class TeacherConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
     tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
-    """GPUs of a local service."""
+    """GPUs of each copy of a local service's model. On GPUs that it shares with the workers 1 is fastest: a copy on
+    several of them has to wait until all are free at once."""
+    num_replicas: int | None = field(default=None, metadata=rules.POSITIVE)
+    """Copies of a local service's model, which share the work; null takes one on GPUs of its own, and as many as there
+    are GPUs for where it shares those of the workers, so that no worker waits for another that has the teacher."""
     gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
     """Share of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what the model needs
     to score where it shares them with the workers (printed by --dry-run)."""

@@ -227,6 +227,7 @@ RENAMED: dict[str, Read] = {
         for teacher in ("teacher_model", "teacher_models.*")
         for theirs, row in {
             "model_path": spelled(f"{TEACHER}.model.path"),
+            "num_replicas": spelled(f"{TEACHER}.num_replicas"),
             "inference.name": spelled(f"{TEACHER}.backend", {"sglang": "vllm", "trtllm": "vllm"}),
             "inference.tensor_model_parallel_size": spelled(f"{TEACHER}.tensor_model_parallel_size"),
             "inference.gpu_memory_utilization": spelled(f"{TEACHER}.gpu_memory_utilization"),
@@ -327,9 +328,9 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "a checkpoint is loaded whole, and its files are checked before": _of_trained("checkpoint.load_contents"),
     "the local teacher service chooses how it scores; distillation.temperature is for student and teacher": tuple(
         f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
-        for name in ("inference.*", "key", "num_replicas")
+        for name in ("inference.*", "key")
     ),
-    "a local teacher takes tensor_model_parallel_size GPUs that no worker needs, or shares those of the workers": (
+    "a local teacher takes the GPUs that it wants of those that no worker needs, or shares the workers'": (
         "distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_model.n_gpus_per_node",
         "distillation.teacher_model.nnodes", "distillation.teacher_model.enable_resource_pool",
         "distillation.num_workers",

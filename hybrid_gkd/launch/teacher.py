@@ -15,7 +15,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import tokenizer_hash
-from hybrid_gkd.offload.budget import teacher_share, teacher_shares_gpu
+from hybrid_gkd.offload.budget import teacher_replicas, teacher_share, teacher_shares_gpu
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
@@ -29,11 +29,13 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str], keys: Path | N
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     assert section.num_microbatches is not None  # its default takes the place of null
+    replicas = 1 if section.server_ip is not None else teacher_replicas(config)
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
         vocab_size=hf_config.get_text_config().vocab_size, connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
-        n_server_workers=section.n_server_workers, num_microbatches=section.num_microbatches, keys=keys or section.keys,
+        n_server_workers=section.n_server_workers * replicas, num_microbatches=section.num_microbatches,
+        keys=keys or section.keys,
     )
     try:
         served = client.handshake(
@@ -58,7 +60,7 @@ def make_teacher_process(config: Config, device: str) -> TeacherProcess:
         share = teacher_share(config, total_bytes=torch.cuda.get_device_properties(0).total_memory)
     options = [
         f"--backend={section.backend}", f"--device={teacher_device}", f"--gpu-memory-utilization={share}",
-        f"--tp-size={section.tensor_model_parallel_size}",
+        f"--tp-size={section.tensor_model_parallel_size}", f"--workers={teacher_replicas(config)}",
         f"--max-model-len={section.max_model_len or config.max_sequence_length + 1}", f"--dtype={section.dtype}",
         f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
     ]
@@ -79,14 +81,14 @@ def teacher_environment(config: Config, device: str) -> dict[str, str]:
             raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", own)
         if len(gpus) < len(wanted):
             key = "actor_rollout_ref.teacher.tensor_model_parallel_size"
-            raise ConfigError(key, f"this machine shows {len(gpus)} GPUs", len(wanted))
+            raise ConfigError(key, f"times teacher.num_replicas: this machine shows {len(gpus)} GPUs", len(wanted))
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in wanted)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 
 
 def teacher_gpus(config: Config) -> list[int]:
     """GPUs of a local teacher, as this process counts: after the workers', or, if there are too few, theirs."""
-    size = config.actor_rollout_ref.teacher.tensor_model_parallel_size
+    size = config.actor_rollout_ref.teacher.tensor_model_parallel_size * teacher_replicas(config)
     first_free = config.workers_per_node
     first = first_free if torch.cuda.device_count() >= first_free + size else 0
     return list(range(first, first + size))

@@ -409,4 +409,16 @@ def teacher_shares_gpu(config: Config) -> bool:
     teacher = config.actor_rollout_ref.teacher
     local = config.distillation.enabled and teacher.server_ip is None
     local = local and "cpu" not in (teacher.device, config.trainer.device)
-    return local and torch.cuda.device_count() < config.workers_per_node + teacher.tensor_model_parallel_size
+    wanted = teacher.tensor_model_parallel_size * (teacher.num_replicas or 1)
+    return local and torch.cuda.device_count() < config.workers_per_node + wanted
+
+
+def teacher_replicas(config: Config) -> int:
+    """Copies of a local teacher's model: as configured, or as `TeacherConfig.num_replicas` says."""
+    import torch
+
+    teacher = config.actor_rollout_ref.teacher
+    if teacher.num_replicas is not None:
+        return teacher.num_replicas
+    shared = min(config.workers_per_node, torch.cuda.device_count()) if teacher_shares_gpu(config) else 0
+    return max(1, shared // teacher.tensor_model_parallel_size)

@@ -94,7 +94,7 @@ class Service:
                 log.warning("ending with %d requests unanswered", self.broker.num_held)
                 return False
         self.supervisor.check()
-        if self.broker.model is not None and not self._announced:
+        if self.supervisor.has_started and not self._announced:
             self._announced = True
             self._announce(self._arguments.host, self.broker.port, self.broker.worker_port)
         return True

@@ -94,10 +94,11 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 def threads_per_process(config: Config) -> int:
-    """Of each worker and of a local teacher, which share the cores of a machine without a GPU.
+    """Of each worker and of each copy of a local teacher's model, which share the cores of a machine without a GPU.
 
     Threads that spin for each other are slower than few: a process with as many as there are cores nearly stands still
     while another one computes.
     """
-    local_teacher = config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None
-    return max(1, len(os.sched_getaffinity(0)) // (config.workers_per_node + local_teacher))
+    teacher = config.actor_rollout_ref.teacher
+    local_teachers = (teacher.num_replicas or 1) if config.distillation.enabled and teacher.server_ip is None else 0
+    return max(1, len(os.sched_getaffinity(0)) // (config.workers_per_node + local_teachers))

@@ -43,11 +43,14 @@ class Supervisor:
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
+        self.has_started = False
+        """Whether all workers have answered their test request; until then, one that ends ends the service."""
         self.slots = [Slot(environment) for environment in environments]
 
     def check(self) -> None:
         """Start what is to be started; called several times a second. Raises TeacherError if no worker can be had."""
         now = time.monotonic()
+        self.has_started = self.has_started or self._broker.num_workers >= len(self.slots)
         for slot in self.slots:
             if slot.process is None:
                 if now >= slot.start_at:
@@ -65,7 +68,7 @@ class Supervisor:
             how = how_it_ended(code)
             slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
             hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
-            if self._broker.model is None or hopeless:
+            if not self.has_started or hopeless:
                 raise WorkerFailed(how, told=code == 1)
             wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
             log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)

@@ -51,6 +51,9 @@ LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_
         ("1", 1, [], "1"),
         ("3,5,2", 3, ["trainer.n_gpus_per_node=2"], "2"),
         ("GPU-a,GPU-b", 2, ["actor_rollout_ref.teacher.tensor_model_parallel_size=2"], "GPU-a,GPU-b"),
+        (None, 4, ["trainer.n_gpus_per_node=4"], "0,1,2,3"),  # a copy on each of the workers'
+        (None, 4, ["trainer.n_gpus_per_node=2", "actor_rollout_ref.teacher.num_replicas=2"], "2,3"),
+        (None, 3, ["trainer.n_gpus_per_node=2", "actor_rollout_ref.teacher.num_replicas=2"], "0,1"),
     ],
 )
 def test_a_local_teacher_gets_gpus_of_those_that_the_run_sees(monkeypatch, visible, count, overrides, expected):
@@ -67,6 +70,9 @@ def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.tensor_model_parallel_size=2"])
     with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
+        teacher_environment(config, "cuda")
+    config = load_config([*LOCAL, "actor_rollout_ref.teacher.num_replicas=3"])
+    with pytest.raises(ConfigError, match=r"times teacher.num_replicas: this machine shows 1 GPUs; got 3"):
         teacher_environment(config, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])

@@ -33,6 +33,7 @@ from hybrid_gkd.offload.budget import (
     host_bytes,
     phase_bytes,
     rollout_share,
+    teacher_replicas,
     teacher_share,
     with_planned_caches,
 )
@@ -221,6 +222,12 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
     assert local_teacher_place(one_gpu, "cuda") == "GPU 1"
+    one_gpu.trainer.n_gpus_per_node = 2
+    assert local_teacher_place(one_gpu, "cuda") == "GPU 0, 1, shared with workers"
+    assert teacher_replicas(one_gpu) == 2
+    one_gpu.actor_rollout_ref.teacher.tensor_model_parallel_size = 2
+    assert teacher_replicas(one_gpu) == 1
+    one_gpu.trainer.n_gpus_per_node = one_gpu.actor_rollout_ref.teacher.tensor_model_parallel_size = 1
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     one_gpu.trainer.device = "cpu"
     assert local_teacher_place(one_gpu, "cpu") == "the CPU"

@@ -53,9 +53,22 @@ def test_a_worker_that_never_gets_ready_ends_the_service():
     assert error.value.told
 
 
-def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monkeypatch):
+def test_so_does_one_whose_neighbour_is_ready_already():
     broker = FakeBroker()
     broker.model, broker.num_workers = "a model", 1
+    script = 'if [ $FAILS = no ]; then exec sleep 1000; else exit 1; fi'
+    found = Supervisor(broker, ["sh", "-c", script], [{"FAILS": "no"}, {"FAILS": "yes"}])
+    try:
+        with pytest.raises(TeacherError, match="ended with code 1"):
+            watch(found, lambda: False)
+        assert not found.has_started
+    finally:
+        found.stop()
+
+
+def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monkeypatch):
+    broker = FakeBroker()
+    broker.model, broker.num_workers = "a model", 2
     found = Supervisor(broker, FOREVER, [{}, {}])
     try:
         found.check()
