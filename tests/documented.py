@@ -116,6 +116,9 @@ NOT_RUN = {
     "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
     "--steps 3 --warmup 1": _GPU,
     SCHEDULES: _GPU,
+    "python benchmarks/schedules.py --config-name one_gpu --gpus 2 --prompts 256 --prompt-length 256 "
+    "--response-length 512 --mean-length 100000 --steps 3 --warmup 1 --schedules sync one_step_off "
+    "separate_one_step_off actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8": _GPU,
     f"{SCHEDULES} --student-shape 0.5b --teacher-shape 1.5b --prompts 256 "
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768": _GPU,
     "python benchmarks/weight_sync.py --shape 1.5b": _GPU,
@@ -128,7 +131,8 @@ NOT_RUN = {
     "python benchmarks/start.py --config-name one_gpu --student-shape 1.5b --teacher-shape 7b": _GPU,
     "python benchmarks/checkpoints.py --shape 1.5b --steps 14 --save-freq 6 --prompts 32 --response-length 512": _GPU,
     "python benchmarks/teacher_precision.py": _GPU,
-    "python benchmarks/peers.py --lengths log-normal --trl-micro-batch 4 --steps 2 --warmup 1": _GPU,
+    "python benchmarks/peers.py --trl-micro-batch fixed=16 log-normal=4 --steps 2 --warmup 1 --folder /tmp/peers "
+    "--seconds 425": _GPU,
     "python benchmarks/peers.py --device cpu": "needs TRL, which is not installed",
     "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
     "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,

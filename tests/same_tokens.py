@@ -53,7 +53,8 @@ def check_rank(rank, folder, port, device):
         "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher",
         "disable_custom_all_reduce": True,
     }  # fmt: skip
-    short, _, preemptions = compare(folder, device, caching=True, blocks=FEW, more=more, prompts=4)  # ranks are slow
+    prompts = PROMPTS if device == "cuda" else PROMPTS // 2  # two cores are slow
+    short, _, preemptions = compare(folder, device, caching=True, blocks=FEW, more=more, prompts=prompts)
     assert preemptions > 0
     assert short > 0
 
