@@ -1,10 +1,14 @@
 """Shared by all tests."""
 
+import fcntl
 import gc
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by name
 
@@ -20,3 +24,11 @@ gc.disable()  # while torch and transformers are imported: a third of what that 
 
 def pytest_collection_finish():
     gc.enable()
+
+
+@pytest.fixture
+def only_tensor_parallel_engine():
+    """No test beside has another one: the shared memory of vLLM's ranks on CPUs has one name in all processes."""
+    with open(Path(tempfile.gettempdir()) / f"hybrid_gkd_tests_{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import logging
 import os
 import re
 import shutil
@@ -13,13 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from hybrid_gkd.__main__ import main
 from hybrid_gkd.checkpoint import LATEST, find_damage
+from hybrid_gkd.launch import doctor
+from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.reporting.trace import write_trace
 from hybrid_gkd.spans import Span, hidden_seconds, seconds
@@ -58,9 +61,11 @@ def arguments(world, out, *overrides):
 
 
 HF = ("actor_rollout_ref.rollout.name=hf",)
-"""For runs that end before an engine matters: vLLM takes twice as long to start."""
+"""For runs whose subject is not the engine: vLLM takes twice as long to start."""
 VLLM_TEACHER = (f"actor_rollout_ref.teacher.backend={ENGINE}",)
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+NO_CLUSTER = ("ray_init.address=127.0.0.1:1",)
+"""For runs that a check has to end: nothing is begun beside the checks, and a run that passes them ends there."""
 
 
 def start(args, **options):
@@ -87,6 +92,19 @@ def assert_gone(processes, seconds=30):
 
 def run(args, **options):
     return finish(start(args, **options))
+
+
+def run_here(capsys, args, program=main):
+    """The same in this process, for what ends before a model is loaded: in another one only the imports take long."""
+    handlers, before = {number: signal.getsignal(number) for number in SIGNALS}, psutil.Process().children()
+    capsys.readouterr()
+    try:
+        code = program(args)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert_gone(set(psutil.Process().children()) - set(before))
+    return code, *capsys.readouterr()
 
 
 def run_watched(args, environment=None):
@@ -337,7 +355,7 @@ def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it
 
 def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, tmp_path):
     """Killed after step 3, when step 4 has been generated with the weights of step 2 or before."""
-    wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL)
+    wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL, *HF)
     process, latest = start(wanted), tmp_path / "hybrid_gkd" / "gkd" / LATEST
     wait_for(logged_step(tmp_path, 3), "step 3")
     wait_for(latest.exists, "the end of the writing behind step 3")
@@ -352,7 +370,7 @@ def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, t
     assert [rows[s]["training/staleness"] for s in range(1, 5)] == [0, 1, after, min(after + 1, 2)]
 
 
-def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, world):
+def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, world, capsys):
     """Also with another loss, which it refuses."""
     run_dir = finished[0] / "hybrid_gkd" / "gkd"
     assert find_damage(run_dir / "global_step_4") == {}
@@ -362,17 +380,17 @@ def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, worl
     assert seen == set()  # nothing was started
     assert "nothing to do" in text
     assert "has done all 4 steps" in text
-    code, _, errors = run(arguments(world, finished[0], "distillation.loss_mode=reverse_kl"))
+    code, _, errors = run_here(capsys, arguments(world, finished[0], "distillation.loss_mode=reverse_kl"))
     assert code == 1
     assert "trainer.allow_changed_config" in errors
     assert "distillation.loss_mode: forward_kl -> reverse_kl" in errors
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
-def test_resuming_with_other_data_is_refused(finished, world):
+def test_resuming_with_other_data_is_refused(finished, world, capsys):
     written = next(finished[0].glob("*/*/config.yaml"))
     before = written.read_text()
-    code, _, errors = run(arguments(world, finished[0], "data.train_batch_size=4"))
+    code, _, errors = run_here(capsys, arguments(world, finished[0], "data.train_batch_size=4"))
     assert code == 1
     assert "data.train_batch_size" in errors
     assert "with 8, this run has 4" in errors
@@ -463,7 +481,7 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
     assert len(list((tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*"))) == (0 if victim == "Worker" else 1)
 
 
-def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
+def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, capsys):
     """The teacher is the student that another run has exported: the engine loads that folder's own weights."""
     exported = finished[0] / "hybrid_gkd" / "gkd" / "global_step_4" / "huggingface"
     ready = tmp_path / "ready.json"
@@ -479,23 +497,22 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path):
         wait_for(ready.exists, "readiness")
         port = json.loads(ready.read_text())["port"]
         given = ["actor_rollout_ref.teacher.server_ip=127.0.0.1", f"actor_rollout_ref.teacher.server_port={port}"]
-        given.append(f"actor_rollout_ref.teacher.keys={tmp_path}/teacher_keys/client")
+        given += [f"actor_rollout_ref.teacher.keys={tmp_path}/teacher_keys/client", *HF]
         short = ["trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0", "data.val_files=null"]
         code, text, errors = run(arguments(world, tmp_path, *given, *short))
         assert code == 0, errors
         assert f"127.0.0.1:{port}" in errors
         assert "training steps" in text
         assert service.poll() is None
-        command = [sys.executable, "-m", "hybrid_gkd.doctor", *arguments(world, tmp_path, *given)]
-        doctor = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert doctor.returncode == 0, doctor.stdout
-        assert f"ok   teacher: 127.0.0.1:{port} answers, 1 worker(s)" in doctor.stdout
+        code, text, _ = run_here(capsys, arguments(world, tmp_path, *given), doctor.main)
+        assert code == 0, text
+        assert f"ok   teacher: 127.0.0.1:{port} answers, 1 worker(s)" in text
         stranger = [f"actor_rollout_ref.model.path={world}/stranger", "trainer.experiment_name=other"]
-        code, _, errors = run(arguments(world, tmp_path, *given, *stranger))
+        code, _, errors = run_here(capsys, arguments(world, tmp_path, *given, *stranger, *NO_CLUSTER))
         assert code == 1
         assert "260" in errors
         assert "261" in errors
-        long = [*HF, "trainer.experiment_name=lost", "trainer.total_training_steps=1000", *short[1:]]
+        long = ["trainer.experiment_name=lost", "trainer.total_training_steps=1000", *short[1:]]
         process = start(arguments(world, tmp_path, *given, *long, "actor_rollout_ref.teacher.request_timeout=12"))
         rows = tmp_path / "hybrid_gkd" / "lost" / "metrics.jsonl"
         wait_for(lambda: rows.exists() and "actor/kl_loss" in rows.read_text(), "a step")
@@ -558,8 +575,8 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
     assert coef != pytest.approx(0.1 * 0.98**3)  # the KL has grown beyond its target
 
 
-def test_dry_run_prints_the_configuration_and_the_plan(world, tmp_path):
-    code, text, errors = run([*arguments(world, tmp_path / "out"), "--dry-run"])
+def test_dry_run_prints_the_configuration_and_the_plan(world, tmp_path, capsys):
+    code, text, errors = run_here(capsys, [*arguments(world, tmp_path / "out"), "--dry-run"])
     assert code == 0, errors
     assert "train_batch_size: 8" in text
     assert "memory of each worker by phase" in text
@@ -582,7 +599,7 @@ BAD = {
     ),
     "batch larger than data": (["data.train_batch_size=100"], ["data.train_batch_size", "100", "40"]),
     "other vocabulary": (["actor_rollout_ref.teacher.model.path={world}/stranger"], ["stranger", "261", "260"]),
-    "no cuda": (["trainer.device=cuda"], ["trainer.device", "cuda"]),
+    "no cuda": (["trainer.device=cuda", "ray_init.address=null"], ["trainer.device", "cuda"]),
     "nothing to resume": (
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"],
         ["trainer.resume_from_path", "/nowhere"],
@@ -591,26 +608,17 @@ BAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def bad_runs(world, tmp_path_factory):
-    """Case -> its run folder, and the future of how its run ended; two at a time, most of a start is imports."""
-    with ThreadPoolExecutor(2) as executor:
-        runs = {}
-        for case, (overrides, _) in BAD.items():
-            out, keys = tmp_path_factory.mktemp("bad") / "out", {override.partition("=")[0] for override in overrides}
-            base = [argument for argument in arguments(world, out) if argument.partition("=")[0] not in keys]
-            runs[case] = out, executor.submit(run, [*base, *(override.format(world=world) for override in overrides)])
-        yield runs
-
-
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_with_one_message(bad_runs, case):
+def test_bad_input_ends_with_one_message(world, tmp_path, capsys, caplog, case):
     if case == "no cuda" and os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU")
-    parts, (out, future) = BAD[case][1], bad_runs[case]
-    code, text, errors = future.result(600)
+    (overrides, parts), out = BAD[case], tmp_path / "out"
+    keys = {override.partition("=")[0] for override in overrides}
+    base = [each for each in arguments(world, out, *NO_CLUSTER) if each.partition("=")[0] not in keys]
+    code, text, errors = run_here(capsys, [*base, *(override.format(world=world) for override in overrides)])
     assert code == 1
     assert "Traceback" not in errors + text
+    assert not [each for each in caplog.records if each.levelno >= logging.INFO and each.exc_info]  # on the console too
     before, error, message = f"\n{errors}".rpartition("\nerror: ")  # with a line for each file that is wrong
     assert error, before
     for part in parts:
@@ -618,33 +626,18 @@ def test_bad_input_ends_with_one_message(bad_runs, case):
     assert not out.exists() or not list(out.glob("*/*/global_step_*"))
 
 
-def test_a_fresh_start_moves_the_earlier_run_aside_and_long_prompts_can_be_cut(world, tmp_path):
-    (tmp_path / "hybrid_gkd" / "gkd").mkdir(parents=True)
-    (tmp_path / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 7}\n')
-    code, _, errors = run(
-        arguments(
-            world, tmp_path, "data.max_prompt_length=8", "data.truncation=middle", "data.val_files=null",
-            "data.filter_overlong_prompts=false", "trainer.resume_mode=disable",
-            "trainer.total_training_steps=1", "trainer.save_freq=0", *HF,
-        )
-    )
-    assert code == 0, errors
-    assert (tmp_path / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text() == '{"step": 7}\n'
-    assert sorted(rows_of(tmp_path)) == [1]
-    assert rows_of(tmp_path)[1]["prompt_length/max"] == 8
-
-
-def test_an_unreachable_teacher_ends_the_run_within_its_connect_timeout(world, tmp_path):
+def test_an_unreachable_teacher_ends_the_run_within_its_connect_timeout(world, tmp_path, capsys):
     with socket.socket() as listener:  # answers no handshake
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        code, _, errors = run(
-            arguments(
+        code, _, errors = run_here(
+            capsys, arguments(
                 world, tmp_path, "actor_rollout_ref.teacher.server_ip=127.0.0.1",
                 f"actor_rollout_ref.teacher.server_port={port}", "actor_rollout_ref.teacher.connect_timeout=2",
+                *NO_CLUSTER,
             )
-        )
+        )  # fmt: skip
     assert code == 1
     limit = "within 2 s (actor_rollout_ref.teacher.connect_timeout)"
     reason = f"no teacher server answered the status request {limit}: connected, but no answer"
@@ -669,17 +662,24 @@ def test_a_port_in_use_is_named(world, tmp_path):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        code, _, errors = run(arguments(world, tmp_path, f"actor_rollout_ref.teacher.server_port={port}"))
+        code, _, errors = run(arguments(world, tmp_path, f"actor_rollout_ref.teacher.server_port={port}", *HF))
     assert code == 1
     assert str(port) in errors.splitlines()[-1]
     assert "port" in errors.splitlines()[-1]
 
 
-def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tmp_path):
-    first = start(arguments(world, tmp_path, "trainer.total_training_steps=500", *HF), start_new_session=True)
+def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tmp_path, capsys):
+    """The first begins anew beside a run of before, and long prompts are cut."""
+    (tmp_path / "hybrid_gkd" / "gkd").mkdir(parents=True)
+    (tmp_path / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 700}\n')
+    wanted = arguments(
+        world, tmp_path, "trainer.total_training_steps=500", "trainer.resume_mode=disable", "data.max_prompt_length=8",
+        "data.truncation=middle", "data.filter_overlong_prompts=false", "data.val_files=null", *HF,
+    )
+    first = start(wanted, start_new_session=True)
     try:
         wait_for((tmp_path / "hybrid_gkd" / "gkd" / "config.yaml").exists, "the run folder")
-        code, _, errors = run(arguments(world, tmp_path, *HF))
+        code, _, errors = run_here(capsys, arguments(world, tmp_path, *HF, *NO_CLUSTER))
         assert code == 1
         assert "trainer.experiment_name" in errors.splitlines()[-1]
         wait_for(logged_step(tmp_path, 1), "step 1")
@@ -692,3 +692,7 @@ def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tm
     steps = [int(folder.name.rpartition("_")[2]) for folder in (tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*")]
     assert f"the run ends after step {max(steps)} of 500, as requested" in errors
     assert_gone(children)
+    assert (tmp_path / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text() == '{"step": 700}\n'
+    rows = rows_of(tmp_path)
+    assert sorted(rows) == list(range(1, len(rows) + 1))
+    assert rows[1]["prompt_length/max"] == 8

@@ -149,11 +149,12 @@ def drop_a_weight(worker, dropped):
     [
         ("hf", 2, 1, True),
         pytest.param("vllm", 1, 1, False, marks=needs_vllm),
-        # One key-value head for two ranks; their shared memory has one name in all processes.
-        pytest.param("vllm", 2, 2, True, marks=[needs_vllm, pytest.mark.alone]),
+        pytest.param("vllm", 2, 2, True, marks=needs_vllm),  # one key-value head for two ranks
     ],
 )
-def test_a_publish_is_verified_and_a_stale_weight_named(tmp_path, engine, workers, tensor_parallel, tied):
+def test_a_publish_is_verified_and_a_stale_weight_named(tmp_path, request, engine, workers, tensor_parallel, tied):
+    if tensor_parallel > 1:
+        request.getfixturevalue("only_tensor_parallel_engine")
     model = make_tiny_model(tmp_path / "model", tied=tied)
     config = make_config(
         model, tmp_path, f"actor_rollout_ref.rollout.name={engine}", f"trainer.n_gpus_per_node={workers}",

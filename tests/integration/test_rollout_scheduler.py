@@ -26,6 +26,7 @@ def test_both_schedulers_give_the_same_tokens(tmp_path):
     in_own_process(check_cases, make_tiny_model(tmp_path / "model", num_words=200), "cpu")
 
 
+@pytest.mark.usefixtures("only_tensor_parallel_engine")
 def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
     check_two_ranks(make_tiny_model(tmp_path / "model", num_words=200), "cpu", TIMEOUT)
 

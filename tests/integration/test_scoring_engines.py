@@ -141,7 +141,7 @@ def test_vllm_that_hands_out_other_rows_is_refused(model_path):
 
 
 @needs_vllm
-@pytest.mark.alone  # its shared memory has the same name in every process
+@pytest.mark.usefixtures("only_tensor_parallel_engine")
 def test_vllm_tensor_parallel(model_path, reference):
     check(in_own_process(score_all, model_path, "vllm", 2), reference)
 

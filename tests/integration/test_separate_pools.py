@@ -52,16 +52,15 @@ def generate(group):
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("actors", "rollouts", "tensor_parallel", "lora_rank"),
-    [
-        (2, 1, 1, 0), (2, 1, 1, 4),
-        pytest.param(1, 2, 2, 0, marks=pytest.mark.alone),  # shared memory of one name in all processes
-    ],
+    [(2, 1, 1, 0), (2, 1, 1, 4), (1, 2, 2, 0)],
 )
 def test_the_engine_generates_with_the_weights_that_were_sent(
-    actors, rollouts, tensor_parallel, lora_rank, model, tmp_path, caplog
+    actors, rollouts, tensor_parallel, lora_rank, model, tmp_path, caplog, request
 ):
     """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree. A reward
     model is with the actor."""
+    if tensor_parallel > 1:
+        request.getfixturevalue("only_tensor_parallel_engine")
     judge = make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
     config = separate(
         model, tmp_path, actors, rollouts, "actor_rollout_ref.rollout.name=vllm",
