@@ -40,7 +40,8 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.testing import MetricRows
 from hybrid_gkd.types import Prompt, Rollout
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 LEFT_OUT = 2
 """Steps at the beginning of a run that do not count."""

@@ -27,7 +27,8 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 WARMUP_STEPS = 2
 REFERENCE_SEQUENCES = 8

@@ -27,7 +27,8 @@ from transformers import Qwen2ForCausalLM
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 ROWS, COLUMNS, HEAD_ROWS = 16, 1024, 4096
 """Texts of a training step, tokens of each, and tokens whose logits are held at a time."""

@@ -51,7 +51,8 @@ from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 SCHEDULES = {
     "serial": ["trainer.scheduler=sync", "actor_rollout_ref.teacher.overlap_rollout=false"],

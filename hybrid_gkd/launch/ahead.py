@@ -18,7 +18,7 @@ from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_presence
 from hybrid_gkd.launch.preflight import device
-from hybrid_gkd.workers.group import place_workers, ray_cluster, stop_workers
+from hybrid_gkd.workers.cluster import place_workers, ray_cluster, stop_workers
 from hybrid_gkd.workers.own_cluster import remove_session, session_folder
 from hybrid_gkd.workers.pool import Pool
 

@@ -26,7 +26,8 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.waiting import Timeout
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 ALL_REDUCE_SECONDS = 60.0
 """For the first collective of a pool; workers import torch and find each other within it."""

@@ -55,7 +55,8 @@ from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import Pool
 

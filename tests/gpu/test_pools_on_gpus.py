@@ -16,7 +16,8 @@ from test_hybrid_engine import MEAN_LOGPROB_DIFFERENCE, config_for, distil, mode
 
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

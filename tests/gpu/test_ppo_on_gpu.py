@@ -16,7 +16,8 @@ from hybrid_gkd.checkpoint import find_damage, write_manifest
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TrainSequence
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

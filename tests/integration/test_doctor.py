@@ -24,7 +24,8 @@ from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.waiting import Timeout
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import gather
 

@@ -16,7 +16,8 @@ from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, RewardText, SamplingParams, TrainSequence
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 REQUESTS = [GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)]
 

@@ -10,7 +10,8 @@ from test_workers import make_config, random_batch, shares
 
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.workers.group import WorkerGroup, ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
+from hybrid_gkd.workers.group import WorkerGroup
 
 
 @pytest.fixture

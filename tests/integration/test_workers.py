@@ -32,7 +32,8 @@ from hybrid_gkd.types import (
     TeacherTopK,
     TrainSequence,
 )
-from hybrid_gkd.workers.group import WorkerGroup, place_workers, ray_cluster, refuse_shared_gpus, stop_workers
+from hybrid_gkd.workers.cluster import place_workers, ray_cluster, stop_workers
+from hybrid_gkd.workers.group import WorkerGroup, refuse_shared_gpus
 from hybrid_gkd.workers.placement import Placement
 
 NUM_STEPS = 4

@@ -37,7 +37,7 @@ from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Prompt
-from hybrid_gkd.workers.group import ray_cluster
+from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
 LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]

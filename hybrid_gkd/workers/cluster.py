@@ -1,0 +1,121 @@
+"""The Ray cluster of a run, one that is given or its own on this machine, and the workers' processes on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.workers.own_cluster import on_loopback, own_group, starting
+from hybrid_gkd.workers.placement import Role
+from hybrid_gkd.workers.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+"""Timeout for a connection to a cluster."""
+CLOSE_SECONDS = 5.0
+"""Grace period for the cluster to stop the workers."""
+
+
+def _reach(address: str) -> None:
+    """Raises WorkerError if `address` has a host and port, and nothing listens there; Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise WorkerError(f"ray_init.address: nothing answers at {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def ray_cluster(config: Config, device: str) -> Iterator[None]:
+    """Connect to the cluster of `ray_init.address`, or start one on this machine and stop it at the end.
+
+    Raises:
+        WorkerError: Ray could not start or be reached.
+        ConfigError: `trainer.device=auto` is the CPU by this machine, and the cluster has GPUs.
+    """
+    init = config.ray_init
+    if init.address is not None:
+        _reach(init.address)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options["address"] = init.address or "local"  # without one Ray joins whatever cluster it finds on this machine
+    if init.address is None:
+        # Worker processes may share a core; Ray would refuse to place more of them than it counts cores.
+        cpus = max(init.num_cpus or os.cpu_count() or 1, config.workers_per_node)
+        # Workers get the first GPUs, so that a local teacher can have the ones after them.
+        gpus = config.workers_per_node if device == "cuda" else 0
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "include_dashboard": False}
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(own_group()) if init.address is None else None
+        stack.callback(ray.shutdown)
+        whom = f"Ray: the cluster at {init.address}" if init.address else "Ray to start on this machine"
+        try:
+            with waiting(whom), starting(group), contextlib.nullcontext() if init.address else on_loopback():
+                ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise WorkerError(f"ray_init.address: Ray could not start or be reached: {error}") from error
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if config.trainer.device == "auto" and device == "cpu" and gpus:
+            raise ConfigError(
+                "trainer.device", f"must be cuda or cpu: this machine has no GPU, the cluster has {gpus:g}", "auto"
+            )
+        yield
+
+
+def place_workers(config: Config, device: str, log_folder: Path | None = None) -> list[Pool]:
+    """Start the processes of all workers, which load nothing yet; the pool that trains comes first.
+
+    Raises WorkerError: the cluster does not have the resources.
+    """
+    roles: list[Role] = ["worker"] if config.actor_rollout_ref.hybrid_engine else ["actor worker", "rollout worker"]
+    pools = [Pool(config, role=role, log_folder=log_folder or config.run_dir / "logs") for role in roles]
+    needed = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+    try:
+        _check_resources(pools, needed)
+        for pool in pools:
+            pool.place(device, needed)
+    except BaseException:
+        stop_workers(pools)
+        raise
+    return pools
+
+
+def _check_resources(pools: list[Pool], needed: dict[str, float]) -> None:
+    number, there = sum(pool.size for pool in pools), ray.cluster_resources()
+    lacking = [name for name, amount in needed.items() if there.get(name, 0.0) < amount * number]
+    if lacking:
+        keys = ", ".join(f"{name}.n_gpus_per_node, {name}.nnodes" for name in ["trainer", "rollout"][: len(pools)])
+        raise WorkerError(
+            f"{keys}: {number} workers need {needed} each; "
+            f"the Ray cluster has {', '.join(f'{name} {there.get(name, 0.0):g}' for name in lacking)}"
+        )
+
+
+def stop_workers(pools: list[Pool]) -> None:
+    """Harmless when repeated. Returns within seconds also when Ray itself has been killed before."""
+    # Ray's calls wait a minute for a dead cluster and then abort the process; ours have a deadline.
+    def stop() -> None:
+        try:
+            for pool in pools:
+                pool.close()
+        except Exception as error:  # Ray may have ended before: then the workers end with it
+            logger.debug("the workers were not stopped one by one: %s", error)
+
+    closing = threading.Thread(target=stop, name="close workers", daemon=True)
+    closing.start()
+    closing.join(CLOSE_SECONDS)
+    if closing.is_alive():
+        logger.warning("Ray did not answer within %s while the workers were stopped", Timeout(CLOSE_SECONDS))
