@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # while torch and transformers are imported: a third of what that takes is collections that find nothing
 
+LOCK_SECONDS = 600.0
+"""Longer than any test that holds it."""
+
 
 def pytest_collection_finish():
     gc.enable()
@@ -29,6 +33,13 @@ def pytest_collection_finish():
 @pytest.fixture
 def only_tensor_parallel_engine():
     """No test beside has another one: the shared memory of vLLM's ranks on CPUs has one name in all processes."""
+    deadline = time.monotonic() + LOCK_SECONDS
     with open(Path(tempfile.gettempdir()) / f"hybrid_gkd_tests_{os.getuid()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < deadline, f"{lock.name} was held for {LOCK_SECONDS:.0f} s"
+                time.sleep(0.2)
         yield

@@ -58,14 +58,14 @@ def test_the_embedded_default_brings_the_student_close_to_its_teacher(environmen
 
 def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_path):
     """Everything a loss can need at once, from the weak teacher's recipe: rewards, a coefficient that falls, old
-    log-probabilities, several steps per rollout."""
+    log-probabilities, several steps per rollout; and a teacher with two copies of its model."""
     run(
         environment, tmp_path, "--config-name", "weak_teacher", "trainer.total_training_steps=2",
         "trainer.test_freq=0", "trainer.save_freq=0", "trainer.val_before_train=false", "trainer.logger=[jsonl]",
         "trainer.n_gpus_per_node=2", "distillation.loss_mode=k1", "distillation.use_policy_gradient=true",
         "distillation.loss_max_clamp=5", "data.train_batch_size=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
-        HF,
+        "actor_rollout_ref.teacher.num_replicas=2", HF,
     )
     folder = tmp_path / "hybrid_gkd" / "weak_teacher"
     rows = metrics(folder)
@@ -80,6 +80,8 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
     assert coefficients == pytest.approx([0.3, 0.15])
     start = json.loads((folder / "starts.jsonl").read_text().splitlines()[0])
     assert 0.7 <= start["teacher_accuracy"] <= 0.9
+    teacher = (folder / "logs" / "teacher.log").read_text()
+    assert teacher.index("2 alive") < teacher.index("teacher ready on")
 
 
 def test_ppo_raises_the_accuracy(environment, tmp_path):
