@@ -324,8 +324,8 @@ class TeacherConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where a local service runs; auto = where the workers run: on GPUs that no worker needs, else sharing theirs."""
     tensor_model_parallel_size: int = field(default=1, metadata=rules.POSITIVE)
-    """GPUs of each copy of a local service's model. On GPUs that it shares with the workers 1 is fastest: a copy on
-    several of them has to wait until all are free at once."""
+    """GPUs of each copy of a local service's model. On GPUs that it shares with the workers 1 is fastest: each has
+    a copy then, and none waits for its turn on another GPU."""
     num_replicas: int | None = field(default=None, metadata=rules.POSITIVE)
     """Copies of a local service's model, which share the work; null takes one on GPUs of its own, and as many as there
     are GPUs for where it shares those of the workers, so that no worker waits for another that has the teacher."""
