@@ -146,14 +146,19 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
 
 
 def unlink_shared_memory() -> None:
-    """On the CPU, take away the name of the memory that this process shares with its tensor-parallel peers.
+    """Take away the names of the memory that this process shares with its tensor-parallel peers.
 
-    All of them have opened it by now. Left behind by a killed process, the name, which is the same for every engine in
-    a process group of its own, would keep the next engine from starting.
+    All of them have opened it by now. Named, it would outlive a process that is killed, as workers are at the end of a
+    run: 24 MiB of /dev/shm for messages, and on the CPU a name that is the same for every engine in a process group of
+    its own, so that the next one could not start.
     """
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
+    messages: Any = getattr(getattr(group, "mq_broadcaster", None), "buffer", None)
+    if getattr(messages, "is_creator", False):
+        messages.shared_memory.unlink()
+        messages.is_creator = False  # or it would do so again when it ends
     shared = getattr(getattr(group, "device_communicator", None), "dist_module", None)
     name = getattr(shared, "group_name", None)
     if isinstance(name, str):

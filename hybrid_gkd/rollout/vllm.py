@@ -69,8 +69,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments["gpu_memory_utilization"] = _measured_share(config)
             vllm_runner.attend_in_one_piece()
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
-        if device.type == "cpu":
-            vllm_compat.unlink_shared_memory()
+        vllm_compat.unlink_shared_memory()
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
