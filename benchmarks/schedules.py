@@ -8,7 +8,7 @@
 Random weights in the shapes of Qwen2.5. So many random tokens end a response that its length is geometric with the
 given mean, up to --response-length: most are short, few are long. The learning rate is too small to change a weight,
 so all schedules write and score the same answers. `--gpus` are the student's; the teacher takes the one after them,
-or shares the first. Separate pools split the student's in halves, or on the CPU take two processes instead of one.
+or shares theirs. Separate pools split the student's in halves, or on the CPU take two processes instead of one.
 
 Step: time from one publish to the next, from trace.json; median of the steps after the warm-up, as the other columns,
 which are the metrics of the same name. The ideal is what the schedule could reach with the same parts:
