@@ -349,6 +349,8 @@ def _teacher(config: Config) -> Rules:
         f"must be above {LENGTHS} ({longest}): vLLM scores a sequence by generating one token more",
     )
     yield f"{key}.keys", given or section.keys is None, "is for a running service (server_ip)"
+    replicas = f"{key}.num_replicas"
+    yield replicas, not given or section.num_replicas is None, "is for a service that the run starts, without server_ip"
     yield (
         f"{key}.overlap_rollout", config.trainer.scheduler == "sync" or section.overlap_rollout,
         f"must be true with trainer.scheduler={config.trainer.scheduler}, which is for a teacher that scores while "

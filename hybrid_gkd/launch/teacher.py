@@ -74,14 +74,15 @@ def make_teacher_process(config: Config, device: str) -> TeacherProcess:
 
 def teacher_environment(config: Config, device: str) -> dict[str, str]:
     """Its GPUs, or its share of the cores. Raises ConfigError if a local teacher needs more GPUs than there are."""
-    own = config.actor_rollout_ref.teacher.device
-    if (device if own == "auto" else own) == "cuda":
+    section = config.actor_rollout_ref.teacher
+    if (device if section.device == "auto" else section.device) == "cuda":
         gpus, wanted = visible_gpus(), teacher_gpus(config)
         if not gpus:
-            raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", own)
+            raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", section.device)
         if len(gpus) < len(wanted):
+            rule = f"all copies (num_replicas) together need {len(wanted)} GPUs, this machine shows {len(gpus)} GPUs"
             key = "actor_rollout_ref.teacher.tensor_model_parallel_size"
-            raise ConfigError(key, f"times teacher.num_replicas: this machine shows {len(gpus)} GPUs", len(wanted))
+            raise ConfigError(key, rule, section.tensor_model_parallel_size)
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in wanted)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 

@@ -21,7 +21,6 @@ import pytest
 
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.checkpoint import LATEST, find_damage
-from hybrid_gkd.launch import doctor
 from hybrid_gkd.launch.stopping import SIGNALS
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.reporting.trace import write_trace
@@ -94,12 +93,12 @@ def run(args, **options):
     return finish(start(args, **options))
 
 
-def run_here(capsys, args, program=main):
+def run_here(capsys, args):
     """The same in this process, for what ends before a model is loaded: in another one only the imports take long."""
     handlers, before = {number: signal.getsignal(number) for number in SIGNALS}, psutil.Process().children()
     capsys.readouterr()
     try:
-        code = program(args)
+        code = main(args)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -355,7 +354,7 @@ def test_generation_ahead_of_the_update_trains_every_batch_and_says_how_stale_it
 
 def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, tmp_path):
     """Killed after step 3, when step 4 has been generated with the weights of step 2 or before."""
-    wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL, *HF)
+    wanted = arguments(world, tmp_path, "trainer.scheduler=two_step_off", *OWN_POOL)
     process, latest = start(wanted), tmp_path / "hybrid_gkd" / "gkd" / LATEST
     wait_for(logged_step(tmp_path, 3), "step 3")
     wait_for(latest.exists, "the end of the writing behind step 3")
@@ -497,22 +496,23 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, cap
         wait_for(ready.exists, "readiness")
         port = json.loads(ready.read_text())["port"]
         given = ["actor_rollout_ref.teacher.server_ip=127.0.0.1", f"actor_rollout_ref.teacher.server_port={port}"]
-        given += [f"actor_rollout_ref.teacher.keys={tmp_path}/teacher_keys/client", *HF]
+        given.append(f"actor_rollout_ref.teacher.keys={tmp_path}/teacher_keys/client")
         short = ["trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0", "data.val_files=null"]
         code, text, errors = run(arguments(world, tmp_path, *given, *short))
         assert code == 0, errors
         assert f"127.0.0.1:{port}" in errors
         assert "training steps" in text
         assert service.poll() is None
-        code, text, _ = run_here(capsys, arguments(world, tmp_path, *given), doctor.main)
-        assert code == 0, text
-        assert f"ok   teacher: 127.0.0.1:{port} answers, 1 worker(s)" in text
+        command = [sys.executable, "-m", "hybrid_gkd.doctor", *arguments(world, tmp_path, *given)]
+        doctor = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert doctor.returncode == 0, doctor.stdout
+        assert f"ok   teacher: 127.0.0.1:{port} answers, 1 worker(s)" in doctor.stdout
         stranger = [f"actor_rollout_ref.model.path={world}/stranger", "trainer.experiment_name=other"]
         code, _, errors = run_here(capsys, arguments(world, tmp_path, *given, *stranger, *NO_CLUSTER))
         assert code == 1
         assert "260" in errors
         assert "261" in errors
-        long = ["trainer.experiment_name=lost", "trainer.total_training_steps=1000", *short[1:]]
+        long = [*HF, "trainer.experiment_name=lost", "trainer.total_training_steps=1000", *short[1:]]
         process = start(arguments(world, tmp_path, *given, *long, "actor_rollout_ref.teacher.request_timeout=12"))
         rows = tmp_path / "hybrid_gkd" / "lost" / "metrics.jsonl"
         wait_for(lambda: rows.exists() and "actor/kl_loss" in rows.read_text(), "a step")

@@ -331,6 +331,8 @@ def test_teacher_endpoints():
     for wrong in ("a,,b", "a,a", "a:15555,a"):
         with pytest.raises(ConfigError, match=r"teacher\.server_ip: must be host, host:port, or several of them"):
             load_config([*OWN, f"{given}{wrong}"])
+    with pytest.raises(ConfigError, match=r"teacher\.num_replicas: is for a service that the run starts.*got 2"):
+        load_config([*OWN, f"{given}a", "actor_rollout_ref.teacher.num_replicas=2"])
     with pytest.raises(ConfigError, match=r"teacher\.keys: is for a running service"):
         load_config([*OWN, "actor_rollout_ref.teacher.keys=folder"])
 

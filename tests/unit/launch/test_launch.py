@@ -72,7 +72,7 @@ def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
     with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
         teacher_environment(config, "cuda")
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.num_replicas=3"])
-    with pytest.raises(ConfigError, match=r"times teacher.num_replicas: this machine shows 1 GPUs; got 3"):
+    with pytest.raises(ConfigError, match=r"num_replicas.* need 3 GPUs, this machine shows 1 GPUs; got 1"):
         teacher_environment(config, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
