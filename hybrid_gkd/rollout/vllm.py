@@ -17,7 +17,7 @@ from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.vllm_loading import load_llm
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
-from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
+from hybrid_gkd.rollout import vllm_attention, vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
 from hybrid_gkd.rollout.weights import num_bytes
@@ -67,7 +67,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
-            vllm_runner.attend_in_one_piece()
+            _install_attention(config)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
         vllm_compat.unlink_shared_memory()
         if self.can_sleep:
@@ -204,3 +204,10 @@ def _measured_share(config: Config) -> float:
     return share
 
 
+def _install_attention(config: Config) -> None:
+    """Decode attention of our own where nobody has chosen a backend; not without graphs: its launches cost time."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.enforce_eager or vllm_attention.ARGUMENTS & rollout.engine_kwargs.vllm.keys():
+        return
+    if reason := vllm_attention.install():
+        logger.info("rollout engine: decode attention is vLLM's: %s", reason)

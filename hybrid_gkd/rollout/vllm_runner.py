@@ -31,36 +31,6 @@ NEWER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 """By name, because an engine with the older runner need not import this one's kernels."""
 
 
-def attend_in_one_piece() -> None:
-    """Let the decode graphs of engines that are built from now on attend to each of many sequences in one piece.
-
-    FlashAttention 3 divides the sequences of a small batch among the programs that the GPU has room for, and joins the
-    parts with one more kernel in every layer. vLLM captures that kernel for batches of any size; where each
-    multiprocessor has sequences enough (one for each head of keys) it has nothing to join. For a version in which
-    nobody has tried it, nothing changes.
-    """
-    if vllm_compat.untried(TRIED):
-        return
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder as Builder
-
-    own = Builder.build
-    if getattr(own, "in_one_piece", False):
-        return
-    enough = 2 * torch.cuda.get_device_properties(0).multi_processor_count
-
-    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        most = self.max_num_splits
-        if most > 1 and common_attn_metadata.num_reqs * self.num_heads_kv >= enough:
-            self.max_num_splits = 1
-        try:
-            return own(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        finally:
-            self.max_num_splits = most
-
-    build.in_one_piece = True  # type: ignore[attr-defined]
-    Builder.build = build
-
-
 def install(engine: Any) -> str | None:
     """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
     if reason := vllm_compat.untried(TRIED):
