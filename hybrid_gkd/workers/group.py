@@ -5,6 +5,7 @@ Each method calls the method of the same name on every worker that it concerns; 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -187,9 +188,16 @@ class WorkerGroup:
     def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch, of which each worker has its share; the metrics of each.
 
-        Of the first mini-batch, parts may have been accumulated.
+        Of the first mini-batch, parts may have been accumulated. A micro-batch of it travels ahead of the others, so
+        that the workers compute while the rest is on its way.
         """
-        metrics: list[dict[str, float]] = self.actors.call("update", shares=batches)[0]
+        calls: Calls = {}
+        if all(len(share[0].micro_batches) > 1 for share in batches):
+            ahead, rest = zip(*(_divided(share[0]) for share in batches), strict=True)
+            calls = self.actors.start("accumulate", shares=ahead)
+            batches = [[first, *share[1:]] for first, share in zip(rest, batches, strict=True)]
+        calls |= self.actors.start("update", shares=batches)
+        metrics: list[dict[str, float]] = gather("update", calls)[-1]
         return metrics
 
     def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
@@ -329,6 +337,12 @@ class WorkerGroup:
     def close(self) -> None:
         """Stop the workers, as `stop_workers`."""
         stop_workers(self.pools)
+
+
+def _divided(batch: MiniBatch) -> tuple[MiniBatch, MiniBatch]:
+    """Its first micro-batch, and the others."""
+    first, *others = batch.micro_batches
+    return dataclasses.replace(batch, micro_batches=(first,)), dataclasses.replace(batch, micro_batches=tuple(others))
 
 
 def refuse_shared_gpus(placements: list[Placement]) -> None:

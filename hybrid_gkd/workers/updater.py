@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from hybrid_gkd.errors import DeviceMemoryError
+from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.offload.device import MemoryMeter
 from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.types import MiniBatch, TrainSequence
@@ -58,11 +59,14 @@ class Updater:
         """Tokens of the largest micro-batch behind that peak."""
         self._accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
         """Micro-batches behind the present gradients, kept until the optimizer step."""
+        self._failed = False
+        """Whether a part has: the next ones, which may have been on their way, must not become a step without it."""
         self._copy_seconds = 0.0
 
     def accumulate(self, part: MiniBatch) -> None:
         """Forward and backward of a part of a mini-batch, whose last part goes to `update`. Raises as `update`."""
-        self._attempt(self.model.accumulate, part, again=self.alone)
+        with self._next_part():
+            self._attempt(self.model.accumulate, part, again=self.alone)
 
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
@@ -74,15 +78,25 @@ class Updater:
         Raises:
             DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not,
                 and some may have.
+            WorkerError: an accumulated part has failed.
         """
         metrics = []
         for batch in batches:
-            metrics.append(self._attempt(self._update, batch, again=self.alone))
+            with self._next_part():
+                metrics.append(self._attempt(self._update, batch, again=self.alone))
             self._accumulated = ()
         if self.residency.takes_turns:
             self.meter.trim()  # now, while no copy is in flight that it would wait for
         self.residency.prepare(self.phases.afterwards)
         return metrics
+
+    @contextlib.contextmanager
+    def _next_part(self) -> Iterator[None]:
+        if self._failed:
+            raise WorkerError(f"{self.worker}: a part of the update before this one has failed")
+        self._failed = True
+        yield
+        self._failed = False
 
     def forward(self, compute: Callable[[], T]) -> T:
         """`compute` something with forward passes alone. Raises DeviceMemoryError if a micro-batch does not fit."""

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.types import MiniBatch
 from hybrid_gkd.workers.updater import Updater
@@ -102,3 +104,21 @@ def test_the_optimizer_state_comes_early_only_where_the_micro_batch_leaves_room_
         train(updater, tokens)
         assert state.came_early == early, tokens
     train(updater, 2000, 6000)
+
+
+def test_what_follows_a_part_that_has_failed_is_no_step():
+    """It was on its way when the part failed."""
+    updater, _ = make_updater(80 * GIB)
+    sizes = {"section": "actor_rollout_ref.actor", "token_limit": "ppo_max_token_len_per_gpu"}
+    steps = []
+
+    def fail(batch):
+        raise torch.OutOfMemoryError("CUDA out of memory, stand-in")
+
+    updater.model = SimpleNamespace(accumulate=fail, update=lambda *args, **kwargs: steps.append(args), **sizes)
+    part = MiniBatch(micro_batches=(), num_tokens=1)
+    with pytest.raises(DeviceMemoryError, match="ppo_max_token_len_per_gpu"):
+        updater.accumulate(part)
+    with pytest.raises(WorkerError, match="worker 0: a part of the update before this one has failed"):
+        updater.update([part])
+    assert not steps
