@@ -65,6 +65,7 @@ class GKDTrainer(PPOTrainer):
         """By the step of the rollout: several may be under way at a time."""
         self._kept: list[tuple[int, list[Sequence]]] = []
         """Steps and finished sequences that are sent when the next generation begins."""
+        self._updates_beside_teacher = self.group.size == 1 or not shares_gpu
         self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
@@ -103,9 +104,10 @@ class GKDTrainer(PPOTrainer):
 
         The loss is a sum over tokens, so its gradient is the same in parts. Each part but the last fills a micro-batch
         on every worker: smaller ones would cost more time than they overlap. With several optimizer steps per rollout,
-        which are cut by prompts, the whole rollout is waited for.
+        which are cut by prompts, the whole rollout is waited for. So it is where an update crosses GPUs on which the
+        teacher computes: each of them takes turns by itself, and all wait in every collective for the last one's.
         """
-        in_parts = num_updates(self.config, 1) == 1
+        in_parts = num_updates(self.config, 1) == 1 and self._updates_beside_teacher
         if in_parts:
             sequences = with_loss_weights(self.config, sequences)
         left = {item.sequence.index: item for item in sequences}

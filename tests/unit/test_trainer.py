@@ -131,14 +131,17 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
             assert set(item.teacher.ids.ravel()) == {item.sequence.index}
 
 
-@pytest.mark.parametrize(("max_tokens", "num_parts"), [(16, 1), (4, 2)])
-def test_parts_are_not_smaller_than_a_micro_batch_on_each_worker(max_tokens, num_parts):
-    """Six sequences of 2 to 4 tokens; the last is scored when the trainer has begun to wait for it."""
+@pytest.mark.parametrize(("max_tokens", "shares_gpu", "num_parts"), [(16, False, 1), (4, False, 2), (4, True, 1)])
+def test_parts_are_not_smaller_than_a_micro_batch_on_each_worker(max_tokens, shares_gpu, num_parts):
+    """Six sequences of 2 to 4 tokens; the last is scored when the trainer has begun to wait for it.
+
+    Two workers that share their GPUs with the teacher train all at once.
+    """
     lengths = ["data.max_prompt_length=2", "data.max_response_length=2"]
     teacher = LocalTeacher(scores, delay=None)
     trainer, group, rollout = make(
         GKDTrainer, *lengths, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens}", teacher=teacher,
-        check_teacher=lambda: teacher.answer(5),
+        check_teacher=lambda: teacher.answer(5), shares_gpu=shares_gpu,
     )
     rollout = dataclasses.replace(
         rollout, sequences=tuple(dataclasses.replace(s, prompt_ids=s.prompt_ids[:2]) for s in rollout.sequences)
