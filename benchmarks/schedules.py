@@ -42,6 +42,7 @@ from models import SHAPES, full_tokenizer, make_model
 from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.imports import keep_loaded
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.run import locked_run_folder, sizes_while_loading, start_tracking
@@ -129,6 +130,7 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
             WorkerGroup(loading or first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids)
         ))  # fmt: skip
         teacher.wait_ready()
+        keep_loaded()  # as a run does
         for schedule, config in configs.items():
             train(args, dataclasses.replace(facts, config=config), group, teacher)
             found[schedule] = figures(config.run_dir, *steps_left_out(args, schedule))

@@ -72,7 +72,17 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         if was_enabled:  # else this is a block within another one
+            gc.freeze()  # as `keep_loaded`, at once
             gc.enable()
+
+
+def keep_loaded() -> None:
+    """Leave what is in memory now to the end of the process: full passes of the collector look at all the rest alone.
+
+    Each such pass holds up all threads of a process, for tenths of a second where a model has been loaded.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def how_to_install(*packages: str) -> str:

@@ -22,6 +22,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config_loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.files import free_path
+from hybrid_gkd.imports import keep_loaded
 from hybrid_gkd.launch.ahead import Ahead, started_ahead
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.fit import check_own_answers
@@ -139,6 +140,7 @@ def execute(
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping, ahead)
+            keep_loaded()
             is_ready()
             # Where nothing may be saved there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only

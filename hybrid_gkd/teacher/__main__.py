@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
-from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.imports import keep_loaded, quick_imports
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
@@ -153,6 +153,7 @@ def join(arguments: argparse.Namespace) -> int:
 
     try:
         engine = load_engine(EngineOptions.parsed(arguments))
+        keep_loaded()
         log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
         ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:

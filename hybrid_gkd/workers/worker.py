@@ -24,7 +24,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.files import FileSum
-from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.imports import keep_loaded, quick_imports
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.types import (
@@ -179,6 +179,7 @@ class Worker(GroupMember):
         self.residency = self.shared.manage(engine, self._sleep)
         if self.role != "rollout worker":
             self._build_updaters(saves_behind)
+        keep_loaded()
         return description
 
     def _build_models(self, num_updates: Mapping[str, int]) -> None:
