@@ -121,6 +121,12 @@ NOT_RUN = {
     "separate_one_step_off actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8": _GPU,
     f"{SCHEDULES} --student-shape 0.5b --teacher-shape 1.5b --prompts 256 "
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768": _GPU,
+    f"{SCHEDULES.replace('--steps 3', '--steps 4')} --student-shape 0.5b --teacher-shape 1.5b --prompts 256 "
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 "
+    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
+    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false "
+    "actor_rollout_ref.rollout.free_cache_engine=false": _GPU,
     "python benchmarks/weight_sync.py --shape 1.5b": _GPU,
     "python benchmarks/weight_sync.py --shape 7b": _GPU,
     "python benchmarks/training.py --shape 1.5b": _GPU,
