@@ -6,6 +6,7 @@ A module must be importable from where the program was started. And `quick_impor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -72,7 +73,6 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         if was_enabled:  # else this is a block within another one
-            gc.freeze()  # as `keep_loaded`, at once
             gc.enable()
 
 
@@ -83,6 +83,7 @@ def keep_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries report what is never freed as leaks
 
 
 def how_to_install(*packages: str) -> str:

@@ -6,6 +6,7 @@ This module does not import vLLM by itself: `prepare_environment` has to run bef
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -98,6 +99,7 @@ def import_llm(device: str) -> Any:
     prepare_environment(device)
     with quick_imports():
         from vllm import LLM
+    gc.freeze()  # vLLM collects garbage five times while it loads, 0.2 s each for what has been imported
     return LLM
 
 
