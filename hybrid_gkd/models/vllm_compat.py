@@ -170,6 +170,12 @@ def full_sequences(engine: Any) -> float:
     return float(getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None) or "nan")
 
 
+def computed_tokens(engine: Any) -> int:
+    """Tokens, of prompts too, that the unfinished sequences of an LLMEngine in this process have computed."""
+    requests = engine.engine_core.engine_core.scheduler.requests.values()
+    return sum(request.num_computed_tokens for request in requests)
+
+
 def let_neighbours_grow(worker: Any) -> None:
     """Let a worker of vLLM fall asleep while another process takes memory of the same GPU: a teacher, another run.
 

@@ -26,7 +26,7 @@ from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
-"""How often a generation in which no sequence finishes reports progress."""
+"""How often a generation in which no sequence finishes reports progress, if it has computed tokens since."""
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -120,13 +120,17 @@ class VLLMRolloutEngine(RolloutEngine):
 
         prompts = {str(request.index): request for request in requests}
         asked = ((str(each.index), each.prompt_ids.tolist(), parameters(each)) for each in requests)
-        last_progress = time.monotonic()
+        last_progress, computed = time.monotonic(), 0
         for outputs in self.steps(asked):
             finished = [
                 self._to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
                 for output in outputs if output.finished
             ]
-            if finished or time.monotonic() > last_progress + PROGRESS_SECONDS:
+            advances = False
+            if not finished and time.monotonic() > last_progress + PROGRESS_SECONDS:
+                before, computed = computed, vllm_compat.computed_tokens(self.engine)
+                advances = computed != before
+            if finished or advances:
                 yield finished
                 last_progress = time.monotonic()
         if prompts:

@@ -1,20 +1,26 @@
 """The short path of the rollout scheduler on the CPU: vLLM's synchronous scheduler and its older model runner."""
 
+import contextlib
 import multiprocessing
 import random
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from same_tokens import MANY, check_cases, check_two_ranks, make_llm
 
 from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.rollout import vllm as rollout_vllm
 from hybrid_gkd.rollout import vllm_scheduler
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
+STEPS_THAT_COMPUTE = 5
 
 
 def in_own_process(function, *args, **kwargs):
@@ -76,6 +82,36 @@ def test_a_step_computes_the_same_whether_it_has_all_requests_or_as_many_as_it_c
     assert {step for _, step in all_at_once} == {0}
     assert [name for name, _ in as_needed] == list(range(40))
     assert len({step for _, step in as_needed}) >= 4
+
+
+def stand_still(folder):
+    """What `generate` yields from an engine whose steps compute nothing any more after the first ones."""
+    vllm_compat.prepare_environment("cpu")
+    llm = make_llm(folder, "cpu", caching=False, blocks=MANY, more={})
+    rollout_vllm.PROGRESS_SECONDS = 0.0
+    engine, step, steps, found = llm.llm_engine, llm.llm_engine.step, iter(range(100)), []
+
+    def stopping():
+        number = next(steps)
+        if number == 50:
+            raise InterruptedError
+        return step() if number < STEPS_THAT_COMPUTE else []
+
+    engine.step = stopping
+    rollout = SimpleNamespace(engine=engine, stop_token_ids=[])
+    rollout.steps = partial(VLLMRolloutEngine.steps, rollout)
+    requests = [GenerationRequest(index=0, prompt_ids=np.arange(3, 9, dtype=np.int32), seed=0)]
+    with contextlib.suppress(InterruptedError):
+        found.extend(VLLMRolloutEngine.generate(rollout, requests, SamplingParams(max_tokens=100), 0))
+    return found
+
+
+def test_an_engine_that_computes_nothing_shows_no_progress(tmp_path):
+    """So that the timeout of the trainer ends it."""
+    found = in_own_process(stand_still, make_tiny_model(tmp_path / "model", num_words=200))
+    assert found
+    assert found == [[]] * len(found)
+    assert len(found) <= STEPS_THAT_COMPUTE
 
 
 def leave_unknown_ones_alone():
