@@ -77,9 +77,10 @@ def quick_imports() -> Iterator[None]:
 
 
 def keep_loaded() -> None:
-    """Leave what is in memory now to the end of the process: full passes of the collector look at all the rest alone.
+    """Exempt what is in memory now from garbage collection until the process ends.
 
-    Each such pass holds up all threads of a process, for tenths of a second where a model has been loaded.
+    A full pass of the collector looks at every object there is and holds up all threads meanwhile, for tenths of a
+    second where torch and a model are loaded.
     """
     gc.collect()
     gc.freeze()

@@ -51,7 +51,8 @@ class GKDTrainer(PPOTrainer):
         teacher: a client that has shaken hands; the caller closes it.
         check_teacher: raises if the teacher is known to have ended; called while waiting for it.
         shares_gpu: the teacher computes on a GPU of the student's. Batches ahead of their update are then sent when the
-            next generation begins: generation leaves part of the GPU idle, an update does not.
+            next generation begins: generation leaves part of the GPU idle, an update does not. With several workers an
+            update waits for all scores.
         others: see `PPOTrainer`.
     """
 
@@ -66,6 +67,7 @@ class GKDTrainer(PPOTrainer):
         self._kept: list[tuple[int, list[Sequence]]] = []
         """Steps and finished sequences that are sent when the next generation begins."""
         self._updates_beside_teacher = self.group.size == 1 or not shares_gpu
+        """Whether an update may begin while the teacher still scores, see `_train_as_scored`."""
         self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:

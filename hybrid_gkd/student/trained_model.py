@@ -100,7 +100,7 @@ class TrainedModel(ShardedModel):
             torch.OutOfMemoryError: the device memory did not suffice; no weight has changed.
             DeviceMemoryError: see `step`.
         """
-        self._accumulate(batch, before_last, is_last=True)
+        self.accumulate(batch, before_last=before_last)
         sums, self._sums = self._sums, {}  # now: a new attempt after a failure must begin anew
         with self.timer.measure("optimizer_step"):
             grad_norm = self.clip_grad_norm(self.grad_clip)
@@ -114,14 +114,13 @@ class TrainedModel(ShardedModel):
             rate = self.step()
         return metrics | {f"{self.prefix}/grad_norm": norm, f"{self.prefix}/lr": rate}
 
-    def accumulate(self, batch: MiniBatch) -> None:
+    def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] | None = None) -> None:
         """Add the gradients of a part of a mini-batch; its last part goes to `update`.
+
+        `before_last` is the last part's: called before its last micro-batch, after which nothing follows.
 
         Raises torch.OutOfMemoryError; the gradients of earlier parts are gone too.
         """
-        self._accumulate(batch, lambda: None, is_last=False)
-
-    def _accumulate(self, batch: MiniBatch, before_last: Callable[[], None], *, is_last: bool) -> None:
         sums = self._sums
         if not sums:
             assert self.optimizer is not None
@@ -129,18 +128,17 @@ class TrainedModel(ShardedModel):
             self._seed()
         try:
             with self.timer.measure("compute"):
-                self._add_gradients(batch, sums, before_last, is_last)
+                self._add_gradients(batch, sums, before_last)
         except torch.OutOfMemoryError:
             self._sums = {}
             self.abandon_backward()
             raise
 
-    def _add_gradients(
-        self, batch: MiniBatch, sums: dict[str, Tensor], before_last: Callable[[], None], is_last: bool
-    ) -> None:
+    def _add_gradients(self, batch: MiniBatch, sums: dict[str, Tensor], before_last: Callable[[], None] | None) -> None:
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            last = is_last and number == len(batch.micro_batches)
-            if last:
+            last = False
+            if before_last is not None and number == len(batch.micro_batches):
+                last = True
                 before_last()
             if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
                 self.model.set_reshard_after_backward(last)
