@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
 """How often a generation in which no sequence finishes reports progress, if it has computed tokens since."""
+TOGETHER_SECONDS = 0.01
+"""Sequences that end within it are handed on together: each time costs the host a part of a decode step."""
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -120,19 +122,19 @@ class VLLMRolloutEngine(RolloutEngine):
 
         prompts = {str(request.index): request for request in requests}
         asked = ((str(each.index), each.prompt_ids.tolist(), parameters(each)) for each in requests)
-        last_progress, computed = time.monotonic(), 0
+        last_progress, computed, finished = time.monotonic(), 0, list[Sequence]()
         for outputs in self.steps(asked):
-            finished = [
+            finished += [
                 self._to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
                 for output in outputs if output.finished
             ]
-            advances = False
-            if not finished and time.monotonic() > last_progress + PROGRESS_SECONDS:
+            waited, advances = time.monotonic() - last_progress, False
+            if not finished and waited > PROGRESS_SECONDS:
                 before, computed = computed, vllm_compat.computed_tokens(self.engine)
                 advances = computed != before
-            if finished or advances:
+            if advances or (finished and (waited > TOGETHER_SECONDS or not prompts)):
                 yield finished
-                last_progress = time.monotonic()
+                last_progress, finished = time.monotonic(), []
         if prompts:
             raise WorkerError(f"the rollout engine lost {len(prompts)} of {len(requests)} sequences")
 

@@ -71,7 +71,7 @@ def sample_decodes(
     parts, tokens = triton.cdiv(vocabulary, PART), states.all_token_ids.gpu
     _draw[(rows, parts)](
         logits, logits.stride(0), batch, seeds, positions, temperatures, *scratch, vocabulary,
-        SCALES=scales, LOGPROBS=logprobs, PART=PART, HEADER=HEADER,
+        SCALES=scales, LOGPROBS=logprobs, PART=PART, HEADER=HEADER, num_warps=2,
     )  # fmt: skip
     _append[(rows,)](
         logits, logits.stride(0), batch, temperatures, *scratch, out, states.num_computed_tokens.gpu,

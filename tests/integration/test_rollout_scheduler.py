@@ -20,6 +20,7 @@ from hybrid_gkd.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
+ENDS = [[], [0, 1], [], [2], [3]]
 STEPS_THAT_COMPUTE = 5
 
 
@@ -112,6 +113,27 @@ def test_an_engine_that_computes_nothing_shows_no_progress(tmp_path):
     assert found
     assert found == [[]] * len(found)
     assert len(found) <= STEPS_THAT_COMPUTE
+
+
+def handed_on(seconds):
+    """The numbers of the sequences that `generate` yields together, where step i ends those of ENDS[i]."""
+    vllm_compat.prepare_environment("cpu")
+    rollout_vllm.TOGETHER_SECONDS = seconds
+    answer = SimpleNamespace(token_ids=[5], finish_reason="stop", logprobs=None)
+    rollout = SimpleNamespace(engine=None, stop_token_ids=[], scheduler=None)
+    rollout.steps = lambda asked: (
+        [SimpleNamespace(request_id=str(each), finished=True, outputs=[answer]) for each in ended] for ended in ENDS
+    )
+    rollout._to_sequence = partial(VLLMRolloutEngine._to_sequence, rollout)
+    prompt = np.arange(3, 9, dtype=np.int32)
+    requests = [GenerationRequest(index=i, prompt_ids=prompt, seed=0) for ended in ENDS for i in ended]
+    parts = VLLMRolloutEngine.generate(rollout, requests, SamplingParams(max_tokens=9), 0)
+    return [[sequence.index for sequence in part] for part in parts]
+
+
+def test_sequences_that_end_soon_after_each_other_are_handed_on_together():
+    assert in_own_process(handed_on, 1000.0) == [[0, 1, 2, 3]]
+    assert in_own_process(handed_on, 0.0) == [[0, 1], [2], [3]]
 
 
 def leave_unknown_ones_alone():
