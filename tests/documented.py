@@ -139,6 +139,8 @@ NOT_RUN = {
     "python benchmarks/teacher_precision.py": _GPU,
     "python benchmarks/peers.py --trl-micro-batch fixed=16 log-normal=4 --steps 2 --warmup 1 --folder /tmp/peers "
     "--seconds 425": _GPU,
+    "python benchmarks/peers.py --trl-micro-batch log-normal=4 --steps 1 --warmup 1 --lengths log-normal "
+    "--folder /tmp/peers --seconds 226": _GPU,
     "python benchmarks/peers.py --device cpu": "needs TRL, which is not installed",
     "python benchmarks/teacher.py --shape 1.5b --sequences 256": _GPU,
     "python benchmarks/teacher.py --shape 7b --sequences 96 --topk 64": _GPU,
