@@ -22,6 +22,7 @@ from hybrid_gkd.errors import HybridGKDError, WorkerError
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import host_bytes
+from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
@@ -133,7 +134,7 @@ class WorkerGroup:
         """
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        shares = [requests[rank // replica_size :: pool.size // replica_size] for rank in range(pool.size)]
+        shares = [Transfer(requests[rank // replica_size :: pool.size // replica_size]) for rank in range(pool.size)]
         streams = pool.start("generate", sampling, shares=shares)
         missing = len(requests)
         last_progress = dict.fromkeys(streams, time.monotonic())

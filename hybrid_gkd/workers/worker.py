@@ -27,12 +27,12 @@ from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import keep_loaded, quick_imports
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
+from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
     RewardText,
     SamplingParams,
-    Sequence,
     TeacherTopK,
     TrainSequence,
 )
@@ -245,8 +245,8 @@ class Worker(GroupMember):
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, timeout=arr.nccl_timeout,
         )
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield sequences as they finish, with the weights of the last publish; empty lists show progress.
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[Transfer]:
+        """Yield lists of sequences as they finish, with the weights of the last publish; empty ones show progress.
 
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them.
         """
@@ -256,7 +256,7 @@ class Worker(GroupMember):
             self.residency.enter("rollout")
             with self.shared.generation():
                 for finished in self.engine.generate(requests, sampling, self.weight_version):
-                    yield finished if first_of_replica else []
+                    yield Transfer(finished if first_of_replica else [])
             self.residency.prepare(self._phase_after_rollout)
 
     @property
