@@ -168,6 +168,7 @@ class MiniBatch:
     """Response tokens of the mini-batch over ALL workers: the denominator of the loss."""
 
     def __reduce__(self) -> Any:
+        """Its sequences travel together, without regard to the micro-batches."""
         items = Transfer([item for micro_batch in self.micro_batches for item in micro_batch])
         return _mini_batch, (items, [len(micro_batch) for micro_batch in self.micro_batches], self.num_tokens)
 

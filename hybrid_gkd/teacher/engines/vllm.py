@@ -131,7 +131,7 @@ class WorkerExtension:
             head, first_id, num_columns, gather = vllm_compat.local_head(model)
             shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
-        if runner.vllm_config.compilation_config.mode == 0:
+        if runner.vllm_config.compilation_config.mode == 0:  # compiled layers would not see their new forward
             vllm_fp8.install(model)
         vllm_compat.install_scorer(runner, ResponseScorer(head, num_ids, shard))
 
