@@ -4,8 +4,10 @@
 
 Root-mean-square norms, the product of a SiLU gate and another factor, and rotary position embeddings are memory traffic
 and launches, nothing else. On a GPU each becomes one kernel forward and one backward (fused_layers_triton.py), which
-computes in float32 and rounds once, at the end. Elsewhere, and where torch.compile fuses, only the norms change: they
-are torch's. What a layer computes is tried out, so that one which computes something else stays as it is.
+computes in float32 and rounds once, at the end. Residuals are added in the kernels of the norms, and projections of the
+same input are one step of autograd, so that the products add up that input's gradient. Elsewhere, and where
+torch.compile fuses, only the norms change: they are torch's. What a layer computes is tried out, so that one which
+computes something else stays as it is.
 
 Shapes: T packed tokens, H heads, Dh head size, D hidden size, I intermediate size.
 """
@@ -28,15 +30,19 @@ LARGEST_NORM = 16384
 """Widest row that a program of the norm's kernels holds at once."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """What gated MLPs call theirs."""
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What layers call projections that read the same input."""
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function in the module of each architecture."""
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Let the norms, gated MLPs and rotary embeddings of a model be one kernel each, where they are the usual ones."""
+    """Let norms, gated MLPs and rotary embeddings be one kernel each, and what is around them less, where usual."""
     fuse_norms(model)
     fuse_gates(model)
     fuse_rotary(model)
+    fuse_residuals(model)
+    fuse_projections(model)
 
 
 def fuse_norms(model: nn.Module) -> None:
@@ -67,15 +73,40 @@ def fuse_rotary(model: nn.Module) -> None:
             setattr(sys.modules[name], ROTARY, functools.partial(_rotary, own))
 
 
+def fuse_residuals(model: nn.Module) -> None:
+    """Give blocks x + mlp(norm(x)) of x = x + attention(norm(x)), of `RMSNorm` and `GatedMLP`, a class that does it."""
+    for module in list(model.modules()):
+        if not isinstance(module, ResidualBlock) and _is_residual_block(module):
+            kind = type(module)
+            _residual_classes.setdefault(kind, type(kind.__name__, (ResidualBlock, kind), {}))
+            module.__class__ = _residual_classes[kind]
+
+
+def fuse_projections(model: nn.Module) -> None:
+    """Let `SharedLinear` compute linear layers that read the same input."""
+    for module in list(model.modules()):
+        for names in SAME_INPUT:
+            found: list[Any] = [getattr(module, name, None) for name in names]
+            if all(type(each) is nn.Linear for each in found) and len({each.in_features for each in found}) == 1:
+                siblings = Siblings(found)
+                for place, each in enumerate(found):
+                    each.__class__ = SharedLinear
+                    each.siblings, each.place = siblings, place
+
+
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        fits = len(self.normalized_shape) == 1 and x.shape[-1] <= LARGEST_NORM and x.dtype == self.weight.dtype
-        if not fits or not _has_kernels(x):
+        if not self.has_kernel(x):
             return super().forward(x)
         normalised: Tensor = _Norm.apply(x, self.weight, self.eps)
         return normalised
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Whether the kernels compute it."""
+        fits = len(self.normalized_shape) == 1 and x.shape[-1] <= LARGEST_NORM and x.dtype == self.weight.dtype
+        return fits and _has_kernels(x)
 
 
 class GatedMLP(nn.Module):
@@ -85,11 +116,78 @@ class GatedMLP(nn.Module):
         if not _has_kernels(x):
             own: Tensor = super().forward(x)
             return own
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        projected: Tensor = self.down_proj(_Gate.apply(gate.contiguous(), up.contiguous()))
+        projected: Tensor = self.down_proj(self.gated(x))
         return projected
 
+    def gated(self: Any, x: Tensor) -> Tensor:
+        """What the last projection reads."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        product: Tensor = _Gate.apply(gate.contiguous(), up.contiguous())
+        return product
 
+    def added(self: Any, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + forward(x), of the same shape; where the last projection is a plain one, it adds as well."""
+        down = self.down_proj
+        if not _has_kernels(x) or type(down) is not nn.Linear or getattr(down, "bias", None) is not None:
+            return residual + self(x)
+        gated = self.gated(x)
+        rows = torch.addmm(residual.flatten(0, -2), gated.flatten(0, -2), down.weight.T)
+        return rows.view(residual.shape)
+
+
+class ResidualBlock(nn.Module):
+    """What a class of `fuse_residuals` has before the architecture's own."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        norms = self.input_layernorm, self.post_attention_layernorm
+        if args or not all(norm.has_kernel(hidden_states) for norm in norms):
+            own: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return own
+        (first, eps), (second, other_eps) = ((norm.weight, norm.eps) for norm in norms)
+        normalised, residual = _AddNorm.apply(hidden_states, None, first, eps)
+        attended, _ = self.self_attn(hidden_states=normalised, **kwargs)
+        normalised, residual = _AddNorm.apply(attended, residual, second, other_eps)
+        result: Tensor = self.mlp.added(residual, normalised)
+        return result
+
+
+class SharedLinear(nn.Linear):
+    """One of several linear layers that read the same input: the first that is called computes all of them."""
+
+    siblings: Siblings
+    place: int
+    """Among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _has_kernels(x) or self.siblings.apart:
+            return super().forward(x)
+        return self.siblings.project(self.place, x)
+
+
+class Siblings:
+    """The results for the newest input of `SharedLinear` layers, until each of them is asked for."""
+
+    def __init__(self, layers: list[Any]):
+        self.layers = layers
+        self.apart = False
+        """Whether they turned out to read different inputs."""
+        self._input: Tensor | None = None
+        self._results: dict[int, Tensor] = {}
+
+    def project(self, place: int, x: Tensor) -> Tensor:
+        """The result of the layer at this place."""
+        if x is not self._input:
+            self.apart = bool(self._results)
+            tensors = [tensor for layer in self.layers for tensor in (layer.weight, layer.bias)]
+            self._input, self._results = x, dict(enumerate(_Project.apply(x, *tensors)))
+        result = self._results.pop(place)
+        if not self._results:
+            self._input = None
+        return result
+
+
+_residual_classes: dict[type, type] = {}
+"""Class of an architecture -> one with `ResidualBlock` before it."""
 _gated_classes: dict[type, type] = {}
 """Class of an architecture -> one with `GatedMLP` before it, or itself if it computes something else."""
 
@@ -130,7 +228,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        result, scale = _kernels().norm(x, weight, eps)
+        result, scale, _ = _kernels().norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return result
 
@@ -139,6 +237,51 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         return *_kernels().norm_backward(upstream.contiguous(), x, weight, scale), None
+
+
+class _AddNorm(torch.autograd.Function):
+    """The norm of x + residual, or without one of x, and that sum; x and residual are [..., D], weight is [D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        other = None if residual is None else residual.contiguous()
+        result, scale, total = _kernels().norm(x.contiguous(), weight, eps, other)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.adds = residual is not None
+        return result, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, beside: Tensor) -> tuple[Tensor | None, ...]:
+        grad, grad_weight = _kernels().norm_backward(upstream.contiguous(), *ctx.saved_tensors, beside.contiguous())
+        return grad, grad if ctx.adds else None, grad_weight, None
+
+
+class _Project(torch.autograd.Function):
+    """The products of x [..., D] with several weights [n, D], each followed by its bias [n] or None among `tensors`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = tensors[::2], tensors[1::2]
+        ctx.save_for_backward(x, *weights)
+        pairs = zip(weights, biases, strict=True)
+        return tuple(nn.functional.linear(x, weight, bias) for weight, bias in pairs)  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_input, *of_tensors = ctx.needs_input_grad
+        rows, slopes = x.reshape(-1, x.shape[-1]), [each.reshape(-1, each.shape[-1]).contiguous() for each in upstream]
+        grad = slopes[0] @ weights[0] if of_input else None
+        for slope, weight in zip(slopes[1:], weights[1:], strict=True):
+            if grad is not None:
+                grad.addmm_(slope, weight)
+        found: list[Tensor | None] = [slope.T @ rows if of_tensors[2 * i] else None for i, slope in enumerate(slopes)]
+        biased = [i for i in range(len(slopes)) if of_tensors[2 * i + 1]]
+        sums = dict(zip(biased, _kernels().column_sums([slopes[i] for i in biased]), strict=True)) if biased else {}
+        of_all = [each for i, of_weight in enumerate(found) for each in (of_weight, sums.get(i))]
+        return None if grad is None else grad.view(x.shape), *of_all
 
 
 class _Gate(torch.autograd.Function):
@@ -203,6 +346,45 @@ def _is_gated_mlp(module: nn.Module) -> bool:
         return False
     gated = nn.functional.silu(x @ weights[0].T) * (x @ weights[1].T)
     return isinstance(found, Tensor) and torch.allclose(found, gated @ weights[2], rtol=1e-5)
+
+
+class _Attention(nn.Module):
+    """In the place of an attention layer: keeps what it was called with."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight, self.given = weight, dict[str, Any]()
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        self.given = kwargs
+        return hidden_states @ self.weight, None
+
+
+@torch.no_grad()
+def _is_residual_block(module: Any) -> bool:
+    """See `fuse_residuals`; found out with small layers, which the attention has to be called with all there is."""
+    norms = ("input_layernorm", "post_attention_layernorm")
+    attention = getattr(module, "self_attn", None)
+    usual = isinstance(attention, nn.Module) and isinstance(getattr(module, "mlp", None), GatedMLP)
+    if not usual or any(type(getattr(module, name, None)) is not RMSNorm for name in norms):
+        return False
+    trial = copy.copy(module)
+    small: dict[str, Any] = {name: nn.Linear(4, 4, bias=False, device="cpu") for name in (*norms, "mlp")}
+    for number, each in enumerate(small.values()):
+        each.weight.copy_(torch.linspace(-1, 1 + number, 16).reshape(4, 4))
+    small["self_attn"] = _Attention(torch.linspace(-2, 1, 16).reshape(4, 4))
+    trial._modules = module._modules | small
+    x, taken = torch.linspace(-2, 3, 20).reshape(1, 5, 4), inspect.signature(module.forward).parameters.values()
+    names = ["cu_seq_lens_q" if each.kind is inspect.Parameter.VAR_KEYWORD else each.name for each in taken]
+    given = {name: name for name in names if name != "hidden_states"}
+    try:
+        found = type(module).forward(trial, x, **given)
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # something else is computed with them
+        return False
+    if not isinstance(found, Tensor) or trial.self_attn.given != given:
+        return False
+    attended = x + trial.self_attn(small[norms[0]](x))[0]
+    return torch.allclose(found, attended + small["mlp"](small[norms[1]](attended)), rtol=1e-5)
 
 
 @torch.no_grad()

@@ -15,26 +15,49 @@ NORM_TILE = 2048
 """Numbers of a norm's input that a program holds at once, where a row has no more."""
 NORM_PROGRAMS = 1024
 """At most so many programs share the rows of a norm's gradient, each with a sum of its own for the weight's."""
+SUM_PROGRAMS, SUM_ROWS, SUM_COLUMNS = 256, 32, 128
+"""At most so many programs share the rows of a sum, of so many columns each, and hold so many rows at once."""
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [..., D] contiguous, weight [D] -> the normalised rows times the weight; float32 1 / sqrt(...) of each row."""
+def norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x and residual [..., D] contiguous, weight [D] -> the normalised rows of their sum times the weight, float32
+    1 / sqrt(...) of each row, and the sum, which without a residual is x itself."""
     result, num_rows, tile = torch.empty_like(x), x.numel() // x.shape[-1], _norm_tile(x)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    total = x if residual is None else torch.empty_like(x)
     if num_rows:
-        _norm[(triton.cdiv(num_rows, tile["ROWS"]),)](x, weight, result, scale, num_rows, x.shape[-1], eps, **tile)
-    return result, scale
+        _norm[(triton.cdiv(num_rows, tile["ROWS"]),)](
+            x, residual, total, weight, result, scale, num_rows, x.shape[-1], eps, ADDS=residual is not None, **tile
+        )
+    return result, scale, total
 
 
-def norm_backward(upstream: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight; the weight's summed in float32, in the same order each time."""
+def norm_backward(
+    upstream: Tensor, x: Tensor, weight: Tensor, scale: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight; the weight's summed in float32, in the same order each time.
+
+    `beside` is what else reaches x, and is added to its gradient.
+    """
     grad, num_rows, tile = torch.empty_like(x), len(scale), _norm_tile(x)
     programs = max(1, min(NORM_PROGRAMS, triton.cdiv(num_rows, tile["ROWS"])))
     sums = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        upstream, x, weight, scale, grad, sums, num_rows, x.shape[-1], programs, **tile,
-    )  # fmt: skip
+        upstream, beside, x, weight, scale, grad, sums, num_rows, x.shape[-1], programs, ADDS=beside is not None, **tile
+    )
     return grad, sums.sum(0).to(weight.dtype)
+
+
+def column_sums(matrices: list[Tensor]) -> list[Tensor]:
+    """Over the rows of each [T, n] contiguous, summed in float32, in the same order each time."""
+    first, widths = matrices[0], [x.shape[1] for x in matrices]
+    programs = max(1, min(SUM_PROGRAMS, triton.cdiv(len(first), SUM_ROWS)))
+    sums = torch.empty(programs, sum(widths), dtype=torch.float32, device=first.device)
+    for x, part in zip(matrices, sums.split(widths, 1), strict=True):
+        _column_sums[(programs, triton.cdiv(x.shape[1], SUM_COLUMNS))](
+            x, part, len(x), x.shape[1], sums.shape[1], programs, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS, num_warps=4
+        )
+    return list(sums.sum(0).to(first.dtype).split(widths))
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -78,12 +101,20 @@ def _norm_tile(x: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def _norm(x, weight, result, scale, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(
+    x, residual, total, weight, result, scale, num_rows, width, eps, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     at = rows.to(tl.int64)[:, None] * width + columns[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        # The norm is of the sum as it is kept.
+        kept = (values + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, kept, mask=inside)
+        values = kept.to(tl.float32)
     # Rounded as IEEE says: the usual ones are approximations, and all of a row is multiplied by this.
     factor = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(tl.sum(values * values, 1) / width + eps))
     weights = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -94,7 +125,8 @@ def _norm(x, weight, result, scale, num_rows, width, eps, ROWS: tl.constexpr, BL
 
 @triton.jit
 def _norm_backward(
-    upstream, x, weight, scale, grad, sums, num_rows, width, programs, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    upstream, beside, x, weight, scale, grad, sums, num_rows, width, programs, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -110,8 +142,24 @@ def _norm_backward(
         total += tl.sum(slope * normalised, 0)
         slope *= weights[None, :]
         along = tl.sum(slope * normalised, 1) / width
-        tl.store(grad + at, (factor * (slope - normalised * along[:, None])).to(grad.dtype.element_ty), mask=inside)
+        slope = factor * (slope - normalised * along[:, None])
+        if ADDS:
+            slope += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad + at, slope.to(grad.dtype.element_ty), mask=inside)
     tl.store(sums + program.to(tl.int64) * width + columns, total, mask=columns < width)
+
+
+@triton.jit
+def _column_sums(x, sums, num_rows, width, stride, programs, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(program * ROWS, num_rows, programs * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+        values = tl.load(x + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        total += values.to(tl.float32)
+    tl.store(sums + program.to(tl.int64) * stride + columns, tl.sum(total, 0), mask=columns < width)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
+from hybrid_gkd.models.fused_layers import ResidualBlock
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
 from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, itself, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
@@ -225,7 +226,8 @@ def compile_blocks(model: Any) -> None:
     """
     register_packed_attention(torch.compiler.disable(packed_attention))
     for block in decoder_blocks(model):
-        block.forward = torch.compile(block.forward, dynamic=True)
+        own = super(ResidualBlock, block).forward if isinstance(block, ResidualBlock) else block.forward
+        block.forward = torch.compile(own, dynamic=True)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:

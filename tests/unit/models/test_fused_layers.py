@@ -12,7 +12,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_gkd.models.fused_layers import ROTARY, GatedMLP, RMSNorm, _Gate, _kernels, _Norm, _Rotary, fuse_layers
+from hybrid_gkd.models.fused_layers import (
+    ROTARY,
+    GatedMLP,
+    ResidualBlock,
+    RMSNorm,
+    SharedLinear,
+    Siblings,
+    _AddNorm,
+    _Gate,
+    _kernels,
+    _Norm,
+    _Project,
+    _Rotary,
+    fuse_layers,
+)  # fmt: skip
 
 NUM_TOKENS = 11
 
@@ -40,18 +54,23 @@ def rotary_of(model):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "norms", "gates", "rotary"),
+    ("model_type", "norms", "gates", "blocks", "shared", "rotary"),
     [
-        ("qwen2", 5, 2, True), ("llama", 5, 2, True), ("qwen3", 9, 2, True), ("mistral", 5, 2, True),
-        ("gemma", 0, 0, True),  # adds 1 to the weights of its norms; its gate is GELU
-        ("phi3", 5, 0, True),  # one matrix for gate and factor
-        ("glm", 5, 0, False),  # turns neighbouring numbers
-        ("stablelm", 0, 2, True),  # layer norms of torch; rotates a part of a head
+        ("qwen2", 5, 2, 2, 10, True), ("llama", 5, 2, 2, 10, True), ("qwen3", 9, 2, 2, 10, True),
+        ("mistral", 5, 2, 2, 10, True),
+        ("granite", 5, 2, 0, 10, True),  # multiplies what is added to the residual
+        ("olmo2", 9, 2, 0, 10, True),  # norms behind attention and MLP
+        ("gemma", 0, 0, 0, 10, True),  # adds 1 to the weights of its norms; its gate is GELU
+        ("phi3", 5, 0, 0, 0, True),  # one matrix for gate and factor, and for queries, keys and values
+        ("glm", 5, 0, 0, 6, False),  # one matrix for gate and factor; turns neighbouring numbers
+        ("stablelm", 0, 2, 0, 10, True),  # layer norms of torch; rotates a part of a head
     ],
     ids=lambda value: str(value),
 )  # fmt: skip
-def test_usual_layers_are_recognised_and_compute_the_same(model_type, norms, gates, rotary, monkeypatch):
-    model = make_model(model_type)
+def test_usual_layers_are_recognised_and_compute_the_same(
+    model_type, norms, gates, blocks, shared, rotary, monkeypatch
+):
+    model = make_model(model_type, **{"residual_multiplier": 0.5} if model_type == "granite" else {})
     own, names, ids = rotary_of(model), list(model.state_dict()), torch.arange(20)[None]
     monkeypatch.setattr(module_of(model), ROTARY, own)
     expected = model(ids).logits
@@ -60,6 +79,8 @@ def test_usual_layers_are_recognised_and_compute_the_same(model_type, norms, gat
     modules = list(model.modules())
     assert sum(type(module) is RMSNorm for module in modules) == norms
     assert sum(isinstance(module, GatedMLP) for module in modules) == gates
+    assert sum(isinstance(module, ResidualBlock) for module in modules) == blocks
+    assert sum(type(module) is SharedLinear for module in modules) == shared
     now = getattr(module_of(model), ROTARY)
     assert (now is not own) == rotary
     assert not rotary or now.args == (own,)
@@ -67,8 +88,42 @@ def test_usual_layers_are_recognised_and_compute_the_same(model_type, norms, gat
     torch.testing.assert_close(model(ids).logits, expected)
 
 
+def test_layers_that_read_the_same_input_are_computed_at_once_and_others_by_themselves(monkeypatch):
+    monkeypatch.setattr("hybrid_gkd.models.fused_layers._has_kernels", lambda x: True)
+    layers = [torch.nn.Linear(4, width, bias=False) for width in (3, 2)]
+    plain, siblings = copy.deepcopy(layers), Siblings(layers)
+    for place, each in enumerate(layers):
+        each.__class__, each.siblings, each.place = SharedLinear, siblings, place
+    one, other = (torch.randn(1, 5, 4, requires_grad=True) for _ in range(2))
+    for inputs, apart in (((one, one), False), ((other, one), True), ((one, one), True)):
+        found, want = ([layer(x) for layer, x in zip(each, inputs, strict=True)] for each in (layers, plain))
+        assert siblings.apart == apart
+        trained = [*set(inputs), *(layer.weight for layer in layers)]
+        expected = [*set(inputs), *(layer.weight for layer in plain)]
+        got = torch.autograd.grad(sum(each.square().sum() for each in found), trained)
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(got, torch.autograd.grad(sum(each.square().sum() for each in want), expected))
+
+
 def exact_norm(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def add_norm(x, residual, weight):
+    return torch.cat(_AddNorm.apply(x, residual, weight, 1e-5), -1)
+
+
+def exact_add_norm(x, residual, weight):
+    return torch.cat([exact_norm(x + residual, weight), x + residual], -1)
+
+
+def project(x, *tensors):
+    return torch.cat(_Project.apply(x, *tensors), -1)
+
+
+def exact_project(x, *tensors):
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return torch.cat([torch.nn.functional.linear(x, *pair) for pair in pairs], -1)
 
 
 def exact_rotary(q, k, cos, sin):
@@ -97,6 +152,16 @@ def cases():
     for width in (64, 896, 5000):
         yield lambda x, w: _Norm.apply(x, w, 1e-5), exact_norm, [normal(3, NUM_TOKENS, width), normal(width)], 2
     yield lambda x, w: _Norm.apply(x, w, 1e-5), exact_norm, [normal(NUM_TOKENS, 6, 128).transpose(0, 1), normal(128)], 2
+    for width in (64, 896):
+        inputs = [normal(3, NUM_TOKENS, width), normal(3, NUM_TOKENS, width), normal(width)]
+        yield add_norm, exact_add_norm, inputs, 3
+        inputs = [normal(3, NUM_TOKENS, width), normal(width)]
+        yield lambda x, w: add_norm(x, None, w), lambda x, w: exact_add_norm(x, 0, w), inputs, 2
+    for rows in (NUM_TOKENS, 150):
+        tensors = [tensor for width in (130, 64, 5) for tensor in (normal(width, 48), normal(width))]
+        yield project, exact_project, [normal(2, rows, 48), *tensors], 7
+    inputs = [normal(2, NUM_TOKENS, 48), normal(130, 48), normal(64, 48)]
+    yield lambda x, a, b: project(x, a, None, b, None), lambda x, a, b: exact_project(x, a, None, b, None), inputs, 3
     for shape in ((1, NUM_TOKENS, 333), (1, 5, 4864)):
         yield _Gate.apply, lambda g, u: torch.nn.functional.silu(g) * u, [normal(*shape), normal(*shape)], 2
     for number, keys, size in ((14, 2, 64), (3, 1, 80), (4, 4, 8)):
@@ -180,12 +245,15 @@ def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before is no test
     tensors = (
         "x", "weight", "result", "upstream", "grad", "gate", "up", "grad_gate", "grad_up", "q", "k", "cos", "sin",
-        "q_result", "k_result",
+        "q_result", "k_result", "residual", "total", "beside",
     )  # fmt: skip
     types = dict.fromkeys(tensors, "*bf16") | {"eps": "fp32", "scale": "*fp32", "sums": "*fp32"}
+    norm = {"ROWS": 2, "BLOCK": 1024}
     rotary = {"Q_BLOCK": 16, "K_BLOCK": 2, "HALF_BLOCK": 32}
     for kernel, constants in (
-        (kernels._norm, {"ROWS": 2, "BLOCK": 1024}), (kernels._norm_backward, {"ROWS": 2, "BLOCK": 1024}),
+        *((kernels._norm, {"ADDS": adds, **norm}) for adds in (True, False)),
+        *((kernels._norm_backward, {"ADDS": adds, **norm}) for adds in (True, False)),
+        (kernels._column_sums, {"ROWS": 64, "BLOCK": 128}),
         (kernels._gated, {"BLOCK": 2048}), (kernels._gated_backward, {"BLOCK": 2048}),
         (kernels._rotate, {"BACKWARD": False, **rotary}), (kernels._rotate, {"BACKWARD": True, **rotary}),
     ):  # fmt: skip
