@@ -128,7 +128,10 @@ class ShardedModel:
     def abandon_backward(self) -> None:
         """Drop all gradients and bring FSDP2 back to where a forward pass can begin, for which it has no public way."""
         self.model.set_reshard_after_backward(True)
-        self.model.zero_grad()  # of parameters that are gathered right now
+        for parameter in fsdp_parameters(self.model):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # not before it was gathered for the first time
+                parameter._unsharded_param.grad = None
         # The final callback of a backward pass does exactly this.
         self.model._get_fsdp_state()._root_post_backward_final_callback()
         self.model.zero_grad()
@@ -188,6 +191,16 @@ class ShardedModel:
             shard_of=itself if self.adapters is None else self.adapters.merged,
         )
         return itertools.chain(weights, self.saved_buffers())
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """What FSDP2 keeps about each parameter, also the gradients that it has not reduced yet."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one or none
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from group.fsdp_params if group is not None else ()
 
 
 def take_workspaces(device: torch.device) -> None:

@@ -142,6 +142,8 @@ class TrainedModel(ShardedModel):
                 before_last()
             if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
                 self.model.set_reshard_after_backward(last)
+            if self.world_size == 1:  # the rank has whole gradients anyway: only their sum is reduced, to itself
+                self.model.set_requires_gradient_sync(last)
             loss_sum, parts = self._loss(micro_batch)
             # FSDP2 averages gradients over ranks; the loss is a sum over them.
             (loss_sum * (self.world_size / batch.num_tokens)).backward()

@@ -58,6 +58,37 @@ def test_nothing_waits_for_the_device_before_the_last_micro_batch_is_under_way(t
         dist.destroy_process_group()
 
 
+def test_a_part_that_runs_out_of_memory_leaves_no_gradient_of_itself_or_the_parts_before_it(tmp_path):
+    """Of bf16 gradients FSDP2 keeps the sum in float32 until it is reduced, out of reach of zero_grad()."""
+    arguments = [
+        "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
+        "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",
+    ]
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        norms = []
+        for fails in (False, True):
+            actor = Actor(load_config(arguments), device=torch.device("cuda"), num_updates=3)
+            if fails:
+                actor.accumulate(random_batch(2))
+                block, uses = actor.hf_model.model.layers[0], []
+
+                def fail(*_, uses=uses):
+                    uses.append(None)
+                    if len(uses) == 2:
+                        raise torch.OutOfMemoryError("CUDA out of memory, planted")
+
+                handle = block.register_full_backward_pre_hook(fail)
+                with pytest.raises(torch.OutOfMemoryError):
+                    actor.accumulate(random_batch(3))
+                handle.remove()
+            actor.accumulate(random_batch(0))
+            norms.append(actor.update(random_batch(1))["actor/grad_norm"])
+        assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
     """In bf16: the log-probabilities of the student itself are the reference's, so there is no distance at first."""
     config = load_config(

@@ -108,10 +108,13 @@ def check_training(rank, ranks, folder):
     for step in range(STEPS):
         whole = share(step, rank, ranks)
         actor.accumulate(dataclasses.replace(whole, micro_batches=whole.micro_batches[:1]))
-        graded = {name for name, p in actor.hf_model.named_parameters() if p.grad is not None}
+        rest, graded = dataclasses.replace(whole, micro_batches=whole.micro_batches[1:]), set()
+
+        def look(graded=graded):
+            graded.update(name for name, p in actor.hf_model.named_parameters() if p.grad is not None)
+
+        losses.append(actor.update(rest, before_step=look)["actor/loss"])
         assert graded == {name for name, _ in actor.hf_model.named_parameters() if ".lora_" in name}
-        rest = dataclasses.replace(whole, micro_batches=whole.micro_batches[1:])
-        losses.append(actor.update(rest)["actor/loss"])
     assert len(actor.optimizer.state) == len(graded)
     export_huggingface(actor, out / "after", **options)
     export_huggingface(actor, out / "merged", merge=True, **options)
