@@ -126,7 +126,7 @@ def pack_responses(micro_batch: tuple[TrainSequence, ...], device: torch.device)
 def hidden_states(model: Any, batch: PackedBatch, rows: Tensor) -> Tensor:
     """Of the last layer of a causal LM, [R, D]."""
     decoder = getattr(model, model.base_model_prefix)
-    states: Tensor = decoder(**batch.model_kwargs()).last_hidden_state[0][rows]
+    states: Tensor = decoder(**batch.model_kwargs()).last_hidden_state.squeeze(0)[rows]
     return states
 
 
