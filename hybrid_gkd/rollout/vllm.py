@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
 from hybrid_gkd.rollout import vllm_attention, vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
+from hybrid_gkd.rollout.vllm_weights import InPlaceWeights
 from hybrid_gkd.rollout.weights import num_bytes
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 
@@ -82,9 +84,12 @@ class VLLMRolloutEngine(RolloutEngine):
         self.dtype: torch.dtype = self.engine.model_config.dtype
         self.description = f"vllm {vllm_compat.vllm_version()}"
         self.weight_bytes: int = self.llm.apply_model(num_bytes)[0]
-        # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
-        # are; the other way takes any model apart and puts it together again.
-        self.copies_in_place: bool = device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]
+        # Weights can be copied into the live tensors, but only where they are held as they are; the other way takes
+        # any model apart and puts it together again.
+        self.in_place: InPlaceWeights | None = None
+        if device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]:
+            bucket_bytes = rollout.update_weights_bucket_megabytes * 2**20
+            self.in_place = self.llm.apply_model(functools.partial(InPlaceWeights, bucket_bytes=bucket_bytes))[0]
         self.on_cpu, self.model_type = device.type == "cpu", hf_config.model_type
         if rollout.verify_weights:
             self.layout: VLLMLayout = self.llm.apply_model(VLLMLayout)[0]
@@ -168,8 +173,8 @@ class VLLMRolloutEngine(RolloutEngine):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self.copies_in_place:
-            self.llm.apply_model(lambda model: model.load_weights(iter(weights)))
+        if self.in_place is not None:
+            self.in_place.load(weights)
         else:
             if self.on_cpu:
                 self.llm.apply_model(vllm_compat.forget_expert_kernels)

@@ -53,7 +53,7 @@ def cut(weights: list[tuple[Names, Sized]], length: int) -> list[list[tuple[Name
 
 
 def itself(name: str, parameter: Tensor) -> Tensor:
-    return parameter.detach()
+    return parameter
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def gather_in_buckets(
 def _shard_of(parameter: Tensor) -> tuple[Tensor, dist.ProcessGroup | None]:
     """This rank's part, and the group that has the others; None where the part is the whole."""
     if not isinstance(parameter, DTensor):
-        return parameter, None
+        return parameter.detach(), None
     *outer, last = parameter.placements
     # A subclass of Shard lays its rows out in another order.
     assert type(last) is Shard, parameter.placements
@@ -93,11 +93,20 @@ def _shard_of(parameter: Tensor) -> tuple[Tensor, dist.ProcessGroup | None]:
     return parameter.to_local(), group if dist.get_world_size(group) > 1 else None
 
 
+def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Copies in `dtype`, many made by one kernel; those that have it are themselves."""
+    found = [each if each.dtype == dtype else torch.empty_like(each, dtype=dtype) for each in tensors]
+    pairs = [(new, old) for new, old in zip(found, tensors, strict=True) if new is not old]
+    if pairs:
+        torch._foreach_copy_([new for new, _ in pairs], [old for _, old in pairs])
+    return found
+
+
 def _gather(parameters: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     shards, (group, *others) = zip(*map(_shard_of, parameters), strict=True)
     assert all(other == group for other in others)
     if group is None:
-        yield from (shard.to(dtype) for shard in shards)
+        yield from _cast(shards, dtype)
         return
     ranks = dist.get_world_size(group)
     # Elements of a rank's part, padded to the rows that `torch.chunk` gives to the first ranks.
