@@ -12,7 +12,6 @@ the student minimises.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -109,25 +108,29 @@ class GKDTrainer(PPOTrainer):
         which are cut by prompts, the whole rollout is waited for. So it is where an update crosses GPUs on which the
         teacher computes: each of them takes turns by itself, and all wait in every collective for the last one's.
         """
-        in_parts = num_updates(self.config, 1) == 1 and self._updates_beside_teacher
+        batches, in_parts = self.batches, num_updates(self.config, 1) == 1 and self._updates_beside_teacher
         if in_parts:
             sequences = with_loss_weights(self.config, sequences)
-        left = {item.sequence.index: item for item in sequences}
+        by_index = {item.sequence.index: item for item in sequences}
         num_tokens = sum(len(item.sequence.response_ids) for item in sequences)
-        actor = self.config.actor_rollout_ref.actor
-        worthwhile = self.group.size * (actor.ppo_micro_batch_size_per_gpu or 1)
-        if actor.use_dynamic_bsz:
-            mean_length = sum(item.sequence.num_tokens for item in sequences) / len(sequences)
-            worthwhile = math.ceil(self.group.size * actor.ppo_max_token_len_per_gpu / mean_length)
+        mean_size = sum(map(batches.measure, sequences)) / len(sequences)
+        scored: list[TrainSequence] = []
+
+        def missing() -> int:
+            """Sequences that still fit into a micro-batch on every worker, about."""
+            return max(0, int((batches.room - sum(map(batches.measure, scored))) / mean_size))
+
         while True:
-            enough = min(worthwhile, len(left)) if in_parts else len(left)
             with self.clock.span("wait_prev_teacher"):
-                scores = self._take_scores(scoring, enough)
-            part = [dataclasses.replace(left.pop(index), teacher=scores[index]) for index in sorted(scores)]
+                scores = self._take_scores(scoring, min(missing(), len(scoring)) if in_parts else len(scoring))
+            scored += [dataclasses.replace(by_index[index], teacher=scores[index]) for index in sorted(scores)]
             with self.clock.span("update_actor"):
-                if not left:
-                    return self._train(part, num_tokens=num_tokens if in_parts else None)
-                self.group.accumulate(self.batches.parts(part, num_tokens))
+                if not scoring:
+                    return self._train(scored, num_tokens=num_tokens if in_parts else None)
+                if not missing():
+                    count = batches.whole(scored)
+                    self.group.accumulate(batches.parts(scored[:count], num_tokens))
+                    scored = scored[count:]
 
     def _train_on_log_ratio(self, rollout: Rollout, scoring: Scoring, factor: float) -> dict[str, float]:
         """Train on advantages from the teacher's log-ratio of each sampled token, and from rewards if asked for."""

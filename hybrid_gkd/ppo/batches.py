@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig
@@ -24,6 +25,22 @@ class Batches:
         prompts = section.ppo_mini_batch_size or config.data.train_batch_size
         self.size = prompts * config.actor_rollout_ref.rollout.n
         """Sequences of a mini-batch."""
+        limit = section.ppo_max_token_len_per_gpu if section.use_dynamic_bsz else section.ppo_micro_batch_size_per_gpu
+        self.room = group.size * (limit or 1)
+        """Of one micro-batch on each worker, in the unit of `measure`."""
+
+    def measure(self, sequence: TrainSequence) -> int:
+        """What a sequence takes of a micro-batch: tokens, or one."""
+        return sequence.sequence.num_tokens if self.section.use_dynamic_bsz else 1
+
+    def whole(self, sequences: list[TrainSequence]) -> int:
+        """How many of the first sequences make full micro-batches on each worker; if there are too few, one on each."""
+        sizes = list(itertools.accumulate(map(self.measure, sequences)))
+        each = max(1, sizes[-1] // self.room)
+        count = max(1, sum(size <= each * self.room for size in sizes))
+        while count > 1 and len(self.plan(sequences[:count])[0]) > each:  # they would fit if they could be cut
+            count -= 1
+        return count
 
     def epochs(self, sequences: list[TrainSequence], num_tokens: int | None = None) -> list[list[MiniBatch]]:
         """For each worker its shares of the mini-batches of `ppo_epochs` passes.

@@ -131,25 +131,30 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
             assert set(item.teacher.ids.ravel()) == {item.sequence.index}
 
 
-@pytest.mark.parametrize(("max_tokens", "shares_gpu", "num_parts"), [(16, False, 1), (4, False, 2), (4, True, 1)])
-def test_parts_are_not_smaller_than_a_micro_batch_on_each_worker(max_tokens, shares_gpu, num_parts):
-    """Six sequences of 2 to 4 tokens; the last is scored when the trainer has begun to wait for it.
+@pytest.mark.parametrize(
+    ("max_tokens", "shares_gpu", "accumulated"),
+    [(16, False, []), (8, False, [[1]]), (6, False, [[1]]), (4, False, [[1], [1]]), (3, False, [[2]]), (4, True, [])],
+)
+def test_parts_are_whole_micro_batches_on_each_worker(max_tokens, shares_gpu, accumulated):
+    """Six sequences of 3 tokens; the last is scored when the trainer has begun to wait for it.
 
-    Two workers that share their GPUs with the teacher train all at once.
+    Of five, with 3 tokens, four are two micro-batches on each worker, and one waits for the last. Two workers that
+    share their GPUs with the teacher train all at once. Given is how many micro-batches the parts before the last have.
     """
-    lengths = ["data.max_prompt_length=2", "data.max_response_length=2"]
+    lengths = ["data.max_prompt_length=2", "data.max_response_length=1"]
     teacher = LocalTeacher(scores, delay=None)
     trainer, group, rollout = make(
         GKDTrainer, *lengths, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens}", teacher=teacher,
         check_teacher=lambda: teacher.answer(5), shares_gpu=shares_gpu,
     )
-    rollout = dataclasses.replace(
-        rollout, sequences=tuple(dataclasses.replace(s, prompt_ids=s.prompt_ids[:2]) for s in rollout.sequences)
-    )
+    three = np.arange(3, dtype=np.int32)
+    sequences = [dataclasses.replace(s, prompt_ids=three[:2], response_ids=three[2:]) for s in rollout.sequences]
+    rollout = dataclasses.replace(rollout, sequences=tuple(sequences))
     trainer.generation.on_finished[0](1, list(rollout.sequences))
     teacher.answer(*range(5))
     trainer._update_actor(rollout)
-    assert len(group.accumulated) + 1 == num_parts
+    assert [sorted({len(share.micro_batches) for share in part}) for part in group.accumulated] == accumulated
+    assert trained(group) == list(range(6))
 
 
 def update_at_once(*overrides):
