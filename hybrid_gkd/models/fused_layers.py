@@ -14,10 +14,7 @@ Shapes: T packed tokens, H heads, Dh head size, D hidden size, I intermediate si
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hybrid_gkd.models.usual_layers import PROJECTIONS, is_gated_mlp, is_residual_block, is_rms_norm, is_rotary
+
 LARGEST_NORM = 16384
 """Widest row that a program of the norm's kernels holds at once."""
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What gated MLPs call theirs."""
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What layers call projections that read the same input."""
 ROTARY = "apply_rotary_pos_emb"
@@ -49,7 +46,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Put `RMSNorm` in the place of the architecture's own, which takes eight kernels. Parameters keep their names."""
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and _is_rms_norm(module, eps):
+        if type(module).__name__.endswith("RMSNorm") and isinstance(eps, float) and is_rms_norm(module, eps):
             norm = RMSNorm(module.weight.shape, eps, device="meta")
             norm.weight = module.weight
             model.set_submodule(name, norm)
@@ -69,22 +66,27 @@ def fuse_rotary(model: nn.Module) -> None:
     """
     for name in {type(module).__module__ for module in model.modules()}:
         own = getattr(sys.modules[name], ROTARY, None)
-        if callable(own) and not isinstance(own, functools.partial) and _is_rotary(own):
+        if callable(own) and not isinstance(own, functools.partial) and is_rotary(own):
             setattr(sys.modules[name], ROTARY, functools.partial(_rotary, own))
 
 
 def fuse_residuals(model: nn.Module) -> None:
     """Give blocks x + mlp(norm(x)) of x = x + attention(norm(x)), of `RMSNorm` and `GatedMLP`, a class that does it."""
-    for module in list(model.modules()):
-        if not isinstance(module, ResidualBlock) and _is_residual_block(module):
+    parts = {
+        "self_attn": nn.Module, "mlp": GatedMLP, "input_layernorm": RMSNorm, "post_attention_layernorm": RMSNorm,
+    }  # fmt: skip
+    for module in model.modules():
+        fits = all(isinstance(getattr(module, name, None), part) for name, part in parts.items())
+        if fits and not isinstance(module, ResidualBlock) and is_residual_block(module):
             kind = type(module)
-            _residual_classes.setdefault(kind, type(kind.__name__, (ResidualBlock, kind), {}))
+            if kind not in _residual_classes:
+                _residual_classes[kind] = type(kind.__name__, (ResidualBlock, kind), {})
             module.__class__ = _residual_classes[kind]
 
 
 def fuse_projections(model: nn.Module) -> None:
     """Let `SharedLinear` compute linear layers that read the same input."""
-    for module in list(model.modules()):
+    for module in model.modules():
         for names in SAME_INPUT:
             found: list[Any] = [getattr(module, name, None) for name in names]
             if all(type(each) is nn.Linear for each in found) and len({each.in_features for each in found}) == 1:
@@ -194,13 +196,13 @@ _gated_classes: dict[type, type] = {}
 
 def _gated_class(kind: type, module: nn.Module) -> type:
     if kind not in _gated_classes:
-        fits = not issubclass(kind, GatedMLP) and _is_gated_mlp(module)
+        fits = not issubclass(kind, GatedMLP) and is_gated_mlp(module)
         _gated_classes[kind] = type(kind.__name__, (GatedMLP, kind), {}) if fits else kind
     return _gated_classes[kind]
 
 
 def _rotary(own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """See `_is_rotary`; what does not have the usual shapes goes to the architecture's own function."""
+    """See `is_rotary`; what does not have the usual shapes goes to the architecture's own function."""
     fits = not args and not kwargs and q.ndim == k.ndim == 4 and cos.ndim == sin.ndim == 3
     if fits:
         tokens = (q.shape[0], q.shape[2])
@@ -313,95 +315,3 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
         return *_kernels().rotate(grad_q, grad_k, *ctx.saved_tensors, backward=True), None, None
-
-
-@torch.no_grad()
-def _is_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Whether the output of a module is x / sqrt(mean(x^2) + eps) * weight."""
-    names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    trial = copy.deepcopy(module).to_empty(device="cpu").float()
-    weight = trial.get_parameter("weight")
-    weight.copy_(torch.linspace(0.5, 1.5, weight.numel()).reshape(weight.shape))
-    x = torch.linspace(-1, 1, 3 * weight.numel()).reshape(3, *weight.shape) * math.sqrt(eps)  # so that eps counts
-    return torch.allclose(trial(x), nn.functional.rms_norm(x, weight.shape, weight, eps), rtol=1e-5)
-
-
-@torch.no_grad()
-def _is_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module computes down_proj(silu(gate_proj(x)) * up_proj(x)), by one with small projections."""
-    if len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    trial: Any = copy.copy(module)
-    trial._modules = dict(module._modules)
-    weights = [torch.linspace(-1, 1 + i, 12).reshape(3, 4) for i in range(3)]
-    for name, weight in zip(PROJECTIONS, (weights[0], weights[1], weights[2].T), strict=True):
-        trial._modules[name] = projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="cpu")
-        projection.weight.copy_(weight)
-    x = torch.linspace(-2, 3, 20).reshape(5, 4)
-    try:
-        found = trial(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # more than three projections: not the usual one
-        return False
-    gated = nn.functional.silu(x @ weights[0].T) * (x @ weights[1].T)
-    return isinstance(found, Tensor) and torch.allclose(found, gated @ weights[2], rtol=1e-5)
-
-
-class _Attention(nn.Module):
-    """In the place of an attention layer: keeps what it was called with."""
-
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.weight, self.given = weight, dict[str, Any]()
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        self.given = kwargs
-        return hidden_states @ self.weight, None
-
-
-@torch.no_grad()
-def _is_residual_block(module: Any) -> bool:
-    """See `fuse_residuals`; found out with small layers, which the attention has to be called with all there is."""
-    norms = ("input_layernorm", "post_attention_layernorm")
-    attention = getattr(module, "self_attn", None)
-    usual = isinstance(attention, nn.Module) and isinstance(getattr(module, "mlp", None), GatedMLP)
-    if not usual or any(type(getattr(module, name, None)) is not RMSNorm for name in norms):
-        return False
-    trial = copy.copy(module)
-    small: dict[str, Any] = {name: nn.Linear(4, 4, bias=False, device="cpu") for name in (*norms, "mlp")}
-    for number, each in enumerate(small.values()):
-        each.weight.copy_(torch.linspace(-1, 1 + number, 16).reshape(4, 4))
-    small["self_attn"] = _Attention(torch.linspace(-2, 1, 16).reshape(4, 4))
-    trial._modules = module._modules | small
-    x, taken = torch.linspace(-2, 3, 20).reshape(1, 5, 4), inspect.signature(module.forward).parameters.values()
-    names = ["cu_seq_lens_q" if each.kind is inspect.Parameter.VAR_KEYWORD else each.name for each in taken]
-    given = {name: name for name in names if name != "hidden_states"}
-    try:
-        found = type(module).forward(trial, x, **given)
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # something else is computed with them
-        return False
-    if not isinstance(found, Tensor) or trial.self_attn.given != given:
-        return False
-    attended = x + trial.self_attn(small[norms[0]](x))[0]
-    return torch.allclose(found, attended + small["mlp"](small[norms[1]](attended)), rtol=1e-5)
-
-
-@torch.no_grad()
-def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Whether a function (q, k, cos, sin) returns x * cos + (-second half of x, first half of x) * sin of q and k."""
-    q, k = torch.linspace(-1, 2, 48).reshape(1, 2, 3, 8), torch.linspace(-3, 1, 24).reshape(1, 1, 3, 8)
-    cos, sin = torch.linspace(-1, 1, 24).reshape(1, 3, 8), torch.linspace(0.5, -1, 24).reshape(1, 3, 8)
-    try:
-        found = function(q, k, cos, sin)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # other arguments, other shapes
-        return False
-
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-    pair = isinstance(found, tuple) and len(found) == 2
-    return pair and all(
-        got.shape == want.shape and torch.allclose(got, rotated(want)) for got, want in zip(found, (q, k), strict=True)
-    )
