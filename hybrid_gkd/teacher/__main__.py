@@ -15,6 +15,7 @@ import ctypes
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -122,6 +123,8 @@ def serve(arguments: argparse.Namespace) -> int:
     finally:
         service.supervisor.stop()
         service.broker.close()
+        if arguments.delete_for_parent and os.getppid() != arguments.die_with_parent:
+            shutil.rmtree(arguments.delete_for_parent, ignore_errors=True)
     return 0
 
 
@@ -219,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
     server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
+    server.add_argument("--delete-for-parent", metavar="FOLDER", help="delete it if the parent process has ended")
     server.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 for other machines")
     server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")

@@ -345,20 +345,23 @@ def test_no_process_survives_the_service(own_teacher, how):
             own_teacher.check()
 
 
-def test_the_service_ends_with_its_parent(model_path, tmp_path):
+def test_the_service_ends_with_its_parent_and_deletes_their_keys(model_path, tmp_path):
     program = (
         "import sys, time; from hybrid_gkd.teacher.server.local import TeacherProcess\n"
         f"teacher = TeacherProcess({model_path!r}, log_path={str(tmp_path / 'log')!r}, options={HF!r})\n"
-        "teacher.__enter__().wait_ready(); print(teacher.pid, flush=True); time.sleep(1000)"
+        "teacher.__enter__().wait_ready(); print(teacher.pid, teacher.keys, flush=True); time.sleep(1000)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=child_environment())
     try:
-        service = int(parent.stdout.readline())
-        processes = [service, *children(service)]
+        service, keys = parent.stdout.readline().decode().split()
+        processes = [int(service), *children(service)]
+        folder = Path(keys).parents[1]
+        assert folder.is_dir()
     finally:
         parent.kill()
         parent.wait()
     wait_until(lambda: not any(map(is_alive, processes)), "for the service to end with its parent")
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

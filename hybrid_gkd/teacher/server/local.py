@@ -51,6 +51,7 @@ class TeacherProcess:
             sys.executable, "-m", "hybrid_gkd.teacher", "serve", f"--ckpt-path={ckpt_path}", f"--port={port}",
             f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
             *(options or []), f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
+            f"--delete-for-parent={self._folder.name}",  # with its keys, should this process be killed
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self.address = self.worker_address = ""
