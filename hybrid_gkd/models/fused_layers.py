@@ -96,6 +96,13 @@ def fuse_projections(model: nn.Module) -> None:
                     each.siblings, each.place = siblings, place
 
 
+def forget_projections(model: nn.Module) -> None:
+    """After a forward pass that was given up: drop results that were not asked for, and what they keep in memory."""
+    for module in model.modules():
+        if isinstance(module, SharedLinear):
+            module.siblings.forget()
+
+
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
@@ -184,8 +191,11 @@ class Siblings:
             self._input, self._results = x, dict(enumerate(_Project.apply(x, *tensors)))
         result = self._results.pop(place)
         if not self._results:
-            self._input = None
+            self.forget()
         return result
+
+    def forget(self) -> None:
+        self._input, self._results = None, {}
 
 
 _residual_classes: dict[type, type] = {}

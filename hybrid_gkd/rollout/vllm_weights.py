@@ -34,7 +34,7 @@ class InPlaceWeights:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take full weights under all their names; raises WorkerError if one is missing."""
+        """Take full weights under all their names; raises WorkerError if one is missing that came the first time."""
         if self._layout is None:
             self.model.load_weights(self._compared(weights))
         else:

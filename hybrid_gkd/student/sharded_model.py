@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
-from hybrid_gkd.models.fused_layers import ResidualBlock
+from hybrid_gkd.models.fused_layers import ResidualBlock, forget_projections
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
 from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, itself, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
@@ -127,6 +127,7 @@ class ShardedModel:
 
     def abandon_backward(self) -> None:
         """Drop all gradients and bring FSDP2 back to where a forward pass can begin, for which it has no public way."""
+        forget_projections(self.model)
         self.model.set_reshard_after_backward(True)
         for parameter in fsdp_parameters(self.model):
             parameter.unsharded_accumulated_grad = None

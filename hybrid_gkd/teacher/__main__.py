@@ -82,10 +82,15 @@ class Service:
         timeout = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
         self._drain_until = time.monotonic() + timeout
 
+    @property
+    def parent_has_ended(self) -> bool:
+        """Whether the process is gone with which this one is to end."""
+        parent = self._arguments.die_with_parent
+        return parent is not None and os.getppid() != parent
+
     def keep_running(self) -> bool:
         """Called several times a second. Raises TeacherError when no worker can be had."""
-        parent = self._arguments.die_with_parent
-        if parent is not None and os.getppid() != parent:
+        if self.parent_has_ended:
             return False
         if self._drain_until is not None:
             self.broker.drain()
@@ -123,7 +128,7 @@ def serve(arguments: argparse.Namespace) -> int:
     finally:
         service.supervisor.stop()
         service.broker.close()
-        if arguments.delete_for_parent and os.getppid() != arguments.die_with_parent:
+        if arguments.delete_for_parent and service.parent_has_ended:
             shutil.rmtree(arguments.delete_for_parent, ignore_errors=True)
     return 0
 
@@ -222,7 +227,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
     server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
-    server.add_argument("--delete-for-parent", metavar="FOLDER", help="delete it if the parent process has ended")
+    server.add_argument("--delete-for-parent", metavar="FOLDER",
+                        help="with --die-with-parent: delete this folder when the parent process has ended")
     server.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 for other machines")
     server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
     server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")

@@ -1,11 +1,7 @@
 """The head's Triton kernels against their plain-torch counterparts, run by Triton's interpreter. CPU, seconds."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from kernels import compiles_for_a_gpu, interpreted
 
 CASES = [
     # rows, vocabulary, ids per row, temperature, dtype
@@ -20,44 +16,28 @@ CASES = [
 
 @pytest.mark.slow
 def test_kernels_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same"] * len(CASES)
+    assert interpreted(__file__) == ["same"] * len(CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail", [0, 63])
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_kernels_compile_for_a_gpu(tail, with_entropy, tmp_path, monkeypatch):
-    """The compiler wants types that the interpreter does not ask for; it needs no GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from hybrid_gkd.losses import head_triton
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before is no test
     types = {
         "logits": "*bf16", "ids": "*i64", "logprobs": "*fp32", "lse": "*fp32", "lse_out": "*fp32",
         "entropy": "*fp32", "entropy_out": "*fp32", "grad_logprobs": "*fp32", "grad_entropy": "*fp32",
-        "stride": "i32", "vocabulary": "i32", "scale": "fp32", "masked_logit": "fp32",
+        "scale": "fp32", "masked_logit": "fp32",
     }  # fmt: skip
     without = {} if with_entropy else {"entropy": None, "entropy_out": None, "grad_entropy": None}
     kernels = {head_triton._statistics: head_triton.STATISTICS, head_triton._gradient: head_triton.GRADIENT}
     for kernel, sizes in kernels.items():
         constants = {"TAIL": tail, "K": 64, "K_BLOCK": 64, "BLOCK": sizes["BLOCK"], **without}
-        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        options = {"num_warps": sizes["num_warps"]}
-        compiled = triton.compile(
-            ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options=options
-        )
-        assert "ptx" in compiled.asm
+        warps = {"num_warps": sizes["num_warps"]}
+        assert compiles_for_a_gpu(kernel, tmp_path, monkeypatch, constants=constants, types=types, **warps)
 
 
 def compare(rows, vocabulary, num_ids, temperature, dtype):

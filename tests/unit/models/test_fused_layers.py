@@ -2,14 +2,14 @@
 
 import copy
 import functools
-import os
+import gc
 import statistics
-import subprocess
 import sys
-from pathlib import Path
+import weakref
 
 import pytest
 import torch
+from kernels import compiles_for_a_gpu, interpreted
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_gkd.models.fused_layers import (
@@ -25,7 +25,9 @@ from hybrid_gkd.models.fused_layers import (
     _Norm,
     _Project,
     _Rotary,
+    forget_projections,
     fuse_layers,
+    fuse_projections,
 )  # fmt: skip
 
 NUM_TOKENS = 11
@@ -103,6 +105,24 @@ def test_layers_that_read_the_same_input_are_computed_at_once_and_others_by_them
         got = torch.autograd.grad(sum(each.square().sum() for each in found), trained)
         torch.testing.assert_close(found, want)
         torch.testing.assert_close(got, torch.autograd.grad(sum(each.square().sum() for each in want), expected))
+
+
+def test_results_that_nobody_asks_for_keep_nothing_in_memory_once_they_are_forgotten(monkeypatch):
+    """Of a forward pass that ran out of memory between two projections: its whole graph hangs on them."""
+    monkeypatch.setattr("hybrid_gkd.models.fused_layers._has_kernels", lambda x: True)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 3, bias=False) for name in ("q_proj", "k_proj", "v_proj")})
+    fuse_projections(model)
+    hidden = torch.randn(5, 4, requires_grad=True) * 2
+    kept = weakref.ref(hidden)
+    model["q_proj"](hidden)
+    del hidden
+    assert kept() is not None
+    forget_projections(model)
+    gc.collect()
+    assert kept() is None
+    other = torch.randn(5, 4)
+    torch.testing.assert_close(model["k_proj"](other), other @ model["k_proj"].weight.T)
+    assert not model["k_proj"].siblings.apart
 
 
 def exact_norm(x, weight):
@@ -223,26 +243,14 @@ def compare_models(device, dtype, model_type):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 8e-3)])
 def test_kernels_under_the_interpreter(dtype, tolerance):
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__, dtype, str(tolerance)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same"]
+    assert interpreted(__file__, dtype, tolerance) == ["same"]
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
-    """The compiler wants types that the interpreter does not ask for; it needs no GPU."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     kernels = _kernels()
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before is no test
     tensors = (
         "x", "weight", "result", "upstream", "grad", "gate", "up", "grad_gate", "grad_up", "q", "k", "cos", "sin",
         "q_result", "k_result", "residual", "total", "beside",
@@ -253,14 +261,11 @@ def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
     for kernel, constants in (
         *((kernels._norm, {"ADDS": adds, **norm}) for adds in (True, False)),
         *((kernels._norm_backward, {"ADDS": adds, **norm}) for adds in (True, False)),
-        (kernels._column_sums, {"ROWS": 64, "BLOCK": 128}),
+        (kernels._column_sums, {"ROWS": kernels.SUM_ROWS, "BLOCK": kernels.SUM_COLUMNS}),
         (kernels._gated, {"BLOCK": 2048}), (kernels._gated_backward, {"BLOCK": 2048}),
         (kernels._rotate, {"BACKWARD": False, **rotary}), (kernels._rotate, {"BACKWARD": True, **rotary}),
     ):  # fmt: skip
-        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
-        assert "ptx" in compiled.asm
+        assert compiles_for_a_gpu(kernel, tmp_path, monkeypatch, constants=constants, types=types)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,9 @@
 tests/gpu/test_decode_attention_on_gpu.py compares it with FlashAttention.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from kernels import compiles_for_a_gpu, interpreted
 
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm_attention
@@ -50,29 +46,18 @@ def compare(heads, kv_heads, size, block):
 
 @pytest.mark.slow
 def test_kernel_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same"] * len(CASES)
+    assert interpreted(__file__) == ["same"] * len(CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", vllm_attention.HEAD_SIZES)
 def test_kernel_compiles_for_a_gpu(size, tmp_path, monkeypatch):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from hybrid_gkd.rollout.vllm_attention_triton import ROWS, _attend
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before is no test
     constants = {"BLOCK": 16, "GROUP": 7, "SIZE": size, "ROWS": ROWS, "TOKENS": 8192 // size}
     pointers = dict.fromkeys(("query", "keys", "values", "out"), "*bf16") | dict.fromkeys(("table", "lengths"), "*i32")
-    signature = dict.fromkeys(_attend.arg_names, "i32") | pointers | {"scale": "fp32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    values = {(_attend.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(_attend, signature, values), target=GPUTarget("cuda", 90, 32))
-    assert "ptx" in compiled.asm
+    types = pointers | {"scale": "fp32"}
+    assert compiles_for_a_gpu(_attend, tmp_path, monkeypatch, constants=constants, types=types)
 
 
 if __name__ == "__main__":

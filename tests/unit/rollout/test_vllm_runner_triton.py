@@ -4,14 +4,12 @@ vLLM's function that adds the noise is none without a GPU: another one stands in
 """
 
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from kernels import compiles_for_a_gpu, interpreted
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -165,23 +163,7 @@ def compare_samples(count, rows_of_logits, vocabulary, temperature, logprobs):
 
 @pytest.mark.slow
 def test_kernels_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same"] * len(PREPARED + SAMPLED)
-
-
-def compiled_for_a_gpu(kernel, folder, monkeypatch, *, constants, types):
-    """The compiler wants types that the interpreter does not ask for; it needs no GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))  # what was compiled before is no test
-    signature = {name: "*i32" for name in kernel.arg_names} | types | dict.fromkeys(constants, "constexpr")
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    return triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+    assert interpreted(__file__) == ["same"] * len(PREPARED + SAMPLED)
 
 
 @pytest.mark.slow
@@ -191,10 +173,8 @@ def test_preparation_compiles_for_a_gpu(is_first, tmp_path, monkeypatch):
     numbers = ("table_stride", "copy_stride", "block_size", "most_rows", "row_programs")
     types = dict.fromkeys(numbers, "i32") | dict.fromkeys(("last_tokens", "positions", "slots"), "*i64")
     sizes = {"ROWS": module.ROWS, "COLUMNS": module.COLUMNS, "HEADER": module.HEADER}
-    compiled = compiled_for_a_gpu(
-        module._prepare, tmp_path, monkeypatch, constants={"IS_FIRST": is_first, **sizes}, types=types
-    )
-    assert "ptx" in compiled.asm
+    constants = {"IS_FIRST": is_first, **sizes}
+    assert compiles_for_a_gpu(module._prepare, tmp_path, monkeypatch, constants=constants, types=types, other="*i32")
 
 
 @pytest.mark.slow
@@ -210,8 +190,8 @@ def test_sampling_compiles_for_a_gpu(name, asked, tmp_path, monkeypatch):
     else:
         types |= dict.fromkeys(("row_stride", "tokens_stride", "parts"), "i32") | {"last_tokens": "*i64"}
         constants |= {"WIDTH": 256}
-    compiled = compiled_for_a_gpu(getattr(module, name), tmp_path, monkeypatch, constants=constants, types=types)
-    assert "ptx" in compiled.asm
+    kernel = getattr(module, name)
+    assert compiles_for_a_gpu(kernel, tmp_path, monkeypatch, constants=constants, types=types, other="*i32")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,11 @@
 tests/gpu/test_teacher_engines.py compares a teacher's scores with and without them.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernels import compiles_for_a_gpu, interpreted
 from torch import nn
 
 from hybrid_gkd.models import vllm_compat
@@ -75,30 +72,19 @@ def test_products_in_more_bits_are_left_alone_without_a_word(caplog):
 
 @pytest.mark.slow
 def test_kernels_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same"] * len(SIZES)
+    assert interpreted(__file__) == ["same"] * len(SIZES)
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from hybrid_gkd.teacher.engines.vllm_fp8_triton import _add_norm, _gate
 
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # what was compiled before is no test
     types = {"eps": "fp32", "values": "*fp8e4nv", "scales": "*fp32"}
     for kernel, constants in (
         (_add_norm, {"SIZE": 1536, "WIDTH": 2048}), (_gate, {"SIZE": 8960, "FIRST": 8192, "REST": 1024}),
         (_gate, {"SIZE": 8192, "FIRST": 8192, "REST": 0}),
     ):  # fmt: skip
-        signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in kernel.arg_names}
-        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
-        assert "ptx" in compiled.asm
+        assert compiles_for_a_gpu(kernel, tmp_path, monkeypatch, constants=constants, types=types, other="*bf16")
 
 
 if __name__ == "__main__":
