@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import math
@@ -23,6 +24,9 @@ from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.workers.placement import Placement
+
+SPARE = 0.1
+"""Of a GPU: offloads are called unnecessary only where so much stays free, since activations are "at least"."""
 
 
 def placement_plan(config: Config, *, device: str, engine: str) -> str:
@@ -81,9 +85,37 @@ def memory_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | No
             shares.append(f"local teacher {budget.teacher_share(config, total_bytes=total):g}")
         lines.append(f"shares of a GPU of {total / GIB:.1f} GiB (gpu_memory_utilization): {', '.join(shares)}")
         budget.check_memory(config, spec, total_bytes=total)
+        lines += room_without_offloads(config, spec, total)
     elif device == "cuda":
         lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
     return "\n".join(lines)
+
+
+def room_without_offloads(config: Config, spec: ModelSpec, total: int) -> list[str]:
+    """A line that names the student's offloads which a GPU of `total` bytes can do without; none if it needs them.
+
+    The rollout engine keeps its share: a smaller KV cache might cost more than the copies.
+    """
+    arr = config.actor_rollout_ref
+    fsdp, share = arr.actor.fsdp_config, budget.engine_share(config, spec, total)
+    keys = ("param_offload", "optimizer_offload") if arr.hybrid_engine else ("optimizer_offload",)
+    offloads = [key for key in keys if getattr(fsdp, key)]
+    for off in filter(None, (offloads, offloads[:-1])):  # an update needs the parameters in any case
+        changes: dict[str, Any] = dict.fromkeys(off, False)
+        actor = dataclasses.replace(arr.actor, fsdp_config=dataclasses.replace(fsdp, **changes))
+        other = dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(arr, actor=actor))
+        with contextlib.suppress(ConfigError):  # the rollout engine does not fit
+            phases = budget.phase_bytes(other, spec, device="cuda", total_bytes=total)
+            sizes = {phase: sum(owners.values()) for phase, owners in phases.items()}
+            rollout, largest = sizes.pop("rollout", 0.0), max(sizes.values())
+            same = budget.engine_share(other, spec, total) == share
+            if same and rollout <= total and largest <= (1 - SPARE) * total:
+                settings = " ".join(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in off)
+                return [
+                    f"this GPU has room for what is offloaded: with {settings} a step waits for no copy of it, and at "
+                    f"most {largest / GIB:.1f} GiB are held outside of rollouts"
+                ]
+    return []
 
 
 def host_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | None) -> str:

@@ -699,6 +699,32 @@ def test_a_state_space_model_is_refused_by_name(tmp_path):
         model_spec(str(tmp_path), trust_remote_code=False, override_config={})
 
 
+def test_the_plan_names_the_offloads_that_a_card_does_not_need(monkeypatch):
+    spec = ModelSpec(
+        parameters=1_543_714_304, kv_bytes_per_token=28_672, activation_bytes_per_token=1_900_000,
+        embedding_parameters=233_373_696, stored_itemsize=2,
+    )
+
+    def named(total, *overrides):
+        """The keys that the plan says to switch off; a run with them is accepted."""
+        given = (*OFFLOAD, COMPUTED, *overrides)
+        monkeypatch.setattr("hybrid_gkd.launch.plan.gpu_bytes", lambda *_: int(total * GIB))
+        plan = memory_plan(config(*given), spec, device="cuda")
+        keys = [word for word in plan.split() if word.startswith(FSDP)]
+        check_memory(config(*given, *keys), spec, total_bytes=int(total * GIB))
+        assert bool(keys) == ("has room for what is offloaded" in plan)
+        return {key.removeprefix(f"{FSDP}.") for key in keys}
+
+    assert named(140) == named(65) == {"param_offload=false", "optimizer_offload=false"}
+    assert named(60) == named(50) == {"param_offload=false"}  # beside parameters, gradients, activations
+    assert named(44) == set()
+    assert named(140, MANY) == set()  # the rollout engine uses what they leave
+    assert named(140, f"{FSDP}.param_offload=false") == {"optimizer_offload=false"}
+    assert named(140, f"{FSDP}.param_offload=false", f"{FSDP}.optimizer_offload=false") == set()
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+    assert named(140, *pools) == {"optimizer_offload=false"}
+
+
 def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     """They are known when the workers are placed, and this machine may have none."""
     cluster = config(f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "ray_init.address=far:6379")
