@@ -104,16 +104,15 @@ def room_without_offloads(config: Config, spec: ModelSpec, total: int) -> list[s
         changes: dict[str, Any] = dict.fromkeys(off, False)
         actor = dataclasses.replace(arr.actor, fsdp_config=dataclasses.replace(fsdp, **changes))
         other = dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(arr, actor=actor))
-        with contextlib.suppress(ConfigError):  # the rollout engine does not fit
+        with contextlib.suppress(ConfigError):  # it does not fit
+            budget.check_memory(other, spec, total_bytes=total)
             phases = budget.phase_bytes(other, spec, device="cuda", total_bytes=total)
-            sizes = {phase: sum(owners.values()) for phase, owners in phases.items()}
-            rollout, largest = sizes.pop("rollout", 0.0), max(sizes.values())
-            same = budget.engine_share(other, spec, total) == share
-            if same and rollout <= total and largest <= (1 - SPARE) * total:
+            largest = max(sum(owners.values()) for phase, owners in phases.items() if phase != "rollout")
+            if budget.engine_share(other, spec, total) == share and largest <= (1 - SPARE) * total:
                 settings = " ".join(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in off)
                 return [
-                    f"this GPU has room for what is offloaded: with {settings} a step waits for no copy of it, and at "
-                    f"most {largest / GIB:.1f} GiB are held outside of rollouts"
+                    f"offloads that this GPU does not need: {settings} saves each step their copies; then no phase but "
+                    f"the rollout holds more than {largest / GIB:.1f} GiB"
                 ]
     return []
 

@@ -71,9 +71,9 @@ class Updater:
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
 
-        Copies overlap the work: the optimizer state comes while the last micro-batch is computed, if the peak
-        activation memory so far leaves room for it, and memory owners that the rollout does not need leave from the
-        end on.
+        Copies begin early: those of the optimizer state before the last micro-batch, if the peak activation memory so
+        far leaves room for it (what the passes copy to the device after that waits for them), and those of memory
+        owners that the rollout does not need at the end.
 
         Raises:
             DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not,
