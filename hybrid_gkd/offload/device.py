@@ -44,6 +44,10 @@ class MemoryMeter:
         """Peak bytes of tensors since `start`, beyond the bytes at that moment."""
         return torch.cuda.max_memory_allocated() - self._started_with if self._on_gpu else 0
 
+    def present(self) -> int:
+        """Bytes of tensors beyond those at the last `start`."""
+        return torch.cuda.memory_allocated() - self._started_with if self._on_gpu else 0
+
     def take_peak(self) -> int:
         """Peak bytes of tensors since the last call."""
         if self._on_gpu:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -42,25 +43,28 @@ class OffloadedTensors(MemoryOwner):
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
         self.arena: torch.Tensor | None = None
-        self._copy: tuple[str, torch.cuda.Event, torch.cuda.Event] | None = None
-        """Direction, start and end of the copy in flight."""
+        self._copy: tuple[str, int, torch.cuda.Event, torch.cuda.Event] | None = None
+        """Direction, bytes, start and end of the last copy in flight."""
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         """Storages with their copies; the copies are valid, or on their way."""
-        self._away = False
+        self._missing: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """Of these, the ones that are not on the device, or all tensors of this owner are."""
         self.gigabytes_per_second: dict[str, float] = {}
         """"in" and "out": of the last copy, as the device has timed it."""
 
     def num_bytes(self) -> int:
-        if self._away:
+        if self._missing:
             return sum(host.numel() for _, host in self._on_host)
         return sum(storage.nbytes() for storage in self._storages())
 
     def changed(self) -> None:
-        assert not self._away, "tensors that are not on the device cannot change"
+        assert not self._missing, "tensors that are not on the device cannot change"
         self._finish()
         self._on_host = []
 
     def start_release(self) -> None:
+        if self._missing:  # nothing has changed since the copies were made
+            return
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
         # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
         if {s._cdata for s in storages} == {s._cdata for s, _ in self._on_host}:
@@ -77,15 +81,24 @@ class OffloadedTensors(MemoryOwner):
         self._finish()
         for storage, _ in self._on_host:
             storage.resize_(0)
-        self._away = True
+        self._missing = self._on_host[::-1]
 
-    def start_acquire(self) -> bool:
-        if self._away:
-            for storage, host in self._on_host:
+    def start_acquire(self, room: int = sys.maxsize, most: int = sys.maxsize) -> int:
+        coming = list[tuple[torch.UntypedStorage, torch.Tensor]]()
+        try:
+            for storage, host in reversed(self._missing):
+                if most <= 0 or host.numel() > room:
+                    break
+                coming.append((storage, host))
                 storage.resize_(host.numel())
-            self._away = False
-            self._start_copy("in", [(_as_bytes(storage), host) for storage, host in self._on_host])
-        return True
+                room, most = room - host.numel(), most - host.numel()
+        except torch.OutOfMemoryError:
+            for storage, _ in coming:
+                storage.resize_(0)
+            raise
+        self._missing = self._missing[: len(self._missing) - len(coming)]
+        self._start_copy("in", [(_as_bytes(storage), host) for storage, host in coming])
+        return sum(host.numel() for _, host in self._missing)
 
     def acquire(self) -> None:
         self.start_acquire()
@@ -103,16 +116,15 @@ class OffloadedTensors(MemoryOwner):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
             end.record()
-        self._copy = direction, start, end
+        self._copy = direction, sum(source.numel() for _, source in pairs), start, end
 
     def _finish(self) -> None:
         if self._copy is None:
             return
-        direction, start, end = self._copy
+        direction, num_bytes, start, end = self._copy
         end.synchronize()
         self._copy = None
-        total = sum(host.numel() for _, host in self._on_host)
-        self.gigabytes_per_second[direction] = total / 1e6 / max(start.elapsed_time(end), 1e-3)
+        self.gigabytes_per_second[direction] = num_bytes / 1e6 / max(start.elapsed_time(end), 1e-3)
 
     @torch.no_grad()  # with gradients, to_local is an autograd function: 4 ms for the 870 tensors of a 0.5B student
     def _storages(self) -> list[torch.UntypedStorage]:

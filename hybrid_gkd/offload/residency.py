@@ -7,6 +7,7 @@ a later phase behind the work of this one, where there is room. Nothing here kno
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -52,9 +53,12 @@ class MemoryOwner(Protocol):
     def release(self) -> None:
         """Take it off the device, or finish what `start_release` began."""
 
-    def start_acquire(self) -> bool:
-        """Take the memory and begin to copy; False if that cannot be done in the background."""
-        return False
+    def start_acquire(self, room: int, most: int) -> int:
+        """Begin to bring what `room` bytes hold, about `most` bytes of it; the bytes that are missing then.
+
+        None come of an owner that cannot do that in the background.
+        """
+        return self.num_bytes()
 
     def start_release(self) -> None:
         """Begin to copy changed content to the host; the owner stays usable, for reading only."""
@@ -86,7 +90,8 @@ class Residency:
         self._owners = {name: owners[name] for name in MEMORY_OWNERS if name in owners}
         self._movable = movable & set(owners)
         self._resident = resident & set(owners)
-        self._arriving: set[str] = set()
+        self._arriving: dict[str, int] = {}
+        """Owners of which some memory is on the device or on its way -> bytes that are missing."""
         self._free_bytes = free_bytes
         self._seconds: dict[str, float] = {}
         self._bytes: dict[tuple[str, str], int] = {}
@@ -104,12 +109,12 @@ class Residency:
         leaving = self._unwanted(wanted)
         for name in leaving:
             self._timed(f"release {name}", owners[name].start_release)
-        for name in [n for n in reversed(owners) if n in wanted - self._resident]:
-            if name not in self._arriving and not self._fits_beside(name, MARGIN_BYTES):
+        for name in self._absent(phase):
+            if self._arriving.get(name) != 0 and not 0 < self._needed(name) <= self._room(MARGIN_BYTES):
                 self._release(leaving)
                 self._check_budget(phase, name)
             self._timed(f"acquire {name}", owners[name].acquire)
-            self._arriving.discard(name)
+            self._arriving.pop(name, None)
             self._resident.add(name)
         if finish:
             self._release(leaving)
@@ -119,21 +124,28 @@ class Residency:
         self._bytes = {key: size for key, size in self._bytes.items() if key[0] != phase}
         self._bytes |= {(phase, name): owners[name].num_bytes() for name in self._resident.difference(leaving)}
 
-    def prepare(self, phase: str, *, reserve: int = 0) -> int:
-        """Start the copies that entering `phase` will need, and return at once; bytes of the owners brought in.
+    def prepare(self, phase: str, *, reserve: int = 0, most: int = sys.maxsize) -> int:
+        """Start copies that entering `phase` will need, and return at once; the bytes that are coming in by this call.
 
-        Owners of `phase` are brought in where they fit beside all present ones and `reserve` bytes for the allocations
-        of the present phase; the others are copied out, and must not change any more until `phase` is entered (or
-        one of `CHANGING_PHASES` is).
+        Owners of `phase` are brought in, about `most` bytes of them, as far as they fit beside all present ones and
+        `reserve` bytes for the allocations of the present phase; the next call goes on. The others are copied out, and
+        must not change any more until `phase` is entered (or one of `CHANGING_PHASES` is).
         """
-        wanted, arriving = RESIDENCY[phase], 0
-        for name in [n for n in reversed(self._owners) if n in wanted - self._resident - self._arriving]:
-            if self._fits_beside(name, reserve + MARGIN_BYTES) and self._owners[name].start_acquire():
-                self._arriving.add(name)
-                arriving += self._owners[name].num_bytes()
-        for name in self._unwanted(wanted):
+        coming = 0
+        for name in self._absent(phase):
+            needed, room = self._needed(name), self._room(reserve + MARGIN_BYTES)
+            if needed and coming < most and room > 0:
+                missing = self._owners[name].start_acquire(room, most - coming)
+                if missing < needed:
+                    self._arriving[name] = missing
+                    coming += needed - missing
+        for name in self._unwanted(RESIDENCY[phase]):
             self._owners[name].start_release()
-        return arriving
+        return coming
+
+    def missing(self, phase: str) -> int:
+        """Bytes of owners of `phase`, as far as they are known, that are neither on the device nor on their way."""
+        return sum(self._needed(name) for name in self._absent(phase))
 
     @property
     def takes_turns(self) -> bool:
@@ -141,7 +153,7 @@ class Residency:
         return bool(self._movable)
 
     def _unwanted(self, wanted: frozenset[str]) -> list[str]:
-        present = self._resident | self._arriving
+        present = self._resident | self._arriving.keys()
         return [name for name in self._owners if name in self._movable & present and name not in wanted]
 
     def _release(self, names: list[str]) -> None:
@@ -149,20 +161,27 @@ class Residency:
             name = names.pop(0)
             self._timed(f"release {name}", self._owners[name].release)
             self._resident.discard(name)
-            self._arriving.discard(name)
+            self._arriving.pop(name, None)
 
     def _timed(self, name: str, move: Callable[[], None]) -> None:
         started = time.perf_counter()
         move()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def _fits_beside(self, name: str, reserve: int) -> bool:
-        """Whether it fits although nothing has left yet. A memory owner that never came has no known size."""
-        size = self._owners[name].num_bytes()
-        return self._free_bytes is not None and 0 < size <= self._free_bytes() - reserve
+    def _absent(self, phase: str) -> list[str]:
+        """Owners that `phase` needs and that are not, or not wholly, there, in the order in which they are acquired."""
+        return [name for name in reversed(self._owners) if name in RESIDENCY[phase] - self._resident]
+
+    def _needed(self, name: str) -> int:
+        """Bytes that are missing of an owner that is not there. One that never came has no known size: 0."""
+        return self._arriving[name] if name in self._arriving else self._owners[name].num_bytes()
+
+    def _room(self, reserve: int) -> int:
+        """Bytes beside all that is there and `reserve`; none where there is no budget to keep."""
+        return 0 if self._free_bytes is None else self._free_bytes() - reserve
 
     def _check_budget(self, phase: str, name: str) -> None:
-        needed = self._owners[name].num_bytes()
+        needed = self._needed(name)
         if self._free_bytes is not None and needed > (free := self._free_bytes()):
             others = ", ".join(f"{n} {self._owners[n].num_bytes() / 2**30:.2f} GiB" for n in sorted(self._resident))
             raise DeviceMemoryError(

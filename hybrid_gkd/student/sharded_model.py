@@ -5,6 +5,7 @@ All methods are collective: every rank calls them in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -90,7 +91,8 @@ class ShardedModel:
         reduce_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        for blocks in block_groups(decoder_blocks(self.hf_model)):
+        self._blocks = decoder_blocks(self.hf_model)  # now: FSDP2 gives modules classes of other names
+        for blocks in block_groups(self._blocks):
             fully_shard(blocks, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
         if new_head:
             fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32), reshard_after_forward=False)
@@ -124,6 +126,23 @@ class ShardedModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @contextlib.contextmanager
+    def before_each_backward(self, call: Callable[[int], None]) -> Iterator[None]:
+        """Within it, `call` before the backward pass of every decoder block, with the number of calls that are left."""
+        left = iter(range(len(self._blocks), 0, -1))
+
+        def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+            first = output if torch.is_tensor(output) else output[0]
+            if first.requires_grad:  # what gradient checkpointing computes again is no part of the backward pass
+                first.register_hook(lambda _: call(next(left, 1)))
+
+        hooks = [block.register_forward_hook(after_forward) for block in self._blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def abandon_backward(self) -> None:
         """Drop all gradients and bring FSDP2 back to where a forward pass can begin, for which it has no public way."""

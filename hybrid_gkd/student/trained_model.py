@@ -82,7 +82,7 @@ class TrainedModel(ShardedModel):
         raise NotImplementedError
 
     def update(
-        self, batch: MiniBatch, *, before_last: Callable[[], None] = lambda: None,
+        self, batch: MiniBatch, *, around_last: contextlib.AbstractContextManager[None] | None = None,
         before_step: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
@@ -92,7 +92,7 @@ class TrainedModel(ShardedModel):
 
         Args:
             batch: this rank's share; `num_tokens` is of the whole mini-batch.
-            before_last: called before the last micro-batch.
+            around_last: entered for the forward and backward pass of the last micro-batch.
             before_step: called between the last backward pass and the optimizer step.
 
         Raises:
@@ -100,7 +100,7 @@ class TrainedModel(ShardedModel):
             torch.OutOfMemoryError: the device memory did not suffice; no weight has changed.
             DeviceMemoryError: see `step`.
         """
-        self.accumulate(batch, before_last=before_last)
+        self.accumulate(batch, around_last=around_last or contextlib.nullcontext())
         sums, self._sums = self._sums, {}  # now: a new attempt after a failure must begin anew
         with self.timer.measure("optimizer_step"):
             grad_norm = self.clip_grad_norm(self.grad_clip)
@@ -114,10 +114,12 @@ class TrainedModel(ShardedModel):
             rate = self.step()
         return metrics | {f"{self.prefix}/grad_norm": norm, f"{self.prefix}/lr": rate}
 
-    def accumulate(self, batch: MiniBatch, *, before_last: Callable[[], None] | None = None) -> None:
+    def accumulate(
+        self, batch: MiniBatch, *, around_last: contextlib.AbstractContextManager[None] | None = None
+    ) -> None:
         """Add the gradients of a part of a mini-batch; its last part goes to `update`.
 
-        `before_last` is the last part's: called before its last micro-batch, after which nothing follows.
+        `around_last` is the last part's: entered for its last micro-batch, after which nothing follows.
 
         Raises torch.OutOfMemoryError; the gradients of earlier parts are gone too.
         """
@@ -128,25 +130,26 @@ class TrainedModel(ShardedModel):
             self._seed()
         try:
             with self.timer.measure("compute"):
-                self._add_gradients(batch, sums, before_last)
+                self._add_gradients(batch, sums, around_last)
         except torch.OutOfMemoryError:
             self._sums = {}
             self.abandon_backward()
             raise
 
-    def _add_gradients(self, batch: MiniBatch, sums: dict[str, Tensor], before_last: Callable[[], None] | None) -> None:
+    def _add_gradients(
+        self, batch: MiniBatch, sums: dict[str, Tensor], around_last: contextlib.AbstractContextManager[None] | None
+    ) -> None:
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            last = False
-            if before_last is not None and number == len(batch.micro_batches):
-                last = True
-                before_last()
+            around = around_last if number == len(batch.micro_batches) else None
+            last = around is not None
             if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
                 self.model.set_reshard_after_backward(last)
             if self.world_size == 1:  # the rank has whole gradients anyway: only their sum is reduced, to itself
                 self.model.set_requires_gradient_sync(last)
-            loss_sum, parts = self._loss(micro_batch)
-            # FSDP2 averages gradients over ranks; the loss is a sum over them.
-            (loss_sum * (self.world_size / batch.num_tokens)).backward()
+            with around or contextlib.nullcontext():
+                loss_sum, parts = self._loss(micro_batch)
+                # FSDP2 averages gradients over ranks; the loss is a sum over them.
+                (loss_sum * (self.world_size / batch.num_tokens)).backward()
             self._add(sums, parts | {self.loss_name: loss_sum.detach()})
 
     def _add(self, sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:

@@ -71,9 +71,9 @@ class Updater:
     def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
 
-        Copies begin early: those of the optimizer state before the last micro-batch, if the peak activation memory so
-        far leaves room for it (what the passes copy to the device after that waits for them), and those of memory
-        owners that the rollout does not need at the end.
+        Copies begin early: those of the optimizer state block by block within the last backward pass, as far as the
+        peak activation memory so far leaves room for them, and those of memory owners that the rollout does not need at
+        the end.
 
         Raises:
             DeviceMemoryError: the micro-batches do not fit, and no weight has changed; or the optimizer step does not,
@@ -132,19 +132,33 @@ class Updater:
         tokens = max(sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in micro_batches)
         arriving = 0
 
-        def before_last() -> None:
-            nonlocal arriving
-            self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken())
-            if self._largest_micro_batch:  # one that is larger than any before may need more by the same factor
-                reserve = round(self._peak_activation_bytes * max(1.0, tokens / self._largest_micro_batch))
-                arriving = self.residency.prepare(self.phases.step, reserve=reserve)
+        @contextlib.contextmanager
+        def around_last() -> Iterator[None]:
+            """Bring the optimizer state in pieces: copies that a pass needs wait for all that were sent before."""
+            if not self._largest_micro_batch or not self.residency.missing(self.phases.step):
+                yield
+                return
+            before, reserve = self.meter.present(), -1
+
+            def before_backward(left: int) -> None:
+                nonlocal arriving, reserve
+                taken = self.meter.taken() - arriving
+                self._peak_activation_bytes = max(self._peak_activation_bytes, taken)
+                if reserve < 0:  # a micro-batch that is larger than any before may need more by the same factor
+                    growth = max(1.0, tokens / self._largest_micro_batch)
+                    reserve = round(self._peak_activation_bytes * growth) - (self.meter.present() - before)
+                most = -(-self.residency.missing(self.phases.step) // left)
+                arriving += self.residency.prepare(self.phases.step, reserve=reserve, most=most)
+
+            with self.model.before_each_backward(before_backward):
+                yield
 
         def before_step() -> None:
             self._peak_activation_bytes = max(self._peak_activation_bytes, self.meter.taken() - arriving)
             self._largest_micro_batch = max(self._largest_micro_batch, tokens)
             self._enter(self.phases.step)
 
-        return self.model.update(batch, before_last=before_last, before_step=before_step)
+        return self.model.update(batch, around_last=around_last(), before_step=before_step)
 
     def _enter(self, phase: str) -> None:
         started = time.perf_counter()

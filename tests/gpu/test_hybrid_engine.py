@@ -26,7 +26,7 @@ from transformers import (
 from hybrid_gkd.checkpoint import find_damage, write_manifest
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.offload.pinned import page_locked
+from hybrid_gkd.offload.pinned import OffloadedTensors, page_locked
 from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -339,6 +339,38 @@ def test_host_memory_is_unlocked_with_its_last_tensor_and_a_failure_harms_no_oth
         again = page_locked(2**24)
     assert again.is_pinned()
     assert again.copy_(torch.full_like(again, 7, device="cuda")).unique().tolist() == [7]
+
+
+def test_tensors_that_come_back_in_parts_are_what_they_were():
+    """Also where they leave in between, and where memory runs out on the way."""
+    tensors = [torch.randn(2**26, device="cuda") for _ in range(4)]  # 256 MiB each
+    expected = [tensor.cpu() for tensor in tensors]
+    size, owner = tensors[0].nbytes, OffloadedTensors(lambda: tensors)
+    owner.release()
+    bare = torch.cuda.memory_allocated()
+    assert owner.num_bytes() == 4 * size
+    assert owner.start_acquire(size - 1, 4 * size) == 4 * size  # a tensor comes whole or not at all
+    assert owner.start_acquire(4 * size, 1) == 3 * size
+    assert owner.start_acquire(2 * size, 4 * size) == size
+    owner.release()
+    assert torch.cuda.memory_allocated() == bare
+    assert owner.start_acquire(4 * size, size) == 3 * size
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((bare + 2.5 * size) / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            owner.start_acquire(4 * size, 4 * size)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_allocated() == bare + size
+    owner.acquire()
+    assert all(torch.equal(tensor.cpu(), content) for tensor, content in zip(tensors, expected, strict=True))
+    owner.changed()
+    tensors[0].fill_(1)
+    owner.release()
+    owner.acquire()
+    assert tensors[0].unique().tolist() == [1]
+    assert torch.equal(tensors[3].cpu(), expected[3])
 
 
 def in_use(group):

@@ -25,8 +25,11 @@ class Device:
         self.free, self.events = total, []
 
     def owner(self, name, num_bytes, resident):
-        self.free -= num_bytes if resident else 0
-        return MemoryOwner(self, name, num_bytes)
+        owner = MemoryOwner(self, name, num_bytes)
+        if resident:
+            owner.there = num_bytes
+            self.free -= num_bytes
+        return owner
 
 
 class MemoryOwner:
@@ -34,23 +37,24 @@ class MemoryOwner:
 
     def __init__(self, device, name, num_bytes):
         self.device, self.name, self.size = device, name, num_bytes
-        self.arriving, self.copied_out = False, False
+        self.there, self.copied_out = 0, False
 
     def num_bytes(self):
         return self.size
 
-    def start_acquire(self):
+    def start_acquire(self, room, most):
+        """In whole GiB."""
         if self.name in ("kv_cache", "engine_weights"):
-            return False
-        self.device.events.append(f">{self.name}")
-        self.device.free -= self.size
-        self.arriving = True
-        return True
+            return self.size
+        if coming := min(self.size - self.there, room // GIB * GIB, -(-most // GIB) * GIB):
+            self.device.events.append(f">{self.name} {coming // GIB}")
+            self.device.free -= coming
+            self.there += coming
+        return self.size - self.there
 
     def acquire(self):
-        if not self.arriving:
-            self.device.free -= self.size
-        self.arriving = False
+        self.device.free -= self.size - self.there
+        self.there = self.size
         self.device.events.append(f"+{self.name}")
 
     def start_release(self):
@@ -60,8 +64,8 @@ class MemoryOwner:
 
     def release(self):
         self.device.events.append(f"-{self.name}")
-        self.device.free += self.size
-        self.arriving = False
+        self.device.free += self.there
+        self.there = 0
 
     def changed(self):
         self.copied_out = False
@@ -140,7 +144,7 @@ def test_the_critic_has_a_turn_of_its_own():
     residency.enter("critic_optimizer_step")
     device.events.clear()
     residency.prepare("update")
-    assert device.events == ["<critic_optimizer_state", "<critic_params"]
+    assert device.events == [">actor_params 16", "<critic_optimizer_state", "<critic_params"]
 
 
 def test_what_leaves_may_do_so_until_its_room_is_needed():
@@ -154,12 +158,14 @@ def test_prepared_copies_run_ahead_and_are_not_made_twice():
     residency.enter("rollout")
     device.events.clear()
     residency.prepare("update")
-    assert device.events == [">actor_params", "<kv_cache", "<engine_weights"]
+    assert device.events == [">actor_params 20", "<kv_cache", "<engine_weights"]
     device.events.clear()
     residency.enter("update")
     residency.prepare("optimizer_step")
     residency.enter("optimizer_step")
-    assert device.events == ["+actor_params", "-kv_cache", "-engine_weights", ">optimizer_state", "+optimizer_state"]
+    assert device.events == [
+        "+actor_params", "-kv_cache", "-engine_weights", ">optimizer_state 40", "+optimizer_state",
+    ]
     device.events.clear()
     residency.prepare("rollout")
     residency.enter("publish", finish=False)
@@ -179,12 +185,44 @@ def test_a_copy_made_before_the_optimizer_step_is_not_used_after_it():
     assert [event for event in device.events if event[0] == "<"] == ["<optimizer_state", "<actor_params"]
 
 
-def test_nothing_is_prepared_where_the_phase_still_needs_the_room():
+def test_no_more_is_prepared_than_the_phase_leaves_room_for():
     residency, device = make(resident=("actor_params",), total=80 * GIB)
-    residency.prepare("optimizer_step", reserve=20 * GIB)
+    assert residency.prepare("optimizer_step", reserve=56 * GIB) == 0
     assert device.events == []
-    residency.prepare("optimizer_step", reserve=10 * GIB)
-    assert device.events == [">optimizer_state"]
+    assert residency.prepare("optimizer_step", reserve=20 * GIB) == 36 * GIB
+    assert residency.missing("optimizer_step") == 4 * GIB
+    assert residency.prepare("optimizer_step", reserve=10 * GIB) == 4 * GIB
+    assert residency.prepare("optimizer_step") == residency.missing("optimizer_step") == 0
+    residency.enter("optimizer_step")
+    assert device.events == [">optimizer_state 36", ">optimizer_state 4", "+optimizer_state"]
+    assert device.free == 20 * GIB
+
+
+def test_what_is_prepared_comes_in_pieces_of_the_wanted_size():
+    residency, device = make(resident=(), total=80 * GIB)
+    assert [residency.prepare("optimizer_step", most=15 * GIB) for _ in range(5)] == [15 * GIB] * 4 + [0]
+    assert device.events == [">actor_params 15", ">actor_params 5", ">optimizer_state 10", *[">optimizer_state 15"] * 2]
+
+
+def test_the_rest_of_what_is_there_in_part_comes_beside_what_leaves_or_after_it():
+    for total, expected in ((104, ["+actor_params", "-kv_cache", "-engine_weights"]),
+                            (79, ["-kv_cache", "-engine_weights", "+actor_params"])):  # fmt: skip
+        residency, device = make(resident=("kv_cache", "engine_weights"), total=total * GIB)
+        assert residency.prepare("update", most=15 * GIB) == 15 * GIB
+        device.events.clear()
+        residency.enter("update")
+        assert [event for event in device.events if event[0] != "<"] == expected
+        assert device.free == (total - 20) * GIB
+
+
+def test_what_came_in_part_and_in_vain_leaves_again():
+    residency, device = make(resident=("kv_cache", "engine_weights"), total=200 * GIB)
+    residency.prepare("update", most=5 * GIB)
+    residency.enter("rollout")
+    assert device.events[-1] == "-actor_params"
+    assert device.free == 140 * GIB
+    residency.enter("update")
+    assert device.free == 180 * GIB
 
 
 def test_what_was_prepared_in_vain_leaves_again():

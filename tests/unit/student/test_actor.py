@@ -63,6 +63,25 @@ def test_blocks_that_are_gathered_together_train_as_each_by_itself(tmp_path, mon
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_what_is_called_before_backward_passes_changes_nothing(tmp_path, checkpointing):
+    """In the last micro-batch, once for each block, also where it is computed again."""
+    config = load_config([
+        "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.device=cpu",
+        "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
+    ])  # fmt: skip
+    batch = MiniBatch(micro_batches=((scored(0, 3),), (scored(1, 5), scored(2, 2))), num_tokens=10)
+    found, left = [], []
+    for called in (True, False):
+        with single_process_group():
+            actor = Actor(config, device=torch.device("cpu"), num_updates=3)
+            around_last = [actor.before_each_backward(left.append) if called else None for _ in range(2)]
+            found.append([actor.update(batch, around_last=each) for each in around_last])
+    assert found[0] == found[1]
+    assert left == [2, 1] * 2
+
+
 def test_an_attempt_that_ran_out_of_memory_leaves_no_projections_behind(tmp_path):
     """Nobody asked for them before it was given up; the next attempt needs the memory that their graph has."""
     config = load_config([
