@@ -254,10 +254,10 @@ class Worker(GroupMember):
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
             self.residency.enter("rollout")
+            self.residency.prepare(self._phase_after_rollout)
             with self.shared.generation():
                 for finished in self.engine.generate(requests, sampling, self.weight_version):
                     yield Transfer(finished if first_of_replica else [])
-            self.residency.prepare(self._phase_after_rollout)
 
     @property
     def _phase_after_rollout(self) -> str:
