@@ -137,8 +137,11 @@ NOT_RUN = {
     "python benchmarks/start.py --config-name one_gpu --student-shape 1.5b --teacher-shape 7b": _GPU,
     "python benchmarks/checkpoints.py --shape 1.5b --steps 14 --save-freq 6 --prompts 32 --response-length 512": _GPU,
     "python benchmarks/teacher_precision.py": _GPU,
-    "python benchmarks/peers.py --trl-micro-batch fixed=16 log-normal=4 --steps 2 --warmup 1 --folder /tmp/peers "
-    "--seconds 425": _GPU,
+    "python benchmarks/peers.py --trl-micro-batch fixed=16 --steps 2 --warmup 2 --lengths fixed --folder /tmp/peers "
+    "--seconds 260": _GPU,
+    "python benchmarks/peers.py actor_rollout_ref.actor.fsdp_config.param_offload=false "
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false "
+    "--trl-micro-batch fixed=16 --steps 3 --warmup 2 --lengths fixed --folder /tmp/peers --seconds 260": _GPU,
     "python benchmarks/peers.py --trl-micro-batch log-normal=4 --steps 1 --warmup 1 --lengths log-normal "
     "--folder /tmp/peers --seconds 226": _GPU,
     "python benchmarks/peers.py --device cpu": "needs TRL, which is not installed",
