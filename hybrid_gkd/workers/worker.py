@@ -26,6 +26,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import keep_loaded, quick_imports
 from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
@@ -248,16 +249,18 @@ class Worker(GroupMember):
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[Transfer]:
         """Yield lists of sequences as they finish, with the weights of the last publish; empty ones show progress.
 
-        With tensor parallelism all ranks of a replica run the same requests and the first one yields them.
+        With tensor parallelism all ranks of a replica run the same requests and the first one yields them. What the
+        next phase needs comes onto the device meanwhile, where engine and teacher keep room to work, else at the end.
         """
         assert self.weight_version is not None, "the engine's weights are undefined until they are published"
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
             self.residency.enter("rollout")
-            self.residency.prepare(self._phase_after_rollout)
+            self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
                 for finished in self.engine.generate(requests, sampling, self.weight_version):
                     yield Transfer(finished if first_of_replica else [])
+            self.residency.prepare(self._phase_after_rollout)
 
     @property
     def _phase_after_rollout(self) -> str:

@@ -1,0 +1,50 @@
+"""What a worker does around a generation, on stand-ins for its engine and its device."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.offload.residency import MemoryOwner, Residency
+from hybrid_gkd.spans import Clock
+from hybrid_gkd.types import SamplingParams
+from hybrid_gkd.workers.worker import Worker
+
+GIB = 2**30
+
+
+class Params(MemoryOwner):
+    """10 GiB, on the host."""
+
+    there = 0
+
+    def num_bytes(self):
+        return 10 * GIB
+
+    def start_acquire(self, room, most):
+        self.there += min(10 * GIB - self.there, room, most)
+        return 10 * GIB - self.there
+
+
+@pytest.mark.parametrize(("free", "meanwhile", "at_the_end"), [(40, 10, 10), (25, 7, 10), (15, 0, 10), (9, 0, 5)])
+def test_parameters_come_during_the_rollout_where_engine_and_teacher_keep_room_to_work(free, meanwhile, at_the_end):
+    """14 GiB of it while they work, and a margin of 4."""
+    config = load_config([
+        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
+    ])  # fmt: skip
+    worker, params, found = Worker(config, role="worker", rank=0, size=1, device="cpu", folder="."), Params(), []
+
+    def generate(*_):
+        found.append(params.there / GIB)
+        yield []
+
+    worker.weight_version, worker.clock = 0, Clock()
+    worker.engine = SimpleNamespace(generate=generate)
+    worker.shared = SimpleNamespace(generation=nullcontext)
+    worker.residency = Residency(
+        {"actor_params": params}, movable={"actor_params"}, resident=set(),
+        free_bytes=lambda: free * GIB - params.there,
+    )
+    assert len(list(worker.generate([], SamplingParams(max_tokens=1)))) == 1
+    assert (*found, params.there / GIB) == (meanwhile, at_the_end)
