@@ -48,7 +48,7 @@ class OffloadedTensors(MemoryOwner):
         self._on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         """Storages with their copies; the copies are valid, or on their way."""
         self._missing: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        """Of these, the ones that are not on the device, or all tensors of this owner are."""
+        """Of these, those that are not on the device, the last to come first; empty: all tensors are there."""
         self.gigabytes_per_second: dict[str, float] = {}
         """"in" and "out": of the last copy, as the device has timed it."""
 

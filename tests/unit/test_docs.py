@@ -44,6 +44,15 @@ def test_the_readme_is_short():
 
 
 @page_of_pages
+def test_a_table_is_one_piece_whose_rows_have_as_many_cells_as_its_head(page):
+    """After a blank line rows are no table any more, but text."""
+    for lines in re.findall(r"(?:^\|.*\n)+", prose(page), re.MULTILINE):
+        head, rule, *rows = re.sub(r"`[^`]*`|\\\|", "", lines).splitlines()
+        assert re.fullmatch(r"\|[-|: ]+\|", rule), lines
+        assert {row.count("|") for row in (head, rule, *rows)} == {head.count("|")}, lines
+
+
+@page_of_pages
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:

@@ -29,7 +29,7 @@ class Params(MemoryOwner):
 
 @pytest.mark.parametrize(("free", "meanwhile", "at_the_end"), [(40, 10, 10), (25, 7, 10), (15, 0, 10), (9, 0, 5)])
 def test_parameters_come_during_the_rollout_where_engine_and_teacher_keep_room_to_work(free, meanwhile, at_the_end):
-    """14 GiB of it while they work, and a margin of 4."""
+    """Engine and teacher keep 14 GiB while they work; a margin of 4 stays in any case."""
     config = load_config([
         "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
     ])  # fmt: skip
