@@ -32,8 +32,10 @@ MAX_UNREAD = 32
 """Messages of one peer that wait to be read; beyond that TCP makes the peer wait."""
 MAX_UNFINISHED_BYTES = 1 << 30
 """Of the messages that all peers of a port together have begun, unless a single one may be larger."""
-BYTES_RECEIVED = struct.Struct("128xQ")
-"""The field tcpi_bytes_received of Linux's tcp_info."""
+TCP_INFO = struct.Struct("B127xQ")
+"""The fields tcpi_state and tcpi_bytes_received of Linux's tcp_info."""
+TCP_ESTABLISHED = 1
+"""The state of a connection that nobody has begun to end."""
 Connection = tuple[int, tuple[str, int]]
 """Descriptor, and the peer's address: the descriptor alone may soon be that of another connection."""
 
@@ -139,7 +141,7 @@ class Port:
             _shut(descriptor)
 
     def _connections(self) -> Iterator[tuple[Connection, int]]:
-        """Of this port, each with the bytes that have come over it."""
+        """Of this port, each with the bytes that have come over it; not those that libzmq has yet to close."""
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
                 descriptor = int(name)
@@ -147,8 +149,10 @@ class Port:
                     continue
                 with socket.socket(fileno=os.dup(descriptor)) as same:
                     if same.type == socket.SOCK_STREAM and same.getsockname()[1:2] == (self.number,):
-                        info = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED.size)
-                        yield (descriptor, same.getpeername()), BYTES_RECEIVED.unpack(info)[0]
+                        info = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+                        state, num_bytes = TCP_INFO.unpack(info)
+                        if state == TCP_ESTABLISHED:
+                            yield (descriptor, same.getpeername()), num_bytes
 
 
 def _property(frame: zmq.Frame, name: int | str) -> Any:
@@ -160,7 +164,9 @@ def _property(frame: zmq.Frame, name: int | str) -> Any:
 
 
 def _shut(descriptor: int) -> None:
+    """Have libzmq close a connection. The peer gets a reset: one that waits to send would not notice an orderly end."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         same.shutdown(socket.SHUT_RDWR)
 
 
