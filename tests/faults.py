@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from processes import TIMEOUT, stop_process, wait_until
 
 from hybrid_gkd.errors import TeacherTimeout
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
@@ -33,8 +34,6 @@ from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Sequence, TeacherTopK
 
-TIMEOUT = 120.0
-"""Seconds; ends a scenario that hangs."""
 VOCAB, TOPK = 1000, 8
 HANG_TOKEN = VOCAB - 1
 """A worker that is started with --hang sleeps for an hour on a prompt that begins with it."""
@@ -95,13 +94,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT} s {what}"
-        time.sleep(0.02)
 
 
 def memory_mib(pid: int) -> float:
@@ -338,7 +330,7 @@ def stop_worker() -> dict[str, float]:
         wait_until(cluster.busy_workers, "for a busy worker")
         name = cluster.busy_workers()[0]
         stopped = cluster.workers[name]
-        stopped.send_signal(signal.SIGSTOP)
+        stop_process(stopped.pid)
         started = time.monotonic()
         wait_until(lambda: name not in {each.name for each in cluster.status().workers}, "for the broker to notice")
         noticed = time.monotonic() - started

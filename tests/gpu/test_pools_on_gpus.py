@@ -5,13 +5,12 @@
 
 import contextlib
 import dataclasses
-import os
-import signal
 
 import numpy as np
 import pytest
 import ray
 import torch
+from processes import stop_process
 from test_hybrid_engine import MEAN_LOGPROB_DIFFERENCE, config_for, distil, model  # noqa: F401 (a fixture)
 
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
@@ -76,7 +75,7 @@ def test_a_receiver_that_hangs_is_named_and_the_student_can_be_saved(model, tmp_
 
         group.timeout = group.actors.timeout = group.rollouts.timeout = 15.0
         ray.get([w.__ray_call__.remote(shorten) for w in (*group.actors.workers, *group.rollouts.workers)], timeout=60)
-        os.kill(group.rollouts.placements[0].pid, signal.SIGSTOP)
+        stop_process(group.rollouts.placements[0].pid)
         with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
             group.publish(1)
         assert group.can_save()

@@ -11,6 +11,7 @@ import peft
 import psutil
 import pytest
 import torch
+from processes import stop_process
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.config_loading import load_config
@@ -134,7 +135,7 @@ def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
     ):
         group.all_reduce(Timeout(60))
         pid = group.placements[1].pid
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         calls = group.actors.start("__ray_call__", closed)
         try:
             message = r"worker 0 failed in update: .*closed by peer \(.*worker_0\.log\); no answer from worker 1 \("

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from processes import stop_process
 from test_workers import learn_values, make_config, random_batch, shares
 
 from hybrid_gkd.errors import WorkerError
@@ -147,7 +148,7 @@ def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_c
         group.publish(0)
         group.update(shares(random_batch(0), 2, 128))
         processes = pids(group.rollouts)
-        os.kill(processes[1], signal.SIGSTOP)
+        stop_process(processes[1])
         with pytest.raises(WorkerError, match=r"rollout worker 1 .*rollout_1\.log"):
             group.publish(1)
         assert re.search(r"Rollout weight sync failed after \d+\.\d\ds: .*rollout worker 1 ", caplog.text)
@@ -201,7 +202,7 @@ def test_whoever_is_waited_for_is_named_in_every_pool(model, tmp_path):
     with make_group(separate(model, tmp_path, 1, 1)) as group:
         stopped = [*pids(group.actors), *pids(group.rollouts)]
         for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         group.timeout = group.actors.timeout = group.rollouts.timeout = 1
         with pytest.raises(WorkerError, match=r"actor worker 0 within .*; .*rollout worker 0 within .*rollout_0\.log"):
             group.publish(0)
@@ -237,7 +238,7 @@ def test_a_rollout_worker_lost_in_a_generation_is_named_and_the_student_can_be_s
         shorten_deadlines(group)
         group.publish(0)
         ray.get(group.rollouts.workers[1].__ray_call__.remote(plant), timeout=60)
-        os.kill(pids(group.rollouts)[0], signal.SIGSTOP)
+        stop_process(pids(group.rollouts)[0])
         with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
             generate(group)
         assert group.can_save()

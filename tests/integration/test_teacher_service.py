@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zmq
+from processes import TIMEOUT, is_alive, stop_process, wait_until
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.config_loading import load_config
@@ -30,7 +30,6 @@ from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import Sequence
 
-TIMEOUT = 120.0  # seconds; ends a test that hangs
 MAX_LENGTH = 128
 HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
 VLLM = ["--backend", "vllm", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
@@ -211,13 +210,6 @@ def start_joined_worker(model_path, teacher, log_path):
         return subprocess.Popen([*command, *HF], stdout=log, stderr=log, env=child_environment())
 
 
-def wait_until(condition, what):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT} s: {what}"
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
 def joined_worker(model_path, teacher, tmp_path):
     worker = start_joined_worker(model_path, teacher, tmp_path / "join.log")
@@ -233,7 +225,7 @@ def test_requests_of_a_dead_worker_go_to_another(model_path, own_teacher, refere
     batch = sequences(60)
     with joined_worker(model_path, own_teacher, tmp_path) as worker:
         with connected(model_path, own_teacher) as client:
-            worker.send_signal(signal.SIGSTOP)  # so that it surely holds requests when it dies
+            stop_process(worker.pid)  # so that it surely holds requests when it dies
             futures = client.submit(batch)
             wait_until(lambda: status_of(own_teacher).num_in_flight > 0, "for requests in flight")
             worker.kill()
@@ -249,18 +241,11 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_alive(pid):
-    try:
-        return re.search(r"\) (\S)", Path(f"/proc/{pid}/stat").read_text())[1] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
     (worker,) = children(own_teacher.pid)
     batch = sequences(8)
     with connected(model_path, own_teacher) as client:
-        os.kill(worker, signal.SIGSTOP)
+        stop_process(worker)
         futures = client.submit(batch)
         wait_until(lambda: status_of(own_teacher).num_in_flight == 2, "for requests in flight")
         os.kill(worker, signal.SIGKILL)
@@ -302,7 +287,7 @@ def test_sigterm_drains(model_path, tmp_path, reference):
     with running(model_path, start_timeout=TIMEOUT, **options) as teacher:
         with connected(model_path, teacher, n_server_workers=1000) as client:
             (worker,) = children(teacher.pid)
-            os.kill(worker, signal.SIGSTOP)
+            stop_process(worker)
             futures = client.submit(batch)
             wait_until(lambda: status_of(teacher).num_in_flight == 2, "for requests in flight")
             os.kill(teacher.pid, signal.SIGTERM)

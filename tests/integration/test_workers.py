@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from processes import stop_process
 from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
@@ -482,7 +483,7 @@ def test_a_hung_worker_ends_the_call_at_the_deadline(model, tmp_path):
     config = make_config(model, tmp_path, "actor_rollout_ref.nccl_timeout=60")
     with contextlib.closing(make_group(config)) as group:
         pid = ray.get(group.actors.workers[0].__ray_call__.remote(lambda worker: os.getpid()), timeout=60)
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         group.actors.timeout = 3
         try:
             with pytest.raises(WorkerError, match=r"no answer to publish from worker 0 within 3 s"):

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import TIMEOUT, is_alive, wait_until
 
 from hybrid_gkd.config import RewardConfig
 from hybrid_gkd.config_loading import load_config
@@ -23,8 +23,6 @@ from hybrid_gkd.ppo.rewards import Response
 from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.testing import NumberTokenizer
 from hybrid_gkd.types import Prompt, Sequence
-
-DEADLINE = 60.0
 
 
 @pytest.fixture
@@ -277,22 +275,8 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, number):
         assert len(pids) >= 5  # two processes with their guards, and the sleep
     finally:
         os.kill(run.pid, number)
-        run.wait(DEADLINE)
-    wait_until(lambda: not [pid for pid in pids if alive(pid)])
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+        run.wait(TIMEOUT)
+    wait_until(lambda: not [pid for pid in pids if is_alive(pid)])
 
 
 def kill_idle(pool):
@@ -303,7 +287,7 @@ def kill_idle(pool):
 
 def in_group(pid, group):
     try:
-        return os.getpgid(pid) == group and alive(pid)
+        return os.getpgid(pid) == group and is_alive(pid)
     except ProcessLookupError:
         return False
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import stop_process
 
 from hybrid_gkd.config import WandbConfig
 from hybrid_gkd.config_loading import load_config
@@ -526,7 +527,7 @@ def test_wandb_ended_by_a_signal_does_not_choose_the_exit_code_of_the_run(no_wan
     tracker = make(tmp_path, ["wandb"])
     tracker._trackers["wandb"]._run.finish()
     (pid,) = wandb_processes()
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
     killer.start()  # while close() waits for that process
     tracker.close()
@@ -565,13 +566,12 @@ def test_trackio_keeps_every_step_and_a_resumed_run_goes_on(tmp_path):
     """In an own process: trackio reads its folder from the environment when it is imported."""
     pytest.importorskip("trackio")
     code = (
-        "import sys; from pathlib import Path; from tests.unit.reporting.test_tracking import run_steps\n"
+        "import sys; from pathlib import Path; from test_tracking import run_steps\n"
         "run_steps(Path(sys.argv[1]), [1, 2], loggers=['trackio'])\n"
         "run_steps(Path(sys.argv[1]), [3], loggers=['trackio'], start_step=2, resume=True)\n"
     )
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "db")}
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, cwd=root, capture_output=True)
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == b""
     with contextlib.closing(sqlite3.connect(tmp_path / "db" / "gkd.db")) as database:

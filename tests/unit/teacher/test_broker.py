@@ -7,12 +7,12 @@ import select
 import socket
 import struct
 import threading
-import time
 
 import faults
 import numpy as np
 import pytest
 import zmq
+from processes import wait_until
 
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.server import port
@@ -33,13 +33,6 @@ def broker():
     thread.join(TIMEOUT)
     running.close()
     assert not thread.is_alive()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class FakeWorker:

@@ -1,0 +1,34 @@
+"""Waiting for processes that are not the test's own to wait for, and stopping them."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+TIMEOUT = 120.0  # seconds; ends a test that hangs
+
+
+def wait_until(condition, what="for a condition"):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT} s {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    return _state(Path(f"/proc/{pid}")) not in "ZX"
+
+
+def stop_process(pid):
+    """SIGSTOP, until it has taken effect: a busy machine lets some threads go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(_state(thread) in "TX" for thread in threads.iterdir()), f"for process {pid} to stop")
+
+
+def _state(folder):
+    """Of a process or thread, as a letter; X if it is gone."""
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
