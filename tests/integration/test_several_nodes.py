@@ -18,6 +18,7 @@ from hybrid_gkd.workers.group import WorkerGroup
 def address(monkeypatch):
     """Of a cluster of two nodes with room for one worker each."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # for the second node's workers
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # with it, Ray refuses a node with more GPUs
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         cluster.add_node(num_cpus=1, num_gpus=1)  # as far as Ray knows
