@@ -1,4 +1,4 @@
-"""Waiting for processes that are not the test's own to wait for, and stopping them."""
+"""Processes of tests, also such as are no children of theirs: wait for them, ask whether they live, stop them."""
 
 import os
 import signal

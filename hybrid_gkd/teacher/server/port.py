@@ -34,8 +34,8 @@ MAX_UNFINISHED_BYTES = 1 << 30
 """Of the messages that all peers of a port together have begun, unless a single one may be larger."""
 TCP_INFO = struct.Struct("B127xQ")
 """The fields tcpi_state and tcpi_bytes_received of Linux's tcp_info."""
-TCP_ESTABLISHED = 1
-"""The state of a connection that nobody has begun to end."""
+TCP_OPEN = {1, 8}
+"""The states ESTABLISHED and CLOSE_WAIT: whatever the peer has done, this side has not ended the connection."""
 Connection = tuple[int, tuple[str, int]]
 """Descriptor, and the peer's address: the descriptor alone may soon be that of another connection."""
 
@@ -141,7 +141,7 @@ class Port:
             _shut(descriptor)
 
     def _connections(self) -> Iterator[tuple[Connection, int]]:
-        """Of this port, each with the bytes that have come over it; not those that libzmq has yet to close."""
+        """Of this port, each with the bytes that have come over it; without those that `_shut` has ended."""
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
                 descriptor = int(name)
@@ -151,7 +151,7 @@ class Port:
                     if same.type == socket.SOCK_STREAM and same.getsockname()[1:2] == (self.number,):
                         info = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
                         state, num_bytes = TCP_INFO.unpack(info)
-                        if state == TCP_ESTABLISHED:
+                        if state in TCP_OPEN:
                             yield (descriptor, same.getpeername()), num_bytes
 
 
