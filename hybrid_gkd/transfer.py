@@ -57,6 +57,8 @@ def _by_field(values: list[Any]) -> Any:
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
         return _Rows(kind, {name: _by_field([getattr(value, name) for value in values]) for name in names})
+    if kind is dict and first and all(value.keys() == first.keys() for value in values):
+        return _Rows(dict, {name: _by_field([value[name] for value in values]) for name in first})
     return values
 
 
