@@ -172,6 +172,16 @@ class Sample:
         return replace(self, signals={**self.signals, **signals})
 
 
+Pair = tuple[Task, Sample]
+"""A sample with its task."""
+
+
+def with_tasks(tasks: abc.Iterable[Task], samples: abc.Iterable[Sample]) -> list[Pair]:
+    """Return each sample with its task."""
+    by_row = {task.index: task for task in tasks}
+    return [(by_row[sample.id.row], sample) for sample in samples]
+
+
 def generated(
     request: GenerationRequest, new_ids: np.ndarray, *, version: int, status: str, logprobs: np.ndarray | None = None
 ) -> Sample:
@@ -250,10 +260,6 @@ class Rollout:
     """Generation batches that this rollout and those of the steps before took beyond one each."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of how it was generated, where groups are left out."""
-
-    def task_of(self, sample: Sample) -> Task:
-        """Return the task that a sample of this rollout, or a greedy one, is for."""
-        return next(task for task in self.tasks if task.index == sample.id.row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.reward_functions import RewardFunction
 from hybrid_gkd.ppo.reward_model import RewardTexts
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 from hybrid_gkd.waiting import waiting
 
 
@@ -40,8 +40,8 @@ class Facts:
     """For the reward model; None without one."""
     train_rows: list[Rows] = field(default_factory=list)
     val_rows: list[Rows] = field(default_factory=list)
-    train_prompts: list[Prompt] = field(default_factory=list)
-    val_prompts: list[Prompt] = field(default_factory=list)
+    train_prompts: list[Task] = field(default_factory=list)
+    val_prompts: list[Task] = field(default_factory=list)
     steps: int | None = None
     """Training steps of the whole run."""
     settings: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.ppo.reward_functions import Outcome, RewardFunction, Score, one_by_one
 from hybrid_gkd.ppo.rewards import Response, overlong_penalty
 from hybrid_gkd.spans import Clock
-from hybrid_gkd.types import Prompt, Sequence
+from hybrid_gkd.types import Pair, Sample, SampleId
 from hybrid_gkd.waiting import Timeout, waiting
 
 if TYPE_CHECKING:
@@ -38,13 +38,12 @@ LATE_SECONDS = 60.0
 replaced."""
 SAID = 3
 """Failures of a function that are logged for a rollout, one by one."""
-Pair = tuple[Prompt, Sequence]
 Reward = Callable[[str, str], float]
 
 
-def decode(tokenizer: Any, sequence: Sequence) -> str:
-    """A response as text, without special tokens."""
-    return tokenizer.decode(sequence.response_ids.tolist(), skip_special_tokens=True)
+def decode(tokenizer: Any, sample: Sample) -> str:
+    """Return a completion as text, without special tokens."""
+    return tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
 
 
 @dataclass
@@ -85,9 +84,8 @@ class Scorer:
         self._weights = {name: weight for name, weight in config.reward_weights.items() if name in known}
         self._pool: RewardPool | None = None
         self._lock = threading.Lock()  # a rollout may be generated in another thread while one is scored
-        self._entries: dict[tuple[int, int], _Entry] = {}
-        """By row and the identity of the array of a response's ids, which copies of a sequence share; as long as it
-        exists."""
+        self._entries: dict[SampleId, _Entry] = {}
+        """Of the samples whose tokens, which copies of a sample share, still exist."""
 
     @classmethod
     def of(cls, function: Reward, tokenizer: Any, config: Config, clock: Clock) -> Scorer:
@@ -208,16 +206,15 @@ class Scorer:
         return metrics
 
     def _entry(self, pair: Pair) -> _Entry:
-        prompt, sequence = pair
-        key = prompt.index, id(sequence.response_ids)
+        task, sample = pair
+        key = sample.id
         if key not in self._entries:
             response = Response(
-                text=decode(self.tokenizer, sequence), answer=prompt.answer, data_source=prompt.data_source,
-                extra_info=prompt.extra_info,
-                share_of_limit=len(sequence.response_ids) / self.config.data.max_response_length,
+                text=decode(self.tokenizer, sample), answer=task.answer, data_source=task.data_source,
+                extra_info=task.extra_info, share_of_limit=sample.num_trained / self.config.data.max_response_length,
             )  # fmt: skip
-            alive = weakref.ref(sequence.response_ids, lambda _: self._entries.pop(key, None))
-            self._entries[key] = _Entry(prompt.row, response, alive)
+            alive = weakref.ref(sample.tokens, lambda _: self._entries.pop(key, None))
+            self._entries[key] = _Entry(task.row, response, alive)
         return self._entries[key]
 
     def _submit(self, function: RewardFunction, entries: list[_Entry]) -> None:
@@ -274,4 +271,4 @@ class Scorer:
 
     def _penalty(self, pair: Pair) -> float:
         limit = self.config.data.max_response_length
-        return overlong_penalty(len(pair[1].response_ids), limit, self.section.overlong_buffer)
+        return overlong_penalty(pair[1].num_trained, limit, self.section.overlong_buffer)

@@ -1,0 +1,1 @@
+"""Scorers: samples in, signals out."""
