@@ -15,13 +15,9 @@ from typing import Any, Literal
 
 from hybrid_gkd.imports import load_object
 
-TERMS: Mapping[str, tuple[str, ...]] = {
-    "distillation": ("teacher",),
-    "policy": ("advantages",),
-    "reference": ("reference", "reference_topk"),
-    "value": ("returns",),
-}
-"""Summands of the losses of actor and critic -> the signals of a sample that a term is of: any of them makes it one."""
+TERMS = {"distillation": "teacher", "policy": "advantages", "reference": "reference", "value": "returns"}
+"""Summands of the losses of actor and critic -> the signal that a sample must have; with actor.kl_loss_type=full
+reference_topk in the place of reference."""
 
 
 @dataclass(frozen=True)

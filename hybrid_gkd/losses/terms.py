@@ -42,9 +42,9 @@ class Term:
     """One summand of the loss."""
 
     name: str
-    """Of TERMS in table.py."""
+    """Of TERMS in table.py; weights/<name> are its weights where it is not of all samples."""
     signal: str
-    """Which of its signals there a sample must have."""
+    """What a sample must have; <signal>_weights are further factors."""
     function: Callable[[Signals, Student], tuple[Tensor, Metrics]]
     """A chunk's signals and the student -> the value [r], with gradient, and what is reported."""
     of_sampled: bool

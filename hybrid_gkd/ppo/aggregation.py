@@ -41,8 +41,8 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     num_tokens, kept = sum(map(len, weights)), [int(np.count_nonzero(each)) for each in weights]
     counted = {} if mode == "token-mean" and sum(kept) == num_tokens else {"weights": kept}
     left = [sum(kept)] if actor.entropy_coeff else []
-    for term, signals in TERMS.items():
-        known = [not sample.signals.keys().isdisjoint(signals) for sample in samples]
+    for term, signal in (TERMS | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
+        known = [signal in sample.signals for sample in samples]
         if any(known):
             own = [number if has else 0 for number, has in zip(kept, known, strict=True)]
             left.append(sum(own))

@@ -83,7 +83,7 @@ class Actor(TrainedModel):
         ids, topk, signals = self._signals(micro_batch, sampled_ids)
         options: dict[str, Any] = {"entropy_weights": self.objective.entropy_weights(signals, len(rows), self.device)}
         if self.objective.of_sequences and "old_logprobs" in signals:
-            lengths = [sample.num_trained for sample in micro_batch]
+            lengths = [sample.num_trained for sample in micro_batch if sample.num_trained]
             numbers = concat([np.repeat(np.arange(len(lengths)), lengths)], self.device, torch.int64)
             options["prepare"] = lambda sampled: self.objective.loss_fn(
                 self.objective.with_sequence_ratios(signals, numbers, sampled)

@@ -513,7 +513,8 @@ def test_rows_that_lack_a_signal_are_exactly_out_of_its_term(estimator):
         return torch.where(known, value, -1.0 if "." in name else 0.0)
 
     mixed = {name: neutral(name, value) for name, value in values.items()}
-    together, slopes, metrics = compute(slice(None), mixed | {f"has.{name}": torch.tensor(v) for name, v in has.items()})
+    mixed |= {f"has.{name}": torch.tensor(known) for name, known in has.items()}
+    together, slopes, metrics = compute(slice(None), mixed)
     assert torch.equal(slopes[3], torch.zeros(5))
     for row in range(4):
         own = {name: value[row : row + 1] for name, value in values.items() if has[name.split(".")[0]][row]}

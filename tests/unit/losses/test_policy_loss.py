@@ -205,6 +205,39 @@ def test_the_mean_over_tokens_needs_no_factors_and_no_token_at_all_is_refused():
         with_loss_weights(config(), mini_batch([np.zeros(n, np.float32) for n in LENGTHS]))
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_term_of_some_samples_is_a_mean_over_those_alone(mode):
+    section = config(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
+    weights = [np.ones(n, np.float32) for n in LENGTHS]
+    weights[1][0] = 0
+    rewarded = [
+        item.with_signals(returns=weights[i], **({"advantages": weights[i]} if i in (1, 3) else {}))
+        for i, item in enumerate(mini_batch(weights))
+    ]
+    found = with_loss_weights(section, rewarded)
+    alone = with_loss_weights(section, [rewarded[1], rewarded[3]])
+    scale = (LENGTHS[1] + LENGTHS[3]) / sum(LENGTHS)  # what the workers divide by
+    assert all(item.signals.keys() - {"advantages"} == {"returns", "weights", "weights/policy"} for item in found)
+    for item, own in zip([found[1], found[3]], alone, strict=True):
+        np.testing.assert_allclose(item.array("weights/policy") * scale, own.array("weights"), rtol=1e-6)
+    assert not any(found[i].array("weights/policy").any() for i in (0, 2, 4, 5))
+    whole = with_loss_weights(section, mini_batch(weights))
+    for item, own in zip(found, whole, strict=True):  # the other terms, of all of them or of none
+        assert np.array_equal(item.array("weights"), own.array("weights"))
+
+
+def test_a_mini_batch_is_refused_where_no_token_is_left_in_any_term():
+    weights = [np.ones(n, np.float32) for n in LENGTHS]
+    weights[0][:] = 0
+    items = mini_batch(weights)
+    items[0] = items[0].with_signals(advantages=weights[0])
+    with pytest.raises(TrainingError, match="none of the 20 trained tokens"):
+        with_loss_weights(config(), items)
+    with_loss_weights(config("actor_rollout_ref.actor.entropy_coeff=0.1"), items)
+    items[1] = items[1].with_signals(advantages=weights[1])
+    assert with_loss_weights(config(), items)[1].array("weights/policy").all()
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -77,8 +77,8 @@ def test_terms_read_signals_that_there_are():
     loss = DistillationConfig(use_task_rewards=True)
     objective = make_objective(loss, ActorConfig(use_kl_loss=True))
     assert [term.name for term in objective.terms] == ["distillation", "policy", "reference"]
-    assert all(term.signal in TERMS[term.name] for term in objective.terms)
-    assert {signal for signals in TERMS.values() for signal in signals} <= SIGNALS.keys()
+    assert all(term.signal == TERMS[term.name] for term in objective.terms)
+    assert set(TERMS.values()) <= SIGNALS.keys()
     known = SIGNALS.keys() | {f"weights/{name}" for name in TERMS}
     own = {f"{term.signal}_weights" for term in objective.terms}
     assert set(objective.signals) - own <= known
