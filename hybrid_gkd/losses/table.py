@@ -1,6 +1,6 @@
-"""The divergences of `distillation.loss_mode` and `actor.kl_loss_type`, the policy losses of `policy_loss.loss_mode`.
+"""The terms of a loss, the divergences of `distillation.loss_mode` and `actor.kl_loss_type`, the policy losses.
 
-A new one is a function in divergence.py or policy.py and a row here.
+A new one is a row here and a function: of a term in terms.py, else in divergence.py or policy.py.
 
 The configuration checks, the objective and the table in docs/losses.md follow from it. Needs no torch: the functions
 are imported when they are first used.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hybrid_gkd.imports import load_object
 
-if TYPE_CHECKING:
-    from hybrid_gkd.config_learning import DistillationConfig
+TERMS = {"distillation": "teacher", "policy": "advantages", "reference": "reference", "value": "returns"}
+"""Summands of the losses of actor and critic -> the signal that a sample must have; with actor.kl_loss_type=full
+reference_topk in the place of reference."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ DIVERGENCES: Mapping[str, Divergence] = {
 }
 
 
-def divergence_terms(config: DistillationConfig) -> list[tuple[float, Divergence]]:
-    """What the distillation term is the weighted sum of."""
-    if config.loss_fn is not None:
-        return [(1.0, user_divergence(config.loss_fn))]
-    weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
+def weighted_divergences(
+    loss_mode: str, mixed_weights: Mapping[str, float], loss_fn: str | None
+) -> list[tuple[float, Divergence]]:
+    """What the distillation term is the weighted sum of, by the keys of the section `distillation`."""
+    if loss_fn is not None:
+        return [(1.0, user_divergence(loss_fn))]
+    weights = mixed_weights if loss_mode == "mixed" else {loss_mode: 1.0}
     return [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
 
 

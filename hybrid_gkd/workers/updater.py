@@ -14,7 +14,7 @@ import torch
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.offload.device import MemoryMeter
 from hybrid_gkd.offload.residency import Residency
-from hybrid_gkd.types import MiniBatch, TrainSequence
+from hybrid_gkd.types import MiniBatch, Sample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Updater:
         """Of all mini-batches so far: the peak beyond parameters and optimizer state, gradients included."""
         self._largest_micro_batch = 0
         """Tokens of the largest micro-batch behind that peak."""
-        self._accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
+        self._accumulated: tuple[tuple[Sample, ...], ...] = ()
         """Micro-batches behind the present gradients, kept until the optimizer step."""
         self._failed = False
         """Whether a part has: the next ones, which may have been on their way, must not become a step without it."""
@@ -129,7 +129,7 @@ class Updater:
 
     def _update(self, batch: MiniBatch) -> dict[str, float]:
         micro_batches = (*self._accumulated, *batch.micro_batches)
-        tokens = max(sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in micro_batches)
+        tokens = max(sum(sample.num_tokens for sample in micro_batch) for micro_batch in micro_batches)
         arriving = 0
 
         @contextlib.contextmanager
@@ -183,10 +183,10 @@ class Updater:
 
 
 def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:
-    """The same mini-batch in micro-batches of half as many sequences; None if there is nothing left to split."""
+    """The same mini-batch in micro-batches of half as many samples; None if there is nothing left to split."""
     if all(len(micro_batch) < 2 for micro_batch in batch.micro_batches):
         return None
-    halves: list[tuple[TrainSequence, ...]] = []
+    halves: list[tuple[Sample, ...]] = []
     for micro_batch in batch.micro_batches:
         middle = -(-len(micro_batch) // 2)
         halves += [part for part in (micro_batch[:middle], micro_batch[middle:]) if part]
