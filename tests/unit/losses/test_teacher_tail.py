@@ -13,7 +13,7 @@ from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.objective import Objective, Targets
 from hybrid_gkd.losses.topk import top_logprobs
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import TopK
 
 ROWS, VOCAB, TOPK = 64, 500, 20
 MODES = {
@@ -48,12 +48,12 @@ def sent(logits, topk=TOPK, temperature=1.0):
     targets = torch.zeros(len(logits), dtype=torch.int64)
     found = top_logprobs(logits, lambda rows: rows, targets, temperatures, topk, logits.shape[1])
     names = ("ids", "logprobs", "tail_logprobs", "sampled_logprobs")
-    scores = TeacherTopK(**{name: part.numpy() for name, part in zip(names, found, strict=True)})
+    scores = TopK(**{name: part.numpy() for name, part in zip(names, found, strict=True)})
     frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays([scores]))
     header = protocol.decode_header(bytes(frames[0]))
     (scores,) = protocol.unpack_result(
         header, [bytes(frame) for frame in frames[1:]], topk=topk, vocab_size=logits.shape[1],
-        response_lengths=[len(logits)],
+        num_scored=[len(logits)],
     )
     return scores
 
