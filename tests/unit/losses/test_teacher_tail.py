@@ -53,7 +53,7 @@ def sent(logits, topk=TOPK, temperature=1.0):
     header = protocol.decode_header(bytes(frames[0]))
     (scores,) = protocol.unpack_result(
         header, [bytes(frame) for frame in frames[1:]], topk=topk, vocab_size=logits.shape[1],
-        response_lengths=[len(logits)],
+        num_scored=[len(logits)],
     )
     return scores
 
