@@ -1,13 +1,13 @@
 """Every rollout engine with a tiny model, in a process of its own: vLLM changes the process that imports it."""
 
 import multiprocessing
-import os
-import socket
 from concurrent.futures import ProcessPoolExecutor
 
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.rollout.engine import generate, make_engine
 from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.workers.process_group import GroupMember
 
 STOP_TOKENS = list(range(100, 112))  # of 259, so that many samples end with one
 MAX_NUM_SEQS, MAX_TOKENS, SEEDS = 4, 24, (1, 2)
@@ -26,27 +26,18 @@ class EngineProcess:
     def __init__(self, folder, names, device="cpu", overrides=()):
         for seed in SEEDS:
             make_tiny_model(folder / str(seed), seed=seed)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context, arguments = multiprocessing.get_context("spawn"), (folder, names, device, overrides, port)
+        context, arguments = multiprocessing.get_context("spawn"), (folder, names, device, overrides)
         self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=_make_engines, initargs=arguments)
 
     def call(self, function, name, *args):
         return self.pool.submit(_call, function, name, args).result(TIMEOUT)
 
 
-_ENGINES, _FOLDER = {}, []
+_ENGINES, _MODELS = {}, {}
 
 
-def _make_engines(folder, names, device, overrides, port):
-    import torch
-    import torch.distributed as dist
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    dist.init_process_group("gloo")
-    _FOLDER.append(folder)
+def _make_engines(folder, names, device, overrides):
+    _MODELS.update(folder=folder, device=device)
     for name in names:
         config = load_config([
             "data.train_files=unused", f"actor_rollout_ref.model.path={folder}/{SEEDS[0]}", f"trainer.device={device}",
@@ -55,6 +46,11 @@ def _make_engines(folder, names, device, overrides, port):
             "actor_rollout_ref.rollout.max_num_batched_tokens=64", "actor_rollout_ref.rollout.verify_weights=true",
             f"actor_rollout_ref.rollout.name={name}", *overrides,
         ])  # fmt: skip
+        if not _ENGINES:
+            member = GroupMember(config, role="worker", rank=0, size=1, device_type=device)
+            member.join(member.address(), Timeout(60.0))
+        import torch
+
         _ENGINES[name] = make_engine(config, device=torch.device(device), stop_token_ids=STOP_TOKENS)
 
 
@@ -66,7 +62,7 @@ def weights(seed):
     """In the process of the engines: the parameters of a model, as a worker publishes them."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(_FOLDER[0] / str(seed))
+    model = AutoModelForCausalLM.from_pretrained(_MODELS["folder"] / str(seed)).to(_MODELS["device"])
     return [(name, weight.detach()) for name, weight in model.named_parameters(remove_duplicate=False)]
 
 
