@@ -147,8 +147,8 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first trained one."""
-        return int(self.loss_mask.argmax())
+        """Tokens before the first trained one; T where none is trained on."""
+        return int(self.loss_mask.argmax()) if self.num_trained else self.num_tokens
 
     @property
     def completion_ids(self) -> np.ndarray:

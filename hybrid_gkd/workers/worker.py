@@ -27,6 +27,7 @@ from hybrid_gkd.files import FileSum
 from hybrid_gkd.imports import keep_loaded, quick_imports
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
+from hybrid_gkd.rollout.engine import generate, make_engine
 from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
@@ -95,8 +96,6 @@ class Worker(GroupMember):
         super().__init__(config, role=role, rank=rank, size=size, device_type=device)
         self.folder = folder
         self.step: int | None = None
-        self.weight_version: int | None = None
-        """Of the engine's weights; None: undefined."""
         self.updaters: dict[str, Updater] = {}
         """Of the models that are trained, by the spans of their updates."""
 
@@ -160,7 +159,6 @@ class Worker(GroupMember):
             import torch
 
             from hybrid_gkd.offload.device import SharedDevice
-            from hybrid_gkd.rollout.engine import make_engine
         if self.size > 1:
             self.all_reduce(address, Timeout(arr.nccl_timeout, "actor_rollout_ref.nccl_timeout"))
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
@@ -177,7 +175,7 @@ class Worker(GroupMember):
         if self.role != "rollout worker":
             self._build_models(num_updates)
             description["hidden_size"] = str(self.actor.hidden_size)
-        self.residency = self.shared.manage(engine, self._sleep)
+        self.residency = self.shared.manage(engine)
         if self.role != "rollout worker":
             self._build_updaters(saves_behind)
         keep_loaded()
@@ -247,18 +245,17 @@ class Worker(GroupMember):
         )
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[Transfer]:
-        """Yield lists of sequences as they finish, with the weights of the last publish; empty ones show progress.
+        """Yield lists of samples as they finish, with the weights of the last publish; empty ones show progress.
 
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them. What the
         next phase needs comes onto the device meanwhile, where engine and teacher keep room to work, else at the end.
         """
-        assert self.weight_version is not None, "the engine's weights are undefined until they are published"
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
             self.residency.enter("rollout")
             self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
-                for finished in self.engine.generate(requests, sampling, self.weight_version):
+                for finished in generate(self.engine, requests, sampling):
                     yield Transfer(finished if first_of_replica else [])
             self.residency.prepare(self._phase_after_rollout)
 
@@ -359,9 +356,8 @@ class Worker(GroupMember):
     def _load_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], weight_version: int) -> float:
         """Take full tensors into the engine, once more for a comparison if asked for; seconds without that."""
         started = time.perf_counter()
-        self.engine.load_weights(weights())
+        self.engine.load_weights(weights(), weight_version)
         seconds = time.perf_counter() - started
-        self.weight_version = weight_version
         if self.config.actor_rollout_ref.rollout.verify_weights:
             self.engine.verify_weights(weights())
         return seconds
@@ -405,10 +401,6 @@ class Worker(GroupMember):
             free, total = torch.cuda.mem_get_info(0)
             found["GPU memory, GiB"] = (total - free) / 2**30
         return found
-
-    def _sleep(self) -> None:
-        self.engine.sleep()
-        self.weight_version = None
 
 
 def redirect_output(log_file: Path) -> None:

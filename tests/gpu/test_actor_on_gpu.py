@@ -142,7 +142,7 @@ def test_out_of_memory_is_tried_again_in_halves_and_changes_nothing_else(reshard
         for runs_out in (False, True):
             actor, shared, asked = Actor(config, device=torch.device("cuda"), num_updates=3), SharedDevice("cuda"), []
             shared.add_model("actor", actor)
-            residency = shared.manage(None, lambda: None)
+            residency = shared.manage(None)
             updater = Updater(actor, residency, shared.meter, worker="worker 0", alone=True)
 
             def ask_for_too_much(*_, asked=asked):
