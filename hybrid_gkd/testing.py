@@ -6,7 +6,7 @@ the test says when the teacher answers:
 
     group, teacher = RecordingGroup(), LocalTeacher(scores, delay=None)
     trainer = MyTrainer(config, group=group, teacher=teacher, tokenizer=NumberTokenizer(), tracking=MetricRows(), ...)
-    ...  # in another thread, or from RecordingGroup's `respond`: teacher.answer(2, 4)
+    ...  # in another thread, or from RecordingGroup's `respond`: teacher.answer("row 3, sample 1")
     assert group.events == [("publish", 0), ("generate", 0, 8), ("update",), ("publish", 1)]
 """
 
@@ -334,26 +334,25 @@ class LocalTeacher:
 
     def __init__(self, score: Callable[[Reading], TopK], delay: float | None = 0.0):
         self._score, self._delay, self._random = score, delay, random.Random(0)
-        self.waiting: dict[int, tuple[Reading, Future[TopK]]] = {}
-        """By number, from 0 on, in the order of their coming."""
-        self._num_submitted = 0
+        self.waiting: dict[str, tuple[Reading, Future[TopK]]] = {}
+        """By the name of the reading, in the order of their coming."""
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
         futures: list[Future[TopK]] = [Future() for _ in readings]
         for reading, future in zip(readings, futures, strict=True):
             if self._delay is None:
-                self.waiting[self._num_submitted] = reading, future
-                self._num_submitted += 1
+                assert reading.name not in self.waiting, f"{reading.name} is already waiting"
+                self.waiting[reading.name] = reading, future
             elif self._delay:
                 threading.Timer(self._random.uniform(0, self._delay), self._answer, [reading, future]).start()
             else:
                 self._answer(reading, future)
         return futures
 
-    def answer(self, *numbers: int) -> None:
-        """Answer these readings, or all that are waiting."""
-        for number in numbers or list(self.waiting):
-            self._answer(*self.waiting.pop(number))
+    def answer(self, *names: str) -> None:
+        """Answer the readings of these names, or all that are waiting."""
+        for name in names or list(self.waiting):
+            self._answer(*self.waiting.pop(name))
 
     def describe(self) -> str:
         return "a stand-in"

@@ -21,9 +21,10 @@ from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.scoring import decode
+from hybrid_gkd.ppo.step_metrics import mean_metrics
 from hybrid_gkd.ppo.steps import distillation_factor
 from hybrid_gkd.ppo.token_scores import ANSWERS, token_scores
-from hybrid_gkd.ppo.trainer import PPOTrainer, mean_metrics
+from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.teacher import Scores, TeacherScorer
 from hybrid_gkd.spans import working_for
 from hybrid_gkd.teacher_client import TeacherClient
@@ -221,7 +222,7 @@ class GKDTrainer(PPOTrainer):
         }
 
     def _shown(self, pairs: list[Pair]) -> dict[SampleId, tuple[Sample, dict[str, Any]]]:
-        """Return the samples whose tokens are kept, with prompt and completion as text: the first of the first tasks."""
+        """Return the samples whose tokens are kept, with prompt and completion as text: one of each first task."""
         count = self.config.trainer.log_val_generations
         chosen = {task.index for task in self.val_prompts[: min(ANSWERS, count)]}
         return {
@@ -248,7 +249,7 @@ class GKDTrainer(PPOTrainer):
         if found.requests:  # the last rollouts may have been scored before
             names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
             seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
-            seen["teacher/bytes_per_token"] = found.bytes_received / found.response_tokens
+            seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
         if in_flight:
             seen["teacher/tokens_per_second"] = found.tokens / in_flight
         return seen | {"teacher/retries": float(found.retries)}

@@ -27,7 +27,7 @@ from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.types import Sample
+from hybrid_gkd.types import GenerationRequest, SampleId, generated
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 

@@ -56,7 +56,7 @@ class Batches:
         return [list(shares) for shares in zip(*map(self.parts, mini_batches), strict=True)]
 
     def parts(self, samples: list[Sample], num_tokens: int | None = None) -> list[MiniBatch]:
-        """Return for each worker its share of a mini-batch, or of a part of one that has `num_tokens` trained tokens."""
+        """Return each worker's share of a mini-batch, or of a part of one that has `num_tokens` trained tokens."""
         num_tokens = num_tokens or sum(sample.num_trained for sample in samples)
         return [MiniBatch(micro_batches=tuple(share), num_tokens=num_tokens) for share in self.plan(samples)]
 

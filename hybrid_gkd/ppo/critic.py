@@ -12,6 +12,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
+from hybrid_gkd.ppo.step_metrics import mean_metrics
 from hybrid_gkd.ppo.steps import num_critic_updates
 from hybrid_gkd.spans import Clock
 from hybrid_gkd.types import Rollout, Sample
@@ -39,8 +40,7 @@ class CriticTurn:
         """Learn the returns of the samples; metrics. Raises as an update of the actor."""
         with self.clock.span("update_critic"):
             updates = self.group.update_critic(self.batches.epochs(samples))
-        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        return metrics | {"critic/lr": updates[-1]["critic/lr"]} | value_metrics(samples)
+        return mean_metrics(updates) | value_metrics(samples)
 
 
 def value_metrics(samples: list[Sample]) -> dict[str, float]:

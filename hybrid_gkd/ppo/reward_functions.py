@@ -15,7 +15,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sample
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class RewardFunction:
     """In `reward.functions` and in metrics."""
     label: str
     """In messages: the name, or file and function."""
-    compute: Callable[[Sample[Response]], list[Outcome]]
+    compute: Callable[[Sequence[Response]], list[Outcome]]
     """Of at most `at_once` responses."""
     at_once: float = 1
     can_hang: bool = False
@@ -174,7 +174,7 @@ def _arguments(response: Response) -> tuple[Any, ...]:
     return response.data_source, response.text, response.answer, response.extra_info or {}
 
 
-def one_by_one(call: Callable[[Response], object]) -> Callable[[Sample[Response]], list[Outcome]]:
+def one_by_one(call: Callable[[Response], object]) -> Callable[[Sequence[Response]], list[Outcome]]:
     """The form of all functions, of one that takes a response."""
     return lambda responses: [_guarded(call, response) for response in responses]
 
@@ -187,7 +187,7 @@ def _guarded(call: Callable[[Response], object], response: Response) -> Outcome:
 
 
 def _all(
-    call: Callable[[Sample[Response]], Any], is_async: bool, responses: Sample[Response]
+    call: Callable[[Sequence[Response]], Any], is_async: bool, responses: Sequence[Response]
 ) -> list[Outcome]:
     try:
         found = _runner().run(call(responses)) if is_async else call(responses)
@@ -199,7 +199,7 @@ def _all(
     return [_checked(value) for value in values]
 
 
-def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sample[Response]) -> list[Outcome]:
+def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequence[Response]) -> list[Outcome]:
     async def one(response: Response) -> Outcome:
         limit = asyncio.timeout(None if timeout == math.inf else timeout)
         try:

@@ -31,7 +31,7 @@ from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.saving import Saving
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.scoring import Reward, Scorer, decode
-from hybrid_gkd.ppo.step_metrics import step_metrics
+from hybrid_gkd.ppo.step_metrics import mean_metrics, step_metrics
 from hybrid_gkd.ppo.steps import num_updates, total_steps
 from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
 from hybrid_gkd.spans import Clock, working_for
@@ -241,7 +241,7 @@ class PPOTrainer:
     def with_corrections(
         self, samples: list[Sample], *, policy_loss: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Add old log-probabilities, for a policy loss in several steps, and importance weights; also return metrics."""
+        """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too."""
         section, policy_loss = self.config.algorithm, policy_loss and num_updates(self.config, 1) > 1
         if not (section.compares_logprobs or policy_loss):
             return samples, {}
@@ -423,9 +423,3 @@ class PPOTrainer:
         self.best = self.saving.best = best_to_resume(self.config, state, self.store)
         self.reference.resume(state.kl_coef)
         self.saving.newest = folder
-
-
-def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several optimizer steps: their means, and the last learning rate."""
-    metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-    return metrics | {"actor/lr": updates[-1]["actor/lr"]}

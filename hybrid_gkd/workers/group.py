@@ -189,8 +189,8 @@ class WorkerGroup:
     def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
         """Take an optimizer step per mini-batch, of which each worker has its share; return the metrics of each.
 
-        `last`: no other call for the same rollout follows. Of the first mini-batch, parts may have been accumulated. A micro-batch of it travels ahead of the others, so
-        that the workers compute while the rest is on its way.
+        `last`: no other call for the same rollout follows. Of the first mini-batch, parts may have been accumulated. A
+        micro-batch of it travels ahead of the others, so that the workers compute while the rest is on its way.
         """
         calls: Calls = {}
         if all(len(share[0].micro_batches) > 1 for share in batches):

@@ -68,8 +68,10 @@ class Updater:
         with self._next_part():
             self._attempt(self.model.accumulate, part, again=self.alone)
 
-    def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
+    def update(self, batches: list[MiniBatch], *, last: bool = True) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
+
+        `last`: no further mini-batch of this rollout follows, and memory owners make room for the next phase.
 
         Copies begin early: those of the optimizer state block by block within the last backward pass, as far as the
         peak activation memory so far leaves room for them, and those of memory owners that the rollout does not need at
@@ -85,9 +87,10 @@ class Updater:
             with self._next_part():
                 metrics.append(self._attempt(self._update, batch, again=self.alone))
             self._accumulated = ()
-        if self.residency.takes_turns:
+        if last and self.residency.takes_turns:
             self.meter.trim()  # now, while no copy is in flight that it would wait for
-        self.residency.prepare(self.phases.afterwards)
+        if last:
+            self.residency.prepare(self.phases.afterwards)
         return metrics
 
     @contextlib.contextmanager

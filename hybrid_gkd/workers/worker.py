@@ -34,9 +34,10 @@ from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
     RewardText,
+    Sample,
+    SampleId,
     SamplingParams,
-    TeacherTopK,
-    TrainSequence,
+    TopK,
 )
 from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
@@ -270,21 +271,21 @@ class Worker(GroupMember):
         self.updater.accumulate(part)
 
     @spanned("update_actor")
-    def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
-        return self.updater.update(batches)
+    def update(self, batches: list[MiniBatch], *, last: bool = True) -> list[dict[str, float]]:
+        return self.updater.update(batches, last=last)
 
     @spanned("update_actor")
-    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.updater.forward(lambda: self.actor.compute_logprobs(micro_batches))
 
     @spanned("ref")
-    def compute_ref_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_logprobs(micro_batches))
         return self.reference_updater.forward(lambda: self.reference.compute_logprobs(micro_batches))
 
     @spanned("ref")
-    def compute_ref_topk(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, TeacherTopK]:
+    def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
         num_ids = self.actor.num_ids
@@ -295,7 +296,7 @@ class Worker(GroupMember):
         return self.reward_updater.forward(lambda: self.reward_model.compute_scores(micro_batches))
 
     @spanned("values")
-    def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_values(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.critic_updater.forward(lambda: self.critic.compute_values(micro_batches))
 
     @spanned("update_critic")
@@ -303,7 +304,7 @@ class Worker(GroupMember):
         return self.critic_updater.update(batches)
 
     @spanned("testing")
-    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.updater.forward(lambda: self.actor.compute_divergences(micro_batches))
 
     @spanned("sync_rollout_weights")
