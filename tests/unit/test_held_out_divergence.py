@@ -9,7 +9,7 @@ from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config_loading import load_config
 from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, RecordingGroup, make_tiny_model
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, TeacherTopK
+from hybrid_gkd.types import Task, TopK
 
 TEMPERATURE, VOCABULARY = 1.5, 259
 NAMES = ("val/forward_kl", "val/reverse_kl")
@@ -33,7 +33,7 @@ def configure(student, *overrides):
 
 
 def make_trainer(config, group, teacher, tracking):
-    prompts = [Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i)) for i in range(5)]
+    prompts = [Task(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i)) for i in range(5)]
     return GKDTrainer(
         config, group=group, tokenizer=testing.NumberTokenizer(), train_prompts=prompts, val_prompts=prompts,
         reward=None, tracking=tracking, store=CheckpointStore(None, keep=None), teacher=teacher,
@@ -66,7 +66,7 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
         drawn = torch.from_numpy(sequence.response_ids.astype(np.int64))
         sampled = distribution(teacher, sequence).gather(1, drawn[:, None])
         nothing = np.full(len(ids), -np.inf, np.float32)
-        return TeacherTopK(
+        return TopK(
             ids=ids.int().numpy(), logprobs=logprobs.float().numpy(), tail_logprobs=nothing,
             sampled_logprobs=sampled[:, 0].float().numpy(),
         )
@@ -118,7 +118,7 @@ class CountingTeacher(LocalTeacher):
     def score(self, sequence):
         logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
         ids, tail = sequence.response_ids[:, None], testing.tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     def submit(self, sequences):
         self.asked += [(self.counts, sequence.index) for sequence in sequences]

@@ -17,7 +17,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
+from hybrid_gkd.types import Task, Rollout, Sequence, TopK
 
 NUM_PROMPTS, GROUP_SIZE = 6, 2
 SIZE = ModelSpec(
@@ -39,12 +39,12 @@ def scores(sequence):
     """Scores that name the sequence."""
     ids = np.full((len(sequence.response_ids), 1), sequence.index, np.int32)
     logprobs = np.full(ids.shape, -0.5, np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
+    return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
 
 
 def make(cls, *overrides, **options):
     prompts = [
-        Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i), answer="2")
+        Task(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i), answer="2")
         for i in range(NUM_PROMPTS)
     ]
     group = RecordingGroup()
@@ -78,17 +78,17 @@ def test_gkd_trains_every_sequence_with_its_own_scores():
         requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, response_tokens=5
     )
     trainer, group, rollout = make(GKDTrainer, teacher=teacher)
-    trainer.generation.on_finished[0](1, list(rollout.sequences[4:]))  # these finished early
-    trainer.generation.on_finished[0](1, list(rollout.sequences[:2]))
+    trainer.generation.on_finished[0](1, list(rollout.samples[4:]))  # these finished early
+    trainer.generation.on_finished[0](1, list(rollout.samples[:2]))
     submit = teacher.submit
     teacher.submit = lambda sequences: (submit(sequences), teacher.answer())[0]  # the rest, then the answers
     metrics = trainer._update_actor(rollout)
     assert trained(group) == [0, 1, 2, 3, 4, 5]
     for share in group.updates[0]:
-        assert share[0].num_tokens == sum(len(s.response_ids) for s in rollout.sequences)
+        assert share[0].num_tokens == sum(len(s.response_ids) for s in rollout.samples)
         for micro_batch in share[0].micro_batches:
             for item in micro_batch:
-                assert set(item.teacher.ids.ravel()) == {item.sequence.index}
+                assert set(item.topk("teacher").ids.ravel()) == {item.sequence.index}
     assert metrics["teacher/latency"] == pytest.approx(0.1)
 
 
@@ -97,14 +97,14 @@ def test_the_teacher_gets_prompts_behind_its_own_template():
     seen = []
     teacher = LocalTeacher(lambda sequence: (seen.append(sequence), scores(sequence))[1])
     trainer, _, _ = make(GKDTrainer, teacher=teacher)
-    prompts = trainer.generation.prompts
-    trainer.generation.prompts = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in prompts]
+    prompts = trainer.generation.tasks
+    trainer.generation.tasks = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in prompts]
     rollout = trainer.generation.rollout(1)
-    assert len(seen) == len(rollout.sequences) == 3 * GROUP_SIZE
+    assert len(seen) == len(rollout.samples) == 3 * GROUP_SIZE
     for sequence in seen:
         np.testing.assert_array_equal(sequence.teacher_prompt_ids, sequence.prompt_ids + 100)
         np.testing.assert_array_equal(
-            sequence.prompt_ids, rollout.prompts[sequence.index // GROUP_SIZE].token_ids
+            sequence.prompt_ids, rollout.tasks[sequence.index // GROUP_SIZE].token_ids
         )
 
 
@@ -115,7 +115,7 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
     trainer, group, rollout = make(
         GKDTrainer, *(f"actor_rollout_ref.actor.{override}" for override in one_each), teacher=teacher
     )
-    trainer.generation.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, list(rollout.samples))
     teacher.answer(2, 4)
     late, accumulate = [5, 1, 3, 0], group.accumulate
     group.accumulate = lambda parts: (accumulate(parts), teacher.answer(late.pop(), late.pop()))
@@ -123,12 +123,12 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
     parts = [*group.accumulated, [share[0] for share in group.updates[0]]]
     found = [[i.sequence.index for batch in part for micro in batch.micro_batches for i in micro] for part in parts]
     assert [sorted(part) for part in found] == [[2, 4], [0, 3], [1, 5]]
-    num_tokens = sum(len(s.response_ids) for s in rollout.sequences)
+    num_tokens = sum(len(s.response_ids) for s in rollout.samples)
     for part in parts:
         assert {batch.num_tokens for batch in part} == {num_tokens}
         assert len({len(batch.micro_batches) for batch in part}) == 1
         for item in [i for batch in part for micro in batch.micro_batches for i in micro]:
-            assert set(item.teacher.ids.ravel()) == {item.sequence.index}
+            assert set(item.topk("teacher").ids.ravel()) == {item.sequence.index}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_parts_are_whole_micro_batches_on_each_worker(max_tokens, shares_gpu, ac
         check_teacher=lambda: teacher.answer(5), shares_gpu=shares_gpu,
     )
     three = np.arange(3, dtype=np.int32)
-    sequences = [dataclasses.replace(s, prompt_ids=three[:2], response_ids=three[2:]) for s in rollout.sequences]
+    sequences = [dataclasses.replace(s, prompt_ids=three[:2], response_ids=three[2:]) for s in rollout.samples]
     rollout = dataclasses.replace(rollout, sequences=tuple(sequences))
-    trainer.generation.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, list(rollout.samples))
     teacher.answer(*range(5))
     trainer._update_actor(rollout)
     assert [sorted({len(share.micro_batches) for share in part}) for part in group.accumulated] == accumulated
@@ -182,9 +182,9 @@ def test_gkd_computes_what_its_loss_needs_and_no_more(overrides, rewards, old_lo
     group, metrics = update_at_once(*overrides)
     items = [i for share in group.updates[0] for batch in share for micro in batch.micro_batches for i in micro]
     assert len(items) == 6
-    assert {item.teacher is not None for item in items} == {True}
-    assert {item.advantages is not None for item in items} == {rewards}
-    assert {item.old_logprobs is not None for item in items} == {old_logprobs}
+    assert {"teacher" in item.signals for item in items} == {True}
+    assert {"advantages" in item.signals for item in items} == {rewards}
+    assert {"old_logprobs" in item.signals for item in items} == {old_logprobs}
     assert group.num_forwards == old_logprobs
     assert ("reward/mean" in metrics) == rewards
 
@@ -196,7 +196,7 @@ def test_nothing_is_trained_when_one_sequence_has_no_scores():
         return scores(sequence)
 
     trainer, group, rollout = make(GKDTrainer, teacher=LocalTeacher(score))
-    trainer.generation.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, list(rollout.samples))
     with pytest.raises(BadTeacherReply, match="NaN"):
         trainer._update_actor(rollout)
     assert group.updates == []
@@ -293,7 +293,7 @@ def test_ppo_gives_each_sequence_its_group_relative_advantage():
     for share in group.updates[0]:
         for item in share[0].micro_batches[0]:
             expected = 0.5 if item.sequence.index % 2 else -0.5
-            np.testing.assert_allclose(item.advantages, np.full(len(item.sequence.response_ids), expected))
+            np.testing.assert_allclose(item.array("advantages"), np.full(len(item.completion_ids), expected))
 
 
 def test_remax_compares_with_the_greedy_answer_to_the_prompt():
@@ -310,10 +310,10 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt():
         sampled.append(sampling), generate(requests, sampling)
     )[1]
     rollout = trainer.generation.rollout(1)
-    assert [(len(rollout.greedy), len(rollout.sequences)), len(sampled)] == [(3, 6), 2]
+    assert [(len(rollout.greedy), len(rollout.samples)), len(sampled)] == [(3, 6), 2]
     metrics = trainer._update_actor(rollout)
     assert (metrics["reward/mean"], metrics["reward/greedy"]) == (0.5, pytest.approx(1 / 3))
-    found = {i.sequence.index: i.advantages.tolist() for i in group.trained[-1]}
+    found = {i.sequence.index: i.array("advantages").tolist() for i in group.trained[-1]}
     assert found == {0: [0], 1: [1, 1], 2: [0, 0], 3: [-1], 4: [1, 1], 5: [0]}
 
 
@@ -327,16 +327,16 @@ def test_the_teacher_as_a_reward_of_each_token():
     assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
     assert "reward/mean" not in metrics
     for item in group.trained[-1]:
-        assert item.teacher is not None
-        np.testing.assert_allclose(item.advantages, 0, atol=1e-3)
-        np.testing.assert_allclose(item.old_logprobs, np.log(0.5))
+        assert "teacher" in item.signals
+        np.testing.assert_allclose(item.array("advantages"), 0, atol=1e-3)
+        np.testing.assert_allclose(item.array("old_logprobs"), np.log(0.5))
     group, metrics = update_at_once(*AS_REWARD, *REWARDS, "distillation.distillation_loss_coef=2")
     log_ratio = 2 * (-0.5 - np.log(0.5))
     rewards = {i: np.full(i % 2 + 1, log_ratio) + np.array([0, i % 2])[-(i % 2) - 1 :] for i in range(6)}
     together = np.concatenate(list(rewards.values()))
     for item in group.trained[-1]:
         want = (rewards[item.sequence.index] - together.mean()) / together.std(ddof=1)
-        np.testing.assert_allclose(item.advantages, want, rtol=1e-4)
+        np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-4)
     assert metrics["reward/mean"] == 0.5
 
 
@@ -368,7 +368,7 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
         other = 3 if index < GROUP_SIZE else 2
         left = [max(length - at, 0) - max(other - at, 0) for at in range(length)]
         want = right[0] - right[1] + (-0.5 - np.log(0.5)) * np.array(left)
-        np.testing.assert_allclose(item.advantages, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-5, atol=1e-6)
 
 
 def test_the_teacher_as_a_reward_for_a_critic_to_learn():
@@ -380,12 +380,12 @@ def test_the_teacher_as_a_reward_for_a_critic_to_learn():
         (items,) = [[i for share in batch for part in share for m in part.micro_batches for i in m]
                     for batch in group.critic_updates]  # fmt: skip
         for item in items:
-            if len(item.sequence.response_ids) == 2:  # right, where that counts
+            if len(item.completion_ids) == 2:  # right, where that counts
                 last = log_ratio + score - 0.25
                 first = log_ratio + 0.25 - 0.25 + 0.5 * last
-                np.testing.assert_allclose(item.returns, np.array([first, last]) + 0.25, rtol=1e-5)
+                np.testing.assert_allclose(item.array("returns"), np.array([first, last]) + 0.25, rtol=1e-5)
         assert metrics["critic/values/mean"] == 0.25
-        assert all(item.advantages is not None for item in group.trained[-1])
+        assert all("advantages" in item.signals for item in group.trained[-1])
     group, metrics = update_at_once(*overrides, "trainer.critic_warmup=1")
     assert (len(group.critic_updates), group.trained) == (1, [])
     assert metrics.keys() >= {"reward/teacher", "critic/vf_loss"}
@@ -400,8 +400,8 @@ def test_the_kl_to_the_reference_beside_the_teacher_as_a_reward():
         assert (group.num_forwards, group.events.count(("ref",))) == (1, 1)
         token = -0.5 - np.log(0.5) - 0.5 * (np.log(0.5) - np.log(0.125))
         for item in group.trained[-1]:  # sums of one and of two tokens' rewards, relative to their mean
-            np.testing.assert_allclose(item.advantages, token / 2 * (1 if item.sequence.index % 2 else -1), rtol=1e-5)
-            assert (item.ref_logprobs is not None) == bool(more)
+            np.testing.assert_allclose(item.array("advantages"), token / 2 * (1 if item.sequence.index % 2 else -1), rtol=1e-5)
+            assert ("reference" in item.signals) == bool(more)
 
 
 def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
@@ -411,7 +411,7 @@ def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
     assert metrics["actor/distillation/clamp_share"] == 1
     assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
     for item in group.trained[-1]:  # sums of one and of two tokens' rewards, relative to their mean
-        np.testing.assert_allclose(item.advantages, 0.05 if item.sequence.index % 2 else -0.05, rtol=1e-4)
+        np.testing.assert_allclose(item.array("advantages"), 0.05 if item.sequence.index % 2 else -0.05, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("schedule", "factors"), [("linear", [1, 0.75, 0.25]), ("cosine", [1, 0.8535534, 0.1464466])])
@@ -441,9 +441,9 @@ def test_responses_count_the_same_where_they_are_to(cls, updates):
     for parts in batches:
         items = [item for part in parts for micro in part.micro_batches for item in micro]
         for item in items:
-            length = len(item.sequence.response_ids)
+            length = len(item.completion_ids)
             want = parts[0].num_tokens / (len(items) * length)
-            np.testing.assert_allclose(item.loss_weights, np.full(length, want), rtol=1e-6)
+            np.testing.assert_allclose(item.array("weights"), np.full(length, want), rtol=1e-6)
 
 
 def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
@@ -480,8 +480,8 @@ def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(devices, size, f
     assert metrics["timing/update_actor/other"] == pytest.approx(0.1)
     assert ("perf/mfu" in metrics) == found
     if found:
-        lengths = [s.num_tokens for s in rollout.sequences]
-        flops = 3 * training_flops(SIZE, lengths, sum(len(s.response_ids) for s in rollout.sequences))
+        lengths = [s.num_tokens for s in rollout.samples]
+        flops = 3 * training_flops(SIZE, lengths, sum(len(s.response_ids) for s in rollout.samples))
         assert metrics["perf/mfu"] == pytest.approx(flops / 0.5 / (2 * 989e12))
 
 

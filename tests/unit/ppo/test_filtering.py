@@ -24,7 +24,7 @@ from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.spans import Clock
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
+from hybrid_gkd.types import Task, Rollout, Sequence, TopK
 from hybrid_gkd.waiting import Timeout
 
 BATCH, N, NUM_PROMPTS = 3, 2, 10
@@ -55,7 +55,7 @@ def fit(steps, folder, *overrides, reward=reward, **options):
         ]
     )  # fmt: skip
     prompts = [
-        Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=str(i)) for i in range(NUM_PROMPTS)
+        Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=str(i)) for i in range(NUM_PROMPTS)
     ]
     asked = []
 
@@ -63,7 +63,7 @@ def fit(steps, folder, *overrides, reward=reward, **options):
         asked.append(sequence)
         logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
         ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     trainer = GKDTrainer(
         config, group=RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
@@ -97,14 +97,14 @@ def assert_trained(trainer, planned, size=BATCH):
     assert len(group.trained) == len(planned)
     for items, (kept, _, _) in zip(group.trained, planned, strict=True):
         assert [item.sequence.index for item in items] == list(range(BATCH * N))
-        assert [item.sequence.prompt_ids.tolist() for item in items] == [[row] for row, _, _ in kept for _ in range(N)]
-        assert [item.sequence.response_ids[0] for item in items] == [
+        assert [item.tokens[: item.prompt_length].tolist() for item in items] == [[row] for row, _, _ in kept for _ in range(N)]
+        assert [item.completion_ids[0] for item in items] == [
             request_seeds(0, number, size * N)[position * N + sample] for _, number, position in kept
             for sample in range(N)
         ]
         for item in items:
-            np.testing.assert_array_equal(item.teacher.ids[:, 0], item.sequence.response_ids)
-            assert (item.advantages > 0).all() == bool(item.sequence.index % 2)
+            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
+            assert (item.array("advantages") > 0).all() == bool(item.sequence.index % 2)
     assert len(trainer.asked) == len(planned) * BATCH * N
     assert trainer._pending == {}
 
@@ -131,7 +131,7 @@ def test_metrics_of_a_response():
         return {"score": value, "acc": value > 5} if len(response.text.split()) > 1 else value
 
     pairs = [
-        (Prompt(index=i, token_ids=np.zeros(1, np.int32), text=""), Sequence(
+        (Task(index=i, token_ids=np.zeros(1, np.int32), text=""), Sequence(
             index=i, prompt_ids=np.zeros(1, np.int32), response_ids=np.array(ids, np.int32), weight_version=0,
             finish_reason="stop",
         )) for i, ids in enumerate([[7], [8, 8], [3] * 8])
@@ -185,7 +185,7 @@ def test_without_the_filter_a_run_goes_on_at_the_same_place(tmp_path):
     sampler = PromptSampler(NUM_PROMPTS, BATCH, True, 0)
     for number, items in enumerate(trainer.group.trained, used + 1):
         rows = np.repeat(sampler.batch(number)[1], N)
-        assert [item.sequence.prompt_ids[0] for item in items] == rows.tolist()
+        assert [item.tokens[: item.prompt_length][0] for item in items] == rows.tolist()
     assert "training/num_gen_batches" not in trainer.tracking.by_step[3]
     assert load_state(tmp_path / "global_step_4").extra_batches == used - 2
 
@@ -234,7 +234,7 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
 
 def test_greedy_answers_stay_with_their_prompts(tmp_path):
     trainer, _ = fit(1, tmp_path, "algorithm.adv_estimator=remax")
-    prompts, n = trainer.generation.prompts, N
+    prompts, n = trainer.generation.tasks, N
     refill, rows = Refill(trainer.config, trainer.scorer, 1), [(1, 6, 7), (8, 2, 9)]
 
     def sequence(index, *ids):
@@ -249,7 +249,7 @@ def test_greedy_answers_stay_with_their_prompts(tmp_path):
             greedy=tuple(sequence(i, 100 + row, 0) for i, row in enumerate(batch)),
         ))  # fmt: skip
     found = refill.rollout()
-    assert [prompt.index for prompt in found.prompts] == [6, 7, 8]
+    assert [prompt.index for prompt in found.tasks] == [6, 7, 8]
     assert [(each.index, int(each.response_ids[0])) for each in found.greedy] == [(6, 106), (7, 107), (8, 108)]
     assert found.extra_batches == 1
 

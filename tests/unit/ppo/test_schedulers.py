@@ -26,7 +26,7 @@ from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, TeacherTopK
+from hybrid_gkd.types import Task, TopK
 
 BATCH, NUM_PROMPTS = 3, 9
 VALIDATED = {
@@ -46,7 +46,7 @@ def make_teacher(fails_at=None):
             raise BadTeacherReply("row 1 holds NaN")
         logprobs = np.full((2, 1), -0.5, np.float32)
         ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     return LocalTeacher(score, delay=0.01)
 
@@ -62,7 +62,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
         ]
     )
     prompts = [
-        Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(NUM_PROMPTS)
+        Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(NUM_PROMPTS)
     ]
     trainer = GKDTrainer(
         config, group=group or RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts,
@@ -82,10 +82,10 @@ def assert_trained(group, steps):
     assert len(group.trained) == len(steps)
     for step, items in zip(steps, group.trained, strict=True):
         _, rows = PromptSampler(NUM_PROMPTS, BATCH, True, 0).batch(step)
-        assert [item.sequence.prompt_ids.tolist() for item in items] == [[row] for row in rows]
-        assert [item.sequence.response_ids[0] for item in items] == request_seeds(0, step, BATCH)
+        assert [item.tokens[: item.prompt_length].tolist() for item in items] == [[row] for row in rows]
+        assert [item.completion_ids[0] for item in items] == request_seeds(0, step, BATCH)
         for item in items:
-            np.testing.assert_array_equal(item.teacher.ids[:, 0], item.sequence.response_ids)
+            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
 
 
 @DEPTHS
@@ -511,7 +511,7 @@ def test_importance_weights_where_no_response_is_stale(tmp_path):
         "sync", 2, tmp_path, "algorithm.rollout_is_threshold=1.5", "algorithm.rollout_is=token",
         "distillation.loss_mode=k3",
     )
-    assert {weight for items in group.trained for item in items for weight in item.sampled_weights.tolist()} == {1.5}
+    assert {weight for items in group.trained for item in items for weight in item.array("sampled_weights").tolist()} == {1.5}
     assert trainer.tracking.by_step[1]["actor/importance/kl"] == pytest.approx(-np.log(2))
 
 
@@ -524,11 +524,11 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
     own = loss != "forward_kl"  # the sampled token's ratio counts where the loss is of that token
     for items in group.trained:
         for item in items:
-            np.testing.assert_allclose(item.loss_weights, [1, 2], rtol=1e-6)
-            assert (item.sampled_weights is not None) == own
+            np.testing.assert_allclose(item.array("weights"), [1, 2], rtol=1e-6)
+            assert ("sampled_weights" in item.signals) == own
             if own:
-                np.testing.assert_allclose(item.sampled_weights, [2, 1.5], rtol=1e-6)
-            assert item.old_logprobs is None
+                np.testing.assert_allclose(item.array("sampled_weights"), [2, 1.5], rtol=1e-6)
+            assert "old_logprobs" not in item.signals
     weights = np.array([2, 3] if own else [1, 2])
     size = weights.sum() ** 2 / (2 * (weights**2).sum())
     assert trainer.tracking.by_step[2]["actor/importance/mean"] == pytest.approx(weights.mean())
@@ -537,9 +537,9 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
 
 def test_without_a_threshold_nothing_is_weighted_or_computed(tmp_path):
     trainer, group, _ = fit("one_step_off", 2, tmp_path)
-    assert {item.loss_weights is None for items in group.trained for item in items} == {True}
-    assert {item.sampled_weights is None for items in group.trained for item in items} == {True}
-    assert {item.sequence.logprobs is None for items in group.trained for item in items} == {True}
+    assert {"weights" not in item.signals for items in group.trained for item in items} == {True}
+    assert {"sampled_weights" not in item.signals for items in group.trained for item in items} == {True}
+    assert {item.logprobs is None for items in group.trained for item in items} == {True}
     assert "actor/importance/mean" not in trainer.tracking.by_step[2]
 
 

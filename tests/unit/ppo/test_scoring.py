@@ -22,7 +22,7 @@ from hybrid_gkd.ppo.reward_functions import RewardFunction, load_functions
 from hybrid_gkd.ppo.rewards import Response
 from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.testing import NumberTokenizer
-from hybrid_gkd.types import Prompt, Sequence
+from hybrid_gkd.types import Task, Sequence
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def make(tmp_path):
 
 
 def pair(row, *ids, answer="7"):
-    prompt = Prompt(index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, extra_info={"row": row})
+    prompt = Task(index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, extra_info={"row": row})
     sequence = Sequence(
         index=row, prompt_ids=prompt.token_ids, response_ids=np.array(ids, np.int32), weight_version=0,
         finish_reason="stop",
