@@ -101,14 +101,14 @@ def make_tiny_model(
 
 def make_sample(
     row: int = 0, *, prompt: Iterable[int] = (1,), completion: Iterable[int] = (2,),
-    loss_mask: Iterable[bool] | None = None, number: int = 0, version: int = 0, status: str = "stop",
+    loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0, status: str = "stop",
     logprobs: np.ndarray | None = None, **signals: Signal,
 ) -> Sample:
     """Build a sample from lists of ids; `loss_mask` is of prompt and completion, None trains on the completion."""
     prompt, tokens = [*prompt], np.array([*prompt, *completion], np.int32)
     mask = np.arange(len(tokens)) >= len(prompt) if loss_mask is None else np.array([*loss_mask], bool)
     return Sample(
-        id=SampleId(1, row, number), tokens=tokens, loss_mask=mask, status=status, logprobs=logprobs,
+        id=SampleId(batch, row, number), tokens=tokens, loss_mask=mask, status=status, logprobs=logprobs,
         versions=np.full(mask.sum(), version, np.int32), signals=signals,
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ class RecordingGroup:
         events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
             number of sequences), with a critic ("values",) and ("update_critic",), and with a reward model
             ("reward_model", version, number of texts), in order.
-        trained: of every update, the samples that were accumulated for it, in the order of their requests.
+        trained: of every update, the samples that were accumulated for it, in the order of their requests (or identities).
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
         saves_behind: set it for checkpoints that are written behind the next steps, until `snapshot_written` says so.
@@ -200,7 +200,7 @@ class RecordingGroup:
     def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
         self.updates.append(batches)
         self._waiting += [i for batch in batches for part in batch for micro in part.micro_batches for i in micro]
-        self.trained.append(sorted(self._waiting, key=lambda sample: self._order[sample.id]))
+        self.trained.append(sorted(self._waiting, key=lambda sample: (self._order.get(sample.id, -1), sample.id)))
         self._waiting = []
         self.events.append(("update",))
         return [{"actor/loss": 1.0, "actor/lr": 0.1 * number} for number in range(len(batches[0]))]

@@ -22,9 +22,9 @@ from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.spans import Clock
-from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
+from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Task, Rollout, Sequence, TopK
+from hybrid_gkd.types import Rollout, Task, TopK
 from hybrid_gkd.waiting import Timeout
 
 BATCH, N, NUM_PROMPTS = 3, 2, 10
@@ -40,8 +40,12 @@ def has_signal(row):
 
 
 def reward(response, answer):
-    """A response is its seed and its index in the generation batch."""
+    """A response is its seed and its number in the group."""
     return float(has_signal(int(answer)) and int(response.split()[1]) % 2)
+
+
+def respond(request, version):
+    return np.array([request.seed, request.id.number], np.int32)
 
 
 def fit(steps, folder, *overrides, reward=reward, **options):
@@ -59,14 +63,14 @@ def fit(steps, folder, *overrides, reward=reward, **options):
     ]
     asked = []
 
-    def score(sequence):
-        asked.append(sequence)
-        logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
-        ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
+    def score(reading):
+        asked.append(reading)
+        logprobs = np.full((len(reading.positions), 1), -0.5, np.float32)
+        ids, tail = reading.token_ids[reading.positions, None], tail_of(logprobs)
         return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     trainer = GKDTrainer(
-        config, group=RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
+        config, group=RecordingGroup(respond), tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
         reward=reward, tracking=MetricRows(), store=CheckpointStore(folder, keep=None), teacher=LocalTeacher(score),
         settings=learning_settings(config, steps=steps), **options,
     )
@@ -96,7 +100,7 @@ def assert_trained(trainer, planned, size=BATCH):
     group = trainer.group
     assert len(group.trained) == len(planned)
     for items, (kept, _, _) in zip(group.trained, planned, strict=True):
-        assert [item.sequence.index for item in items] == list(range(BATCH * N))
+        assert [item.id for item in items] == [(number, row, i) for row, number, _ in kept for i in range(N)]
         assert [item.tokens[: item.prompt_length].tolist() for item in items] == [[row] for row, _, _ in kept for _ in range(N)]
         assert [item.completion_ids[0] for item in items] == [
             request_seeds(0, number, size * N)[position * N + sample] for _, number, position in kept
@@ -104,7 +108,7 @@ def assert_trained(trainer, planned, size=BATCH):
         ]
         for item in items:
             np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
-            assert (item.array("advantages") > 0).all() == bool(item.sequence.index % 2)
+            assert (item.array("advantages") > 0).all() == bool(item.id.number % 2)
     assert len(trainer.asked) == len(planned) * BATCH * N
     assert trainer._pending == {}
 
@@ -117,7 +121,8 @@ def assert_trained(trainer, planned, size=BATCH):
     ],
 )  # fmt: skip
 def test_a_group_without_a_signal_has_one_value_alone(values, n, expected):
-    assert groups_with_signal(values, n) == expected
+    samples = [make_sample(i // n, number=i % n) for i in range(len(values))]
+    assert groups_with_signal(samples, values) == [(1, row) for row in expected]
 
 
 def test_metrics_of_a_response():
@@ -131,10 +136,8 @@ def test_metrics_of_a_response():
         return {"score": value, "acc": value > 5} if len(response.text.split()) > 1 else value
 
     pairs = [
-        (Task(index=i, token_ids=np.zeros(1, np.int32), text=""), Sequence(
-            index=i, prompt_ids=np.zeros(1, np.int32), response_ids=np.array(ids, np.int32), weight_version=0,
-            finish_reason="stop",
-        )) for i, ids in enumerate([[7], [8, 8], [3] * 8])
+        (Task(index=i, token_ids=np.zeros(1, np.int32), text=""), make_sample(i, prompt=[0], completion=ids))
+        for i, ids in enumerate([[7], [8, 8], [3] * 8])
     ]  # fmt: skip
     scorer = Scorer({"custom": RewardFunction("custom", "mine", one_by_one(score))}, NumberTokenizer(), config)
     scorer._weights = {"custom": 1.0}
@@ -212,9 +215,9 @@ def test_what_is_said_of_a_run_that_refills_its_batches(tmp_path):
 
 def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
     def only_at_first(response, answer):
-        seed, index = response.split()
-        first = {str(s) for number in (1, 2, 3) for s in request_seeds(0, number, BATCH * N)}
-        return float(seed in first and int(index) % 2)
+        seed, number = response.split()
+        first = {str(s) for batch in (1, 2, 3) for s in request_seeds(0, batch, BATCH * N)}
+        return float(seed in first and int(number) % 2)
 
     trainer, failure = fit(
         5, tmp_path, "algorithm.filter_groups.max_num_gen_batches=4", "trainer.save_freq=-1", reward=only_at_first
@@ -237,20 +240,18 @@ def test_greedy_answers_stay_with_their_prompts(tmp_path):
     prompts, n = trainer.generation.tasks, N
     refill, rows = Refill(trainer.config, trainer.scorer, 1), [(1, 6, 7), (8, 2, 9)]
 
-    def sequence(index, *ids):
-        ids = np.array(ids, np.int32)
-        return Sequence(index=index, prompt_ids=ids, response_ids=ids, weight_version=0, finish_reason="stop")
-
     for number, batch in enumerate(rows):
         assert not refill.is_full
         refill.add(Rollout(
-            step=1, epoch=0, prompts=tuple(prompts[row] for row in batch), extra_batches=number,
-            sequences=tuple(sequence(i, batch[i // n], i) for i in range(n * len(batch))),
-            greedy=tuple(sequence(i, 100 + row, 0) for i, row in enumerate(batch)),
+            step=1, epoch=0, tasks=tuple(prompts[row] for row in batch), extra_batches=number,
+            samples=tuple(
+                make_sample(row, batch=9 + number, number=i, completion=[row, i]) for row in batch for i in range(n)
+            ),
+            greedy=tuple(make_sample(row, batch=9 + number, number=n, completion=[100 + row, 0]) for row in batch),
         ))  # fmt: skip
     found = refill.rollout()
     assert [prompt.index for prompt in found.tasks] == [6, 7, 8]
-    assert [(each.index, int(each.response_ids[0])) for each in found.greedy] == [(6, 106), (7, 107), (8, 108)]
+    assert [(each.id.row, int(each.trained_ids[0])) for each in found.greedy] == [(6, 106), (7, 107), (8, 108)]
     assert found.extra_batches == 1
 
 

@@ -41,11 +41,12 @@ POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separat
 def make_teacher(fails_at=None):
     """Answers a little later and not in the order of the questions; its scores name the response."""
 
-    def score(sequence):
-        if sequence.response_ids[0] == fails_at:
+    def score(reading):
+        completion = reading.token_ids[reading.positions]
+        if completion[0] == fails_at:
             raise BadTeacherReply("row 1 holds NaN")
         logprobs = np.full((2, 1), -0.5, np.float32)
-        ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
+        ids, tail = completion[:, None], tail_of(logprobs)
         return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     return LocalTeacher(score, delay=0.01)
@@ -78,7 +79,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
 
 
 def assert_trained(group, steps):
-    """Exactly these steps' batches, in order, each sequence once and with its own scores."""
+    """Exactly these steps' batches, in order, each sample once and with its own scores."""
     assert len(group.trained) == len(steps)
     for step, items in zip(steps, group.trained, strict=True):
         _, rows = PromptSampler(NUM_PROMPTS, BATCH, True, 0).batch(step)
@@ -133,10 +134,10 @@ def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup()
     step_of = {seed: step for step in range(1, steps + 1) for seed in request_seeds(0, step, BATCH)}
 
-    def ask(sequences):
-        steps_asked = [step_of.get(s.response_ids[0]) for s in sequences if s.index == 0]
+    def ask(readings):
+        steps_asked = {step_of.get(reading.token_ids[reading.positions[0]]) for reading in readings}
         group.events += [("ask", step) for step in steps_asked if step is not None]  # not those of validation
-        return submit(sequences)
+        return submit(readings)
 
     teacher = make_teacher()
     submit, teacher.submit = teacher.submit, ask
@@ -288,7 +289,7 @@ def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(schedu
     def respond(request, version):
         if request.seed == failing:
             raise WorkerError("rollout worker 0 died")
-        return np.array([request.seed, request.index], np.int32)
+        return np.array([request.seed, request.id.row], np.int32)
 
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup(respond)
     _, _, failure = fit(scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", group=group)
@@ -431,9 +432,9 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
     began, ended = threading.Event(), threading.Event()
 
     class Busy(RecordingGroup):
-        def update(self, batches):
+        def update(self, batches, *, last=True):
             assert began.wait(60)
-            return super().update(batches)
+            return super().update(batches, last=last)
 
         def device_metrics(self, *, generating):
             assert generating == self._is_generating
@@ -447,7 +448,7 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
         if request.seed in request_seeds(0, 2, BATCH):
             began.set()
             ended.wait(60)
-        return np.array([request.seed, request.index], np.int32)
+        return np.array([request.seed, request.id.row], np.int32)
 
     group = Busy(respond)
     trainer, _, failure = fit(
@@ -511,7 +512,8 @@ def test_importance_weights_where_no_response_is_stale(tmp_path):
         "sync", 2, tmp_path, "algorithm.rollout_is_threshold=1.5", "algorithm.rollout_is=token",
         "distillation.loss_mode=k3",
     )
-    assert {weight for items in group.trained for item in items for weight in item.array("sampled_weights").tolist()} == {1.5}
+    found = [item.array("sampled_weights") for items in group.trained for item in items]
+    assert set(np.concatenate(found).tolist()) == {1.5}
     assert trainer.tracking.by_step[1]["actor/importance/kl"] == pytest.approx(-np.log(2))
 
 
