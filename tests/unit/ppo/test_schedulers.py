@@ -132,10 +132,10 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(scheduler, steps, tmp_path):
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup()
-    step_of = {seed: step for step in range(1, steps + 1) for seed in request_seeds(0, step, BATCH)}
+    step_of = {request_seeds(0, step, BATCH)[0]: step for step in range(1, steps + 1)}
 
     def ask(readings):
-        steps_asked = {step_of.get(reading.token_ids[reading.positions[0]]) for reading in readings}
+        steps_asked = [step_of.get(reading.token_ids[reading.positions[0]]) for reading in readings]
         group.events += [("ask", step) for step in steps_asked if step is not None]  # not those of validation
         return submit(readings)
 
@@ -171,7 +171,7 @@ def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_
     """Losses rise by one a step here; other validations than those before and after training are neither."""
     group = RecordingGroup()
     update = group.update
-    group.update = lambda shares: [update(shares)[0] | {"actor/kl_loss": float(len(group.trained))}]
+    group.update = lambda shares, last: [update(shares)[0] | {"actor/kl_loss": float(len(group.trained))}]
     late = ("trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=3")
     trainer, _, _ = fit("sync", 5, tmp_path, *late, group=group)
     assert trainer.first_metrics == {"actor/kl_loss": 1.0}
@@ -322,8 +322,8 @@ def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overr
     group = RecordingGroup()
     group.size, update = size, group.update
 
-    def fail_at_step_2(shares):
-        if group.trained:
+    def fail_at_step_2(shares, last):
+        if sum(map(len, group.trained)) >= BATCH + bool(overrides):  # at its first or second mini-batch
             raise error
         return update(shares)
 
@@ -365,7 +365,7 @@ def test_the_times_of_a_step_are_without_those_of_checkpoints_and_of_the_start(t
 def test_a_number_that_is_not_finite_ends_the_run_and_is_in_no_row(tmp_path):
     group, tracking = RecordingGroup(), MetricRows()
     update = group.update
-    group.update = lambda shares: [update(shares)[0] | {"actor/lr": math.nan if len(group.trained) == 2 else 0.1}]
+    group.update = lambda shares, last: [update(shares)[0] | {"actor/lr": math.nan if len(group.trained) == 2 else 0.1}]
     _, _, failure = fit("sync", 3, tmp_path, "trainer.save_freq=-1", group=group, tracking=tracking)
     assert str(failure) == "step 2: actor/lr is nan"
     assert group.saved == [2]
@@ -494,7 +494,7 @@ def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
     group.can_save = lambda: False
     update = group.update
 
-    def dies(shares):
+    def dies(shares, last):
         if len(group.trained) == 3:
             raise WorkerError("worker 0 died")
         return update(shares)
