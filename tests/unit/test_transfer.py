@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from hybrid_gkd import transfer
+from hybrid_gkd.testing import make_sample
 from hybrid_gkd.transfer import Transfer
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.types import MiniBatch, TopK
 
 K = 4
 
@@ -16,17 +17,16 @@ K = 4
 def make(index, *, length, teacher=True, logprobs=True):
     rng = np.random.default_rng(index)
     drawn = rng.normal(size=length).astype(np.float32)
-    sequence = Sequence(
-        index=index, prompt_ids=rng.integers(0, 9, index + 1).astype(np.int32),
-        response_ids=rng.integers(0, 9, length).astype(np.int32), weight_version=3,
-        finish_reason=("stop", "length")[index % 2], logprobs=drawn if logprobs else None,
-    )  # fmt: skip
-    scores = TeacherTopK(
+    scores = TopK(
         ids=rng.integers(0, 9, (length, K)).astype(np.int32), logprobs=rng.normal(size=(length, K)).astype(np.float32),
         tail_logprobs=rng.normal(size=length).astype(np.float32),
         sampled_logprobs=rng.normal(size=length).astype(np.float32),
     )
-    return TrainSequence(sequence=sequence, teacher=scores if teacher else None, teacher_weight=0.5)
+    signals = {"advantages": rng.normal(size=length).astype(np.float32)} | ({"teacher": scores} if teacher else {})
+    return make_sample(
+        index, prompt=rng.integers(0, 9, index + 1), completion=rng.integers(0, 9, length), version=3,
+        status=("stop", "length")[index % 2], logprobs=drawn if logprobs else None, **signals,
+    )  # fmt: skip
 
 
 def assert_same(found, expected):
@@ -34,6 +34,10 @@ def assert_same(found, expected):
     if dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):
             assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert_same(found[name], expected[name])
     elif isinstance(expected, np.ndarray):
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
@@ -66,10 +70,11 @@ def test_items_come_out_as_they_went_in(name):
 
 def test_small_arrays_travel_joined_and_large_ones_as_they_are(monkeypatch):
     items = ITEMS["alike"]
-    assert sent(Transfer(items))[1] == 7  # prompts, responses, their log-probabilities, and four of the teacher's
-    monkeypatch.setattr(transfer, "LARGEST_BYTES", 5 * 4)
+    # Tokens, which are trained, by which weights they were written, log-probabilities, advantages, and the teacher's four.
+    assert sent(Transfer(items))[1] == 9
+    monkeypatch.setattr(transfer, "LARGEST_BYTES", 12 * 4)
     found, buffers = sent(Transfer(items))
-    assert buffers == 5 + 2 * len(items)  # the teacher's candidates have 80 bytes, their log-probabilities too
+    assert buffers == 7 + 2 * len(items)  # the teacher's candidates have 80 bytes, their log-probabilities too
     for got, item in zip(found, items, strict=True):
         assert_same(got, item)
 
@@ -78,7 +83,7 @@ def test_a_mini_batch_keeps_its_micro_batches():
     items = ITEMS["alike"]
     batch = MiniBatch(micro_batches=(tuple(items[:3]), (), tuple(items[3:])), num_tokens=99)
     found, buffers = sent(batch)
-    assert buffers == 7
+    assert buffers == 9
     assert found.num_tokens == 99
     assert [len(micro_batch) for micro_batch in found.micro_batches] == [3, 0, 4]
     assert type(found.micro_batches[0]) is tuple
