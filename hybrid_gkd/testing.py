@@ -101,8 +101,8 @@ def make_tiny_model(
 
 def make_sample(
     row: int = 0, *, prompt: Iterable[int] = (1,), completion: Iterable[int] = (2,),
-    loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0, status: str = "stop",
-    logprobs: np.ndarray | None = None, **signals: Signal,
+    loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0,
+    status: str = "stop", logprobs: np.ndarray | None = None, **signals: Signal,
 ) -> Sample:
     """Build a sample from lists of ids; `loss_mask` is of prompt and completion, None trains on the completion."""
     prompt, tokens = [*prompt], np.array([*prompt, *completion], np.int32)
@@ -136,7 +136,7 @@ class RecordingGroup:
         events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
             number of sequences), with a critic ("values",) and ("update_critic",), and with a reward model
             ("reward_model", version, number of texts), in order.
-        trained: of every update, the samples that were accumulated for it, in the order of their requests (or identities).
+        trained: of every update, the samples that were accumulated for it, as requested or else by identity.
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
         saves_behind: set it for checkpoints that are written behind the next steps, until `snapshot_written` says so.

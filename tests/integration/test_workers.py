@@ -323,7 +323,8 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
         model, tmp_path, "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2",
     )
     requests = [
-        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)
+        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i)
+        for i in range(10)
     ]
     with contextlib.closing(make_group(config)) as group:
         assert {"vllm" in worker["engine"] for worker in group.description} == {True}

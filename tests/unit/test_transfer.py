@@ -70,7 +70,7 @@ def test_items_come_out_as_they_went_in(name):
 
 def test_small_arrays_travel_joined_and_large_ones_as_they_are(monkeypatch):
     items = ITEMS["alike"]
-    # Tokens, which are trained, by which weights they were written, log-probabilities, advantages, and the teacher's four.
+    # Tokens, which are trained, versions, log-probabilities, advantages, and four of the teacher's.
     assert sent(Transfer(items))[1] == 9
     monkeypatch.setattr(transfer, "LARGEST_BYTES", 12 * 4)
     found, buffers = sent(Transfer(items))

@@ -101,7 +101,8 @@ def assert_trained(trainer, planned, size=BATCH):
     assert len(group.trained) == len(planned)
     for items, (kept, _, _) in zip(group.trained, planned, strict=True):
         assert [item.id for item in items] == [(number, row, i) for row, number, _ in kept for i in range(N)]
-        assert [item.tokens[: item.prompt_length].tolist() for item in items] == [[row] for row, _, _ in kept for _ in range(N)]
+        prompts = [item.tokens[: item.prompt_length].tolist() for item in items]
+        assert prompts == [[row] for row, _, _ in kept for _ in range(N)]
         assert [item.completion_ids[0] for item in items] == [
             request_seeds(0, number, size * N)[position * N + sample] for _, number, position in kept
             for sample in range(N)
