@@ -1,8 +1,8 @@
 """What a run computes, frozen: 20 steps on fixed weights, responses and teacher scores, on the CPU.
 
     python tests/golden.py forward_kl        print what the code computes now
-    python tests/golden.py --write           store it for all cases in tests/golden.json, alone
-    python tests/golden.py --add             store it beside that of other processors
+    python tests/golden.py --write [case]    replace what tests/golden.json has of all cases, or of one
+    python tests/golden.py --add [case]      add to it where a case has no result of this machine yet
 
 A change that is meant to compute the same must leave the file as it is. Weights, responses and scores come from
 numpy's generator; one thread and no vector instructions that depend on the processor, so that the digits are those of
@@ -17,6 +17,9 @@ import platform
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
@@ -29,15 +32,37 @@ COMMON = [
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=80", "trainer.device=cpu", "trainer.save_freq=0",
     f"trainer.total_training_steps={STEPS}",
 ]
+LARGE_EPS = ["actor_rollout_ref.actor.optim.eps=1e-4"]
+"""Adam divides by the root of the second moment: with a tiny eps, the rounding of a zero gradient is a whole step."""
+PPO = ["distillation.enabled=false", "reward.answer_key=answer", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 CASES = {
     "forward_kl": [],
     "jsd": ["distillation.loss_mode=jsd", "distillation.beta=0.3", "distillation.tail=renormalise"],
-    "ppo": ["distillation.enabled=false", "reward.answer_key=answer", "actor_rollout_ref.actor.ppo_mini_batch_size=2"],
+    "ppo": PPO,
     "one_step_off": [
         "trainer.scheduler=one_step_off", "algorithm.rollout_is_threshold=2", "distillation.loss_mode=reverse_kl",
     ],
+    "gae": [
+        *PPO, *LARGE_EPS, "algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95",
+        "critic.optim.lr=6e-3", "critic.optim.eps=1e-4",
+    ],
+    "grpo_lora": [
+        *PPO, *LARGE_EPS, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
+        "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    ],
+    "as_reward": [*LARGE_EPS, "distillation.as_reward=true"],
+    "four_updates": [
+        *LARGE_EPS, "actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.actor.optim.lr=3e-3",
+    ],
+    "task_rewards": [*LARGE_EPS, "distillation.use_task_rewards=true", "reward.answer_key=answer"],
+    "two_workers": [
+        *LARGE_EPS, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",
+    ],
 }
-NUM_UPDATES = {case: 2 * STEPS if case == "ppo" else STEPS for case in CASES}
+NUM_WORKERS = dict.fromkeys(CASES, 1) | {"two_workers": 2}
+NUM_UPDATES = dict.fromkeys(CASES, STEPS) | dict.fromkeys(("ppo", "gae", "grpo_lora"), 2 * STEPS) | {
+    "four_updates": 4 * STEPS
+}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE",
     "HF_HUB_OFFLINE": "1",
@@ -47,57 +72,62 @@ NOT_COMPUTED = ("timing/", "perf/", "memory/", "teacher/")
 
 
 def compute(case, folder):
-    """-> the metrics of every step, a hash of the final weights and the norm of each, and what machine this is."""
+    """Return the metrics of every step, a hash of the final weights and the norm of each, and the machine.
+
+    Of several workers, each is a process that runs the whole trainer, and hands its student its own rank's share only.
+    """
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        others = [pool.submit(train, case, folder, rank) for rank in range(1, NUM_WORKERS[case])]
+        found = train(case, folder, 0)
+        for other in others:
+            assert other.result() == found, "the ranks differ in their metrics or weights"
+    return found
+
+
+def make_student(folder):
+    """Write a tiny model to `folder`, with matrices from numpy's generator, and return it."""
     import numpy as np
-    import torch
     from safetensors.numpy import load_file, save_file
 
-    from hybrid_gkd.config_loading import load_config
-    from hybrid_gkd.ppo.trainer import PPOTrainer
-    from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, make_tiny_model, single_process_group, tail_of
-    from hybrid_gkd.trainer import GKDTrainer
-    from hybrid_gkd.types import Prompt, TeacherTopK
+    from hybrid_gkd.testing import make_tiny_model
 
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     rng = np.random.default_rng(0)
-    model = make_tiny_model(folder / "student", tied=False)
-    weights = load_file(model / "model.safetensors")
+    make_tiny_model(folder, tied=False)
+    weights = load_file(folder / "model.safetensors")
     for name in sorted(weights):
         if weights[name].ndim == 2:
             weights[name] = rng.normal(0, 0.2, weights[name].shape).astype(np.float32)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
-    def random_ids(*key, low, high):
-        source = np.random.default_rng([7, *key])
-        return source.integers(0, VOCAB, source.integers(low, high)).astype(np.int32)
 
-    def respond(request, version):
-        return random_ids(request.seed, version, low=1, high=16)
+def train(case, folder, rank):
+    """Return what `compute` does, as one rank of the case's workers has it."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
 
-    def score(sequence):
-        source = np.random.default_rng([9, *sequence.response_ids])
-        rows = len(sequence.response_ids)
-        ids = np.stack([source.permutation(VOCAB)[:TOPK] for _ in range(rows)]).astype(np.int32)
-        shares = source.dirichlet(np.full(TOPK + 2, 0.5), rows)
-        logprobs = np.log(np.maximum(-np.sort(-shares[:, :TOPK], 1), 1e-5)).astype(np.float32)
-        tail = tail_of(logprobs)
-        sampled = np.log(shares[:, -1] + 1e-5).astype(np.float32)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+    from hybrid_gkd.config_loading import load_config
+    from hybrid_gkd.ppo.trainer import PPOTrainer
+    from hybrid_gkd.testing import LocalTeacher, MetricRows
+    from hybrid_gkd.trainer import GKDTrainer
 
     class Tokenizer:
         def decode(self, ids, skip_special_tokens):
             return str(sum(ids))
 
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    model = make_student(folder / f"rank_{rank}")
     config = load_config([*COMMON, f"actor_rollout_ref.model.path={model}", *CASES[case]])
-    prompts = [
-        Prompt(index=i, token_ids=random_ids(i, low=1, high=16), text=str(i), answer=str(i)) for i in range(PROMPTS)
-    ]
-    with single_process_group():
-        tracking = MetricRows()
+    size = NUM_WORKERS[case]
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    try:
+        group, tracking = make_group(case, config, rank), MetricRows()
         arguments = {
-            "group": LocalGroup(config, respond=respond, num_updates=NUM_UPDATES[case]), "tokenizer": Tokenizer(),
-            "train_prompts": prompts, "val_prompts": [], "tracking": tracking, "store": None,
+            "group": group, "tokenizer": Tokenizer(), "train_prompts": make_prompts(), "val_prompts": [],
+            "tracking": tracking, "store": None,
             "reward": lambda response, answer: float(int(response) % 7) - int(answer) % 3,
         }
         if config.distillation.enabled:
@@ -105,7 +135,10 @@ def compute(case, folder):
         else:
             trainer = PPOTrainer(config, **arguments)
         trainer.fit()
-        final = {name: tensor.numpy() for name, tensor in arguments["group"].actor.full_tensors(torch.float32)}
+        assert group.actor.updates_done == NUM_UPDATES[case]
+        final = {name: tensor.numpy() for name, tensor in group.actor.full_tensors(torch.float32)}
+    finally:
+        dist.destroy_process_group()
     digest = hashlib.sha256()
     for name in sorted(final):
         digest.update(name.encode() + np.ascontiguousarray(final[name]).tobytes())
@@ -114,11 +147,87 @@ def compute(case, folder):
         for row in tracking.rows
     ]
     return {
-        "machine": {"torch": torch.__version__, "numpy": np.__version__, "processor": processor()},
+        "machine": this_machine(),
         "steps": steps,
         "weights_sha256": digest.hexdigest(),
         "norms": {name: float(np.linalg.norm(final[name].astype(np.float64))) for name in sorted(final)},
     }
+
+
+def random_ids(*key, low, high):
+    """Return token ids, int32 [low to high - 1], that are a function of `key`."""
+    import numpy as np
+
+    source = np.random.default_rng([7, *key])
+    return source.integers(0, VOCAB, source.integers(low, high)).astype(np.int32)
+
+
+def make_prompts():
+    from hybrid_gkd.types import Prompt
+
+    ids = [random_ids(i, low=1, high=16) for i in range(PROMPTS)]
+    return [Prompt(index=i, token_ids=each, text=str(i), answer=str(i)) for i, each in enumerate(ids)]
+
+
+def respond(request, version):
+    """Return the completion of a request, whatever the weights."""
+    return random_ids(request.seed, version, low=1, high=16)
+
+
+def score(sequence):
+    """Return teacher scores that are a function of the completion."""
+    import numpy as np
+
+    from hybrid_gkd.testing import tail_of
+    from hybrid_gkd.types import TeacherTopK
+
+    source = np.random.default_rng([9, *sequence.response_ids])
+    rows = len(sequence.response_ids)
+    ids = np.stack([source.permutation(VOCAB)[:TOPK] for _ in range(rows)]).astype(np.int32)
+    shares = source.dirichlet(np.full(TOPK + 2, 0.5), rows)
+    logprobs = np.log(np.maximum(-np.sort(-shares[:, :TOPK], 1), 1e-5)).astype(np.float32)
+    tail = tail_of(logprobs)
+    sampled = np.log(shares[:, -1] + 1e-5).astype(np.float32)
+    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+
+
+def make_group(case, config, rank):
+    """Return the group of one worker, or what `rank` has of the group of several."""
+    from hybrid_gkd.testing import LocalGroup
+
+    class RankGroup(LocalGroup):
+        """Trains the share of `rank`, and adds to the metrics what every rank gets."""
+
+        size = NUM_WORKERS[case]
+
+        def accumulate(self, parts):
+            super().accumulate([parts[rank]])
+
+        def update(self, batches):
+            metrics = super().update([batches[rank]])
+            mini_batches = zip(*batches, strict=True)
+            return [found | share_sizes(parts) for found, parts in zip(metrics, mini_batches, strict=True)]
+
+    group_class = LocalGroup if NUM_WORKERS[case] == 1 else RankGroup
+    return group_class(config, respond=respond, num_updates=NUM_UPDATES[case])
+
+
+def share_sizes(parts):
+    """Return metrics of a mini-batch of which each rank has its share: how it was balanced and packed."""
+    sizes = {}
+    for rank, part in enumerate(parts):
+        tokens = [sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in part.micro_batches]
+        sizes |= {f"rank_{rank}/micro_batches": float(len(tokens)), f"rank_{rank}/tokens": float(sum(tokens))}
+        sizes[f"rank_{rank}/sequences"] = float(sum(map(len, part.micro_batches)))
+        sizes[f"rank_{rank}/tokens_of_largest"] = float(max(tokens))
+    return sizes
+
+
+def this_machine():
+    import numpy as np
+    import torch
+
+    return {"torch": torch.__version__, "numpy": np.__version__, "processor": processor()}
 
 
 def processor():
@@ -156,8 +265,12 @@ if __name__ == "__main__":
     parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
     if options.write or options.add:
-        before = json.loads(FILE.read_text()) if options.add else {case: [] for case in CASES}
-        FILE.write_text(json.dumps({case: [*before[case], run(case)] for case in CASES}, indent=1) + "\n")
+        stored = json.loads(FILE.read_text())
+        for case in [options.case] if options.case else CASES:
+            entries = [] if options.write else stored.get(case, [])
+            if not any(is_of(this_machine(), entry["machine"]) for entry in entries):
+                stored[case] = [*entries, run(case)]
+        FILE.write_text(json.dumps(stored, indent=1) + "\n")
     else:
         with tempfile.TemporaryDirectory() as temporary:
             print(json.dumps(compute(options.case, Path(temporary))))
