@@ -47,7 +47,7 @@ from typing import Any
 from peers import tail
 from results_report import COLUMNS, Stored, is_validation, read, read_all, report
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.use import visible_device

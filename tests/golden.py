@@ -52,7 +52,7 @@ def compute(case, folder):
     import torch
     from safetensors.numpy import load_file, save_file
 
-    from hybrid_gkd.config_loading import load_config
+    from hybrid_gkd.config.loading import load_config
     from hybrid_gkd.ppo.trainer import PPOTrainer
     from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, make_tiny_model, single_process_group, tail_of
     from hybrid_gkd.trainer import GKDTrainer

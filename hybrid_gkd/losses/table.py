@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hybrid_gkd.imports import load_object
+from hybrid_gkd.runtime.imports import load_object
 
 if TYPE_CHECKING:
-    from hybrid_gkd.config_learning import DistillationConfig
+    from hybrid_gkd.config.learning import DistillationConfig
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.runtime.imports import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
-from hybrid_gkd.files import FileSum
-from hybrid_gkd.imports import keep_loaded, quick_imports
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
-from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -37,7 +38,6 @@ from hybrid_gkd.types import (
     TeacherTopK,
     TrainSequence,
 )
-from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
 from hybrid_gkd.workers.profiling import StepProfiler

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.device import SharedDevice
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.reference import Reference

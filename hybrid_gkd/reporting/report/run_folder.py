@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybrid_gkd.flat_config import differences, flat
+from hybrid_gkd.config.flat import differences, flat
 from hybrid_gkd.reporting.report.following import Followed, step_of
 from hybrid_gkd.reporting.report.headline import headline
 from hybrid_gkd.reporting.report.log_lines import RunLog

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.losses.policy import check_policy_loss, cispo, gspo, vanilla
 from hybrid_gkd.losses.table import policy_loss
