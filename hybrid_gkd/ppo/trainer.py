@@ -19,6 +19,7 @@ import numpy as np
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.batches import Batches
 from hybrid_gkd.ppo.best import best_to_resume, new_best
@@ -35,7 +36,7 @@ from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.critic import CriticTurn
 from hybrid_gkd.scoring.reference import ReferenceTurn
-from hybrid_gkd.scoring.rewards import Reward, Scorer, decode
+from hybrid_gkd.scoring.rewards import Reward, Scorer
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
 from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainerLog, TrainSequence
 

@@ -13,10 +13,9 @@ import numpy as np
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DataError, TrainingError
-from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.models.tokenizer import decode, first_line
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import Score
-from hybrid_gkd.scoring.rewards import decode
 from hybrid_gkd.types import Prompt, RewardText, Sequence
 
 if TYPE_CHECKING:

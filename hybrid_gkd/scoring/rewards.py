@@ -21,6 +21,7 @@ import numpy as np
 
 from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.errors import DataError, TrainingError
+from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.scoring.builtin_rewards import Response, overlong_penalty
@@ -40,11 +41,6 @@ SAID = 3
 """Failures of a function that are logged for a rollout, one by one."""
 Pair = tuple[Prompt, Sequence]
 Reward = Callable[[str, str], float]
-
-
-def decode(tokenizer: Any, sequence: Sequence) -> str:
-    """A response as text, without special tokens."""
-    return tokenizer.decode(sequence.response_ids.tolist(), skip_special_tokens=True)
 
 
 @dataclass
