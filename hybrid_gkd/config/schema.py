@@ -24,7 +24,7 @@ from hybrid_gkd.config.learning import (
     RewardModelConfig,
 )
 from hybrid_gkd.config.models import ActorRolloutRefConfig, CriticConfig, CriticModelConfig, ModelConfig
-from hybrid_gkd.losses.table import KL_LOSSES, divergence_terms
+from hybrid_gkd.losses.table import KL_LOSSES, weighted_divergences
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 """trainer.scheduler -> how many batches generation is ahead of the update, and so the largest staleness."""
@@ -203,7 +203,8 @@ class Config:
         """Whether a term of the actor's loss is of the sampled token, as a policy loss is and a divergence is not."""
         loss, actor = self.distillation, self.actor_rollout_ref.actor
         estimated = actor.use_kl_loss and KL_LOSSES[actor.kl_loss_type].signal == "sampled"
-        return self.has_advantages or estimated or any(row.signal == "sampled" for _, row in divergence_terms(loss))
+        divergences = weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn)
+        return self.has_advantages or estimated or any(row.signal == "sampled" for _, row in divergences)
 
     @property
     def reward_weights(self) -> dict[str, float]:
