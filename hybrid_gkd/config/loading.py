@@ -25,12 +25,14 @@ from hybrid_gkd.config.models import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import SpellingReader
-from hybrid_gkd.demo.use import register_resolvers
 from hybrid_gkd.errors import ConfigError, raise_all
+from hybrid_gkd.runtime.imports import load_object
 
 logger = logging.getLogger(__name__)
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+RESOLVERS = {"demo": "hybrid_gkd.demo.use:demo_path", "by_device": "hybrid_gkd.demo.use:by_device"}
+"""Name -> what `${name:...}` in YAML calls, which is imported where a file has one."""
 
 
 def load_config(
@@ -68,7 +70,8 @@ def examine_config(
         demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
         rule = f"must be given; --config-name {demo} has models and data of its own"
         problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
-    register_resolvers()
+    for name in RESOLVERS:
+        OmegaConf.register_resolver(name, functools.partial(_resolve, name), replace=True)
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # a reference to a key that there is not
@@ -78,6 +81,10 @@ def examine_config(
     if whole:
         problems += broken_rules(config, wrong={error.key for error in problems})
     return config, problems
+
+
+def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:
+    return load_object("config", RESOLVERS[resolver])(*arguments, _root_=_root_)
 
 
 @functools.cache
