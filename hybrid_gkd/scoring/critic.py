@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.ppo.advantages import Arrays
-from hybrid_gkd.ppo.batches import Batches
-from hybrid_gkd.ppo.steps import num_critic_updates
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.types import Rollout, TrainSequence
+from hybrid_gkd.workers.batches import Batches
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
@@ -26,10 +24,8 @@ class CriticTurn:
     def __init__(self, config: Config, group: WorkerGroup, clock: Clock):
         self.group, self.clock = group, clock
         self.batches = Batches(config, config.resolved_critic, group)
-        self.steps = num_critic_updates(config, 1)
-        """Optimizer steps of an update."""
 
-    def values(self, rollout: Rollout) -> Arrays:
+    def values(self, rollout: Rollout) -> list[np.ndarray]:
         """Of each response, float32 [R]: the return that the critic expects before each of its tokens."""
         sequences = [TrainSequence(sequence=sequence) for sequence in rollout.sequences]
         with self.clock.span("values"):

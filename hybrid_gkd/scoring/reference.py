@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.config import Config, KLCtrlConfig
-from hybrid_gkd.ppo.advantages import Arrays
-from hybrid_gkd.ppo.batches import Batches
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.workers.batches import Batches
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
@@ -49,8 +48,8 @@ class ReferenceTurn:
         return self._scored(sequences) if self.config.actor_rollout_ref.actor.use_kl_loss else sequences
 
     def penalised(
-        self, sequences: list[TrainSequence], of_tokens: Arrays | None
-    ) -> tuple[list[TrainSequence], Arrays, dict[str, float]]:
+        self, sequences: list[TrainSequence], of_tokens: list[np.ndarray] | None
+    ) -> tuple[list[TrainSequence], list[np.ndarray], dict[str, float]]:
         """The sequences, which have old log-probabilities; the rewards of their tokens, or zeros, less coef times the
         KL, float32 [R] each (behind them, those of greedy answers stay as they are, as in verl); metrics."""
         scored, estimate = self._scored(sequences), ESTIMATES[self.config.algorithm.kl_penalty]

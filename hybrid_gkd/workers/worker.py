@@ -159,8 +159,8 @@ class Worker(GroupMember):
             self.join(address, Timeout(arr.load_timeout, "actor_rollout_ref.load_timeout"))
             import torch
 
-            from hybrid_gkd.offload.device import SharedDevice
             from hybrid_gkd.rollout.engine import make_engine
+            from hybrid_gkd.workers.device import SharedDevice
         if self.size > 1:
             self.all_reduce(address, Timeout(arr.nccl_timeout, "actor_rollout_ref.nccl_timeout"))
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.types import MiniBatch, TrainSequence
+from hybrid_gkd.workers.aggregation import with_loss_weights
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
