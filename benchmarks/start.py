@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from common import call
 from models import SHAPES
-from peers import call
 from schedules import make_inputs
 
 from hybrid_gkd.reporting.logs import RUN_LOG

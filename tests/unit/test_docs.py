@@ -217,16 +217,3 @@ def test_options_of_documented_benchmarks_exist(command):
     file = ROOT / re.search(r"benchmarks/\w+\.py", command)[0]
     for option in re.findall(r"(--[\w-]+)", command):
         assert f'"{option}"' in file.read_text(), option
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda file: file.name)
-def test_benchmarks_import_what_there_is(file):
-    """Most of them run on GPUs alone, where nobody looks every day."""
-    missing = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybrid_gkd."):
-            path = ROOT / node.module.replace(".", "/")
-            sources = [source for source in (path.with_suffix(".py"), path / "__init__.py") if source.exists()]
-            code = "".join(source.read_text() for source in sources)
-            missing += [f"{node.module}.{name.name}" for name in node.names if not re.search(rf"\b{name.name}\b", code)]
-    assert not missing
