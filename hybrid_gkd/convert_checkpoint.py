@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hybrid_gkd.checkpoint import STATE, is_old_format, write_manifest
 from hybrid_gkd.errors import CheckpointError, HybridGKDError
 from hybrid_gkd.student.checkpoint_io import WEIGHTS
+from hybrid_gkd.student.checkpoint_store import STATE, is_old_format, write_manifest
 from hybrid_gkd.student.shard_files import Part, write_shard
 
 DESCRIPTION = (

@@ -22,16 +22,16 @@ import numpy as np
 
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TeacherTimeout, TrainingError
-from hybrid_gkd.ppo.aggregation import with_loss_weights
+from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
-from hybrid_gkd.ppo.scoring import decode
 from hybrid_gkd.ppo.steps import distillation_factor, num_updates
-from hybrid_gkd.ppo.token_scores import ANSWERS, token_scores
 from hybrid_gkd.ppo.trainer import PPOTrainer
-from hybrid_gkd.spans import working_for
+from hybrid_gkd.runtime.spans import working_for
+from hybrid_gkd.runtime.waiting import Timeout, waiting
+from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Rollout, Sequence, TeacherTopK, TrainSequence
-from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.workers.aggregation import with_loss_weights
 
 LATE_SECONDS = 30.0
 """Grace period: the client ends every request before its own deadline; this much later it is taken for dead."""

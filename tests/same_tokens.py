@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
 from hybrid_gkd.workers.process_group import LOOPBACK
 

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError
-from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_presence
 from hybrid_gkd.launch.preflight import device
+from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.workers.cluster import place_workers, ray_cluster, stop_workers
 from hybrid_gkd.workers.own_cluster import remove_session, session_folder
 from hybrid_gkd.workers.pool import Pool

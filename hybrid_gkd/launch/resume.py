@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, find_damage, is_old_format, load_state
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.ppo.resuming import changes, state_to_resume
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, is_old_format, load_state
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,9 @@ from typing import Any, TextIO
 
 import torch
 
-from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import to_dict, to_yaml
+from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.files import free_path
-from hybrid_gkd.imports import keep_loaded
 from hybrid_gkd.launch.ahead import Ahead, started_ahead
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.fit import check_own_answers
@@ -42,8 +39,6 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu, with_planned_caches
-from hybrid_gkd.ppo.reward_model import RewardModelTurn
-from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
@@ -54,6 +49,11 @@ from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
+from hybrid_gkd.runtime.files import free_path
+from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.scoring.reward_model import RewardModelTurn
+from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster

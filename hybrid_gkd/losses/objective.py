@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.head import LossFunction
-from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, divergence_terms, policy_loss
-
-if TYPE_CHECKING:
-    from hybrid_gkd.config import ActorConfig, DistillationConfig
+from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, policy_loss, weighted_divergences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,7 @@ class Targets:
 class Objective:
     """The loss of a run: `config` and `actor` are the checked sections `distillation` and `actor_rollout_ref.actor`."""
 
-    def __init__(self, config: DistillationConfig, actor: ActorConfig):
+    def __init__(self, config: Any, actor: Any):
         self.config = config
         bounds = {f"clip_ratio_{side}": getattr(actor, f"clip_ratio_{side}") for side in ("low", "high")}
         options = {key: actor.clip_ratio if value is None else value for key, value in bounds.items()}
@@ -61,7 +58,7 @@ class Objective:
         self._policy_options = {key: options[key] for key in self._policy_loss.options}
         self._entropy_coeff = actor.entropy_coeff
         self._reference_kl, self._kl_loss_coef = KL_LOSSES[actor.kl_loss_type], actor.kl_loss_coef
-        self._terms = divergence_terms(config)
+        self._terms = weighted_divergences(config.loss_mode, config.mixed_weights, config.loss_fn)
         self._of_sampled = any(row.signal == "sampled" for _, row in self._terms)
         on_rewards = not config.enabled or config.use_task_rewards or config.as_reward
         self.uses_sampled = on_rewards or actor.use_kl_loss or self._of_sampled

@@ -11,12 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from hybrid_gkd.imports import load_object
-
-if TYPE_CHECKING:
-    from hybrid_gkd.config_learning import DistillationConfig
+from hybrid_gkd.runtime.imports import load_object
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,13 @@ DIVERGENCES: Mapping[str, Divergence] = {
 }
 
 
-def divergence_terms(config: DistillationConfig) -> list[tuple[float, Divergence]]:
-    """What the distillation term is the weighted sum of."""
-    if config.loss_fn is not None:
-        return [(1.0, user_divergence(config.loss_fn))]
-    weights = config.mixed_weights if config.loss_mode == "mixed" else {config.loss_mode: 1.0}
+def weighted_divergences(
+    loss_mode: str, mixed_weights: Mapping[str, float], loss_fn: str | None
+) -> list[tuple[float, Divergence]]:
+    """What the distillation term is the weighted sum of, by the keys of the section `distillation`."""
+    if loss_fn is not None:
+        return [(1.0, user_divergence(loss_fn))]
+    weights = mixed_weights if loss_mode == "mixed" else {loss_mode: 1.0}
     return [(weight, DIVERGENCES[name]) for name, weight in weights.items()]
 
 

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models import vllm_compat
 
 PACKED_ATTENTION = "hybrid_gkd_packed"
 _PLAIN = "hybrid_gkd_packed_plain"

@@ -10,8 +10,8 @@ from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.runtime.imports import quick_imports
 
 HUB_SECONDS = 5.0
 """Timeout of the check whether the hub answers at all."""

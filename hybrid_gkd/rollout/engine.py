@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.imports import is_import_path, load_object
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.runtime.imports import is_import_path, load_object
 from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
-from hybrid_gkd.models.vllm_loading import load_llm
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
 from hybrid_gkd.rollout import vllm_attention, vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 
 TRIED = ((0, 26),)
 """Versions of vLLM whose layers were tried with it on a GPU."""

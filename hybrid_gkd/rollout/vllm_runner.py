@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 
 TRIED = ((0, 26),)
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py on a GPU."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 
 TRIED = ((0, 26), (0, 32))
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py: 0.26 on a GPU, 0.32 on the CPU."""

@@ -19,9 +19,10 @@ import ray
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import host_bytes
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -32,7 +33,6 @@ from hybrid_gkd.types import (
     TeacherTopK,
     TrainSequence,
 )
-from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (

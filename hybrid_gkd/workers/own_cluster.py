@@ -20,7 +20,7 @@ from types import FrameType
 import ray
 from ray._private import ray_constants
 
-from hybrid_gkd.processes import wait_for_end
+from hybrid_gkd.runtime.processes import wait_for_end
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
-from hybrid_gkd.files import FileSum
-from hybrid_gkd.imports import keep_loaded, quick_imports
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
-from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.transfer import Transfer
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -37,7 +38,6 @@ from hybrid_gkd.types import (
     TeacherTopK,
     TrainSequence,
 )
-from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
 from hybrid_gkd.workers.profiling import StepProfiler
@@ -159,8 +159,8 @@ class Worker(GroupMember):
             self.join(address, Timeout(arr.load_timeout, "actor_rollout_ref.load_timeout"))
             import torch
 
-            from hybrid_gkd.offload.device import SharedDevice
             from hybrid_gkd.rollout.engine import make_engine
+            from hybrid_gkd.workers.device import SharedDevice
         if self.size > 1:
             self.all_reduce(address, Timeout(arr.nccl_timeout, "actor_rollout_ref.nccl_timeout"))
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")

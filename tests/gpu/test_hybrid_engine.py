@@ -23,10 +23,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hybrid_gkd.checkpoint import find_damage, write_manifest
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.pinned import OffloadedTensors, page_locked
+from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
 from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import (
     GenerationRequest,

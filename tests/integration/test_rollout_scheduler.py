@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from same_tokens import MANY, check_cases, check_two_ranks, make_llm
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.rollout import vllm as rollout_vllm
 from hybrid_gkd.rollout import vllm_scheduler
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine

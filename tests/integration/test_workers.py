@@ -18,11 +18,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, find_damage
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage
 from hybrid_gkd.testing import make_tiny_model, tail_of
 from hybrid_gkd.types import (
     GenerationRequest,

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import DataError, WorkerError
 from hybrid_gkd.launch import ahead, run
 from hybrid_gkd.launch.ahead import is_needed, started_ahead
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
 
 
 def configure(folder, *overrides):

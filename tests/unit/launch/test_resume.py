@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from hybrid_gkd.checkpoint import LATEST, CheckpointStore, TrainerState
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.ppo import resuming
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, contents_of, data_state, learning_settings
+from hybrid_gkd.student.checkpoint_store import LATEST, CheckpointStore, TrainerState
 from hybrid_gkd.types import Prompt
 
 STEPS, PROMPTS = 20, 64

@@ -19,8 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
 from hybrid_gkd.launch.teacher import local_teacher_place
@@ -37,6 +36,7 @@ from hybrid_gkd.offload.budget import (
     teacher_share,
     with_planned_caches,
 )
+from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer

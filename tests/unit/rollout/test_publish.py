@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout.verify import first_difference, tensor_parallel_share, verify
 from hybrid_gkd.rollout.vllm_weights import InPlaceWeights
 from hybrid_gkd.rollout.weights import gather_in_buckets

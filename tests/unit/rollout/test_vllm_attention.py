@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels import compiles_for_a_gpu, interpreted
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.rollout import vllm_attention
 
 triton = pytest.importorskip("triton")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.rollout import vllm_runner
 
 

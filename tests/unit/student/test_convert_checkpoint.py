@@ -9,10 +9,10 @@ from test_checkpoint_io import make_config, random_batch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import hybrid_gkd
-from hybrid_gkd.checkpoint import find_damage
 from hybrid_gkd.convert_checkpoint import main
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import load_model
+from hybrid_gkd.student.checkpoint_store import find_damage
 from hybrid_gkd.testing import make_tiny_model, single_process_group
 
 ROOT = Path(hybrid_gkd.__file__).parent

@@ -10,7 +10,7 @@ import torch
 from kernels import compiles_for_a_gpu, interpreted
 from torch import nn
 
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.teacher.engines import vllm_fp8
 
 triton = pytest.importorskip("triton")
