@@ -15,9 +15,9 @@ from hybrid_gkd.imports import how_to_install, quick_imports
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
-errors files flat_config imports processes transfer types spans waiting config_metadata losses config_models
+errors files flat_config imports processes types spans waiting config_metadata losses config_models
 config_learning config_verl config config_rules config_spelling models data offload rollout student demo
-config_loading teacher teacher_client checkpoint convert_checkpoint workers ppo trainer reporting testing launch
+config_loading teacher teacher_client checkpoint workers ppo trainer reporting testing launch
 doctor metrics report evaluate __main__
 """.split()
 ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics", "report", "__main__"}}
