@@ -116,7 +116,6 @@ def test_docs_page_is_the_tables():
         (f"{ARR}.actor.checkpoint.save_contents=['model']", {f"{ARR}.actor.checkpoint.save_hf_model": False}),
         (f"{ARR}.actor.checkpoint.contents=[hf_model]", {f"{ARR}.actor.checkpoint.save_hf_model": True}),
         (f"{ARR}.rollout.val_kwargs.do_sample=False", {f"{ARR}.rollout.val_kwargs.temperature": 0.0}),
-        (f"{ARR}.rollout.name=sglang", {f"{ARR}.rollout.name": "vllm"}),
         ("distillation.loss_mode=low_var_kl", {"distillation.loss_mode": "k3", "distillation.tail": "bucket"}),
         (
             "distillation.distillation_loss.loss_mode=forward_kl_topk",
