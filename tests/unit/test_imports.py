@@ -49,7 +49,6 @@ FORBIDDEN = {
 }
 NEEDS_TRITON = {
     "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.rollout.vllm_runner_triton",
-    "hybrid_gkd.rollout.vllm_attention_triton",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ OWN = [
 REFUSED_HERE = (
     "reward_model.sandbox_fusion.url=http*", "reward.sandbox_fusion.url=http*",  # no code is run for a reward
     "trainer.logger=[[]swanlab]",  # no tracker that there is
+    "actor_rollout_ref.rollout.name=sglang",  # no engine that there is
 )
 """Arguments of these commands that are refused, with the reason in the tables; without them, all start."""
 
