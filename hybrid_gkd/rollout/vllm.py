@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_gkd.compat.vllm import runner, scheduler
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.vllm_loading import load_llm
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
-from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
 from hybrid_gkd.rollout.weights import num_bytes
@@ -91,7 +91,7 @@ class VLLMRolloutEngine(RolloutEngine):
     def _install_scheduler(self, engine_kwargs: dict[str, Any]) -> Any:
         """vLLM's scheduler with the short path for decode steps; None where it stays as vLLM has made it."""
         given = "scheduler_cls" in engine_kwargs
-        reason = "engine_kwargs.vllm.scheduler_cls is given" if given else vllm_scheduler.install(self.engine)
+        reason = "engine_kwargs.vllm.scheduler_cls is given" if given else scheduler.install(self.engine)
         if reason is not None:
             logger.warning("rollout engine: vLLM schedules every step itself, which is slower: %s", reason)
             return None
@@ -99,11 +99,11 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _install_runner(self) -> Any:
         """vLLM's model runner with the short path for the scheduler's short steps; None where it stays vLLM's."""
-        reason = "its steps are vLLM's" if self.scheduler is None else vllm_runner.install(self.engine)
+        reason = "its steps are vLLM's" if self.scheduler is None else runner.install(self.engine)
         if reason is not None:
             logger.info("rollout engine: vLLM's model runner prepares every step itself: %s", reason)
             return None
-        return vllm_runner.model_runner(self.engine)
+        return runner.model_runner(self.engine)
 
     def generate(
         self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int

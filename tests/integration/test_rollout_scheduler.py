@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from same_tokens import MANY, check_cases, check_two_ranks, make_llm
 
+from hybrid_gkd.compat.vllm import scheduler as short_scheduler
 from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import vllm as rollout_vllm
-from hybrid_gkd.rollout import vllm_scheduler
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, SamplingParams
@@ -144,9 +144,9 @@ def leave_unknown_ones_alone():
     empty = object.__new__(Scheduler)
     lacking = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=empty)))
     elsewhere = SimpleNamespace(engine_core=SimpleNamespace())  # the core is in another process
-    reasons = [vllm_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
+    reasons = [short_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
     vllm_compat.vllm_version = lambda: "0.29.1"
-    reasons.append(vllm_scheduler.install(other))
+    reasons.append(short_scheduler.install(other))
     return reasons, type(empty) is Scheduler
 
 

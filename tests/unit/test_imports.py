@@ -16,7 +16,7 @@ from hybrid_gkd.imports import how_to_install, quick_imports
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
 errors files flat_config imports processes types spans waiting config_metadata losses config_models
-config_learning config_verl config config_rules config_spelling models data offload rollout student demo
+config_learning config_verl config config_rules config_spelling models compat data offload rollout student demo
 config_loading teacher teacher_client checkpoint workers ppo trainer reporting testing launch
 doctor metrics report evaluate __main__
 """.split()
@@ -48,7 +48,7 @@ FORBIDDEN = {
     "testing": {"torch", "ray", "vllm", "transformers"},
 }
 NEEDS_TRITON = {
-    "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.rollout.vllm_runner_triton",
+    "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.compat.vllm.runner_triton",
 }  # fmt: skip
 
 
