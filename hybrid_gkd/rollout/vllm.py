@@ -74,8 +74,8 @@ class VLLMRolloutEngine(RolloutEngine):
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
-        self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm)
-        self.runner = self._install_runner()
+        self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm) if rollout.fast_paths else None
+        self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.engine.model_config.dtype
