@@ -6,15 +6,12 @@ Shapes: `prompt_ids` [P] prompt tokens, `response_ids` and all that is per respo
 
 from __future__ import annotations
 
-import itertools
 from collections import abc
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-
-from hybrid_gkd.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +164,6 @@ class MiniBatch:
     num_tokens: int
     """Response tokens of the mini-batch over ALL workers: the denominator of the loss."""
 
-    def __reduce__(self) -> Any:
-        """Its sequences travel together, without regard to the micro-batches."""
-        items = Transfer([item for micro_batch in self.micro_batches for item in micro_batch])
-        return _mini_batch, (items, [len(micro_batch) for micro_batch in self.micro_batches], self.num_tokens)
-
-
-def _mini_batch(items: list[TrainSequence], sizes: list[int], num_tokens: int) -> MiniBatch:
-    left = iter(items)
-    return MiniBatch(micro_batches=tuple(tuple(itertools.islice(left, size)) for size in sizes), num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,6 +248,9 @@ class RolloutConfig:
     """Release the engine's weights and KV cache during the update (vLLM sleep mode, GPUs only)."""
     enforce_eager: bool = False
     """No CUDA graphs: faster start, slower generation."""
+    fast_paths: bool = True
+    """Use the shorter ways through vLLM's scheduler and model runner with versions that they were tried with; false
+    leaves vLLM as it is."""
     max_num_batched_tokens: int = field(default=8192, metadata=rules.POSITIVE)
     """Tokens in one engine step."""
     max_num_seqs: int = field(default=256, metadata=rules.POSITIVE)

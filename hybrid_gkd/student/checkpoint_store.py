@@ -237,11 +237,6 @@ def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) ->
         return {name: reason for name, reason in zip(wanted, readers.map(problem, wanted), strict=True) if reason}
 
 
-def is_old_format(folder: Path) -> bool:
-    """Whether a checkpoint was written by a version whose checkpoints hold a pickle."""
-    return (folder / "actor" / ".metadata").exists()
-
-
 def _sync(folder: Path) -> None:
     """Flush every file and folder below `folder` to the disk."""
     for path in [*folder.rglob("*"), folder]:

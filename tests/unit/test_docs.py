@@ -39,10 +39,6 @@ def table(page, heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_bytes()) <= 9000
-
-
 @page_of_pages
 def test_a_table_is_one_piece_whose_rows_have_as_many_cells_as_its_head(page):
     """After a blank line rows are no table any more, but text."""

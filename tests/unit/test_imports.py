@@ -15,8 +15,8 @@ from hybrid_gkd.runtime.imports import how_to_install, quick_imports
 
 ROOT = Path(hybrid_gkd.__file__).parent
 ROOMS = """
-errors transfer types runtime compat losses config models data offload rollout student demo teacher teacher_client
-convert_checkpoint workers scoring ppo trainer reporting testing launch doctor metrics report evaluate __main__
+errors types runtime compat losses config models data offload rollout student demo teacher teacher_client
+workers scoring ppo trainer reporting testing launch doctor metrics report evaluate __main__
 """.split()
 ONLY_IMPORTED_BY = {"reporting": {"launch", "metrics", "report", "__main__"}}
 # In a fresh interpreter, importing all of a room but its commands brings in none of these, and no room after it.
@@ -24,7 +24,9 @@ FORBIDDEN = {
     "errors": {"torch", "vllm", "ray", "transformers", "zmq", "numpy"},
     "types": {"torch", "vllm", "ray", "transformers", "zmq", "wandb"},
     "runtime": {"torch", "vllm", "ray", "transformers", "zmq", "wandb", "numpy"},
-    "compat": {"torch", "vllm", "ray", "transformers"},
+    "compat": {"vllm", "ray", "transformers"},
+    "compat.verl": {"torch", "vllm", "ray", "transformers"},
+    "compat.vllm.versions": {"torch", "vllm", "ray", "transformers"},
     "losses": {"ray", "vllm", "transformers"},
     "config": {"torch", "vllm", "ray", "transformers", "zmq", "wandb", "numpy"},
     "models": {"ray", "vllm"},
@@ -49,8 +51,7 @@ FORBIDDEN = {
     "launch": {"vllm", "wandb"},
 }
 NEEDS_TRITON = {
-    "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.rollout.vllm_runner_triton",
-    "hybrid_gkd.rollout.vllm_attention_triton",
+    "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.compat.vllm.runner_triton",
 }  # fmt: skip
 
 

@@ -151,7 +151,6 @@ VALUES: dict[str, Read] = {
         "low_var_kl": "k3", "mse": "k2", "kl+": "k1+", "low_var_kl+": "k3+",
     }),
     "algorithm.kl_penalty": spelled("algorithm.kl_penalty", {"kl": "k1", "low_var_kl": "k3", "mse": "k2"}),
-    f"{ARR}.rollout.name": spelled(f"{ARR}.rollout.name", {"sglang": "vllm", "trtllm": "vllm"}),
     f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
     "distillation.loss_mode": LOSS_MODE,
     "reward.custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
@@ -228,7 +227,7 @@ RENAMED: dict[str, Read] = {
         for theirs, row in {
             "model_path": spelled(f"{TEACHER}.model.path"),
             "num_replicas": spelled(f"{TEACHER}.num_replicas"),
-            "inference.name": spelled(f"{TEACHER}.backend", {"sglang": "vllm", "trtllm": "vllm"}),
+            "inference.name": spelled(f"{TEACHER}.backend"),
             "inference.tensor_model_parallel_size": spelled(f"{TEACHER}.tensor_model_parallel_size"),
             "inference.gpu_memory_utilization": spelled(f"{TEACHER}.gpu_memory_utilization"),
             "inference.max_model_len": spelled(f"{TEACHER}.max_model_len"),

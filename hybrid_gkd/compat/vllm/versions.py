@@ -145,24 +145,6 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
     return {"compilation_config": {"mode": 0, **graphs}}
 
 
-def flash_attention_3() -> tuple[Callable[..., Any] | None, str | None]:
-    """vLLM's function of FlashAttention 3, which torch does not have, or None and why it is not used on this GPU."""
-    import torch
-
-    if reason := untried(((0, 26),)):
-        return None, reason
-    if torch.cuda.get_device_capability()[0] != 9:
-        return None, f"FlashAttention 3 is for Hopper, and this is {torch.cuda.get_device_name()}"
-    prepare_environment("cuda")
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
-    except ImportError as error:
-        return None, f"vLLM's FlashAttention cannot be imported: {error}"
-    if not is_fa_version_supported(3):
-        return None, "vLLM was built without FlashAttention 3"
-    return flash_attn_varlen_func, None
-
-
 def unlink_shared_memory() -> None:
     """Take away the names of the memory that this process shares with its tensor-parallel peers.
 

@@ -27,6 +27,7 @@ OWN = [
 REFUSED_HERE = (
     "reward_model.sandbox_fusion.url=http*", "reward.sandbox_fusion.url=http*",  # no code is run for a reward
     "trainer.logger=[[]swanlab]",  # no tracker that there is
+    "actor_rollout_ref.rollout.name=sglang",  # no engine that there is
 )
 """Arguments of these commands that are refused, with the reason in the tables; without them, all start."""
 
@@ -116,7 +117,6 @@ def test_docs_page_is_the_tables():
         (f"{ARR}.actor.checkpoint.save_contents=['model']", {f"{ARR}.actor.checkpoint.save_hf_model": False}),
         (f"{ARR}.actor.checkpoint.contents=[hf_model]", {f"{ARR}.actor.checkpoint.save_hf_model": True}),
         (f"{ARR}.rollout.val_kwargs.do_sample=False", {f"{ARR}.rollout.val_kwargs.temperature": 0.0}),
-        (f"{ARR}.rollout.name=sglang", {f"{ARR}.rollout.name": "vllm"}),
         ("distillation.loss_mode=low_var_kl", {"distillation.loss_mode": "k3", "distillation.tail": "bucket"}),
         (
             "distillation.distillation_loss.loss_mode=forward_kl_topk",

@@ -22,7 +22,7 @@ from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import ahead, fit, preflight, run
+from hybrid_gkd.launch import fit, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources, reference
 from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
@@ -111,12 +111,6 @@ def test_a_report_that_looks_at_a_run_folder_does_not_keep_a_run_from_it(tmp_pat
             with pytest.raises(ConfigError, match="another process is training"), run.locked_run_folder(config):
                 pass
         release.join()
-
-
-@pytest.fixture(autouse=True)
-def nothing_ahead(monkeypatch):
-    """No Ray beside the checks: see test_ahead.py."""
-    monkeypatch.setattr(ahead, "is_needed", lambda config: False)
 
 
 def runnable(folder, *overrides):

@@ -41,8 +41,8 @@ def kernels():
         for parent in (name.rsplit(".", parts)[0] for parts in range(6)):
             patch.setitem(sys.modules, parent, ModuleType(parent))
         sys.modules[name].gumbel_block_argmax = gumbel_block_argmax
-        patch.delitem(sys.modules, "hybrid_gkd.rollout.vllm_runner_triton", raising=False)
-        return importlib.import_module("hybrid_gkd.rollout.vllm_runner_triton")
+        patch.delitem(sys.modules, "hybrid_gkd.compat.vllm.runner_triton", raising=False)
+        return importlib.import_module("hybrid_gkd.compat.vllm.runner_triton")
 
 
 def on_device(values, dtype=None):

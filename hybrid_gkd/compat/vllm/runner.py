@@ -9,7 +9,7 @@ compute the model (vLLM's own) and draw the tokens, and a copy back. The tokens 
 log-probabilities, whose sums are taken in another order, are the same but for rounding in float32. Every other step is
 left to vLLM's own code.
 
-Steps are recognised by the mark that the scheduler's short path (vllm_scheduler) puts on them. For a version in which
+Steps are recognised by the mark that the scheduler's short path (scheduler.py) puts on them. For a version in which
 nobody has compared the tokens, and for an engine that does more than a rollout needs, `install` says why not and leaves
 it as it is.
 """
@@ -108,11 +108,11 @@ class DecodeSteps:
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:
         """Set up the state of the short path, once, with `_parts_of_vllm`."""
-        from hybrid_gkd.rollout import vllm_runner_triton
+        from hybrid_gkd.compat.vllm import runner_triton
 
-        self._parts, self._kernels, self._output = vllm, vllm_runner_triton, _output_class(vllm)
+        self._parts, self._kernels, self._output = vllm, runner_triton, _output_class(vllm)
         self._most_rows = len(self.input_buffers.seq_lens)
-        self._batch = np.full(vllm_runner_triton.HEADER + 2 * self._most_rows, -1, np.int32)
+        self._batch = np.full(runner_triton.HEADER + 2 * self._most_rows, -1, np.int32)
         """What the kernels know of a batch, on its way through one of as many buffers as steps are under way."""
         self._uploads = vllm.UvaBufferPool(len(self._batch), torch.int32)
         self._batch_on_gpu = torch.full((len(self._batch),), -1, dtype=torch.int32, device=self.device)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybrid_gkd.compat.vllm import runner
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.rollout import vllm_runner
 
 
 def engine_with(runner):
@@ -24,4 +24,4 @@ def engine_with(runner):
 )
 def test_engine_stays_as_it_is(monkeypatch, version, engine, reason):
     monkeypatch.setattr(vllm_compat, "vllm_version", lambda: version)
-    assert vllm_runner.install(engine).startswith(reason)
+    assert runner.install(engine).startswith(reason)
