@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import inspect
 import math
+import sys
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
 def use_liger(model: Any) -> str | None:
     """Let Liger's kernels compute the norms, gated MLPs and rotary embeddings of a model on a GPU.
 
-    All models of the architecture in this process get its rotary embeddings. None, or why nothing was changed.
+    All models of the architecture in this process get its rotary embeddings; its classes stay, so that those that are
+    built later are tried out as this one was. None, or why nothing was changed.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install hybrid_gkd[liger]"
@@ -53,5 +55,8 @@ def use_liger(model: Any) -> str | None:
     if apply is None or gate not in ("silu", "swish"):
         return f"Liger has no kernels for {kind} with {gate}"
     losses = {"cross_entropy", "fused_linear_cross_entropy"} & inspect.signature(apply).parameters.keys()
+    names = vars(sys.modules[type(model).__module__])
+    classes = {name: value for name, value in names.items() if isinstance(value, type)}
     apply(model=model, **dict.fromkeys(losses, False))
+    names.update(classes)
     return None
