@@ -34,9 +34,9 @@ import torch.distributed.checkpoint as dcp
 from models import SHAPES, empty_model, full_tokenizer, make_model
 from torch import Tensor
 
-from hybrid_gkd.checkpoint import CheckpointStore, find_damage, write_manifest
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, write_manifest
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.testing import MetricRows
 from hybrid_gkd.types import Rollout, Task

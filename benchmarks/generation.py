@@ -25,10 +25,10 @@ import torch
 from models import SHAPES, make_model
 from safetensors.torch import load_file
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.types import GenerationRequest, Sample, SampleId, SamplingParams
-from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.process_group import GroupMember
 
 PROMPT_TOKENS = 128

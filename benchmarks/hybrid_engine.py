@@ -24,7 +24,7 @@ from models import SHAPES, make_model, random_scores
 from transformers import Qwen2ForCausalLM
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.types import GenerationRequest, MiniBatch, Sample, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster

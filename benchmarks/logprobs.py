@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster

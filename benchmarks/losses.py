@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import vl_convert
+from common import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "distillation.mixed_weights.forward_kl=0.5 distillation.mixed_weights.reverse_kl=0.5"
 GROUPS = "data.train_batch_size=32 actor_rollout_ref.rollout.n=4"  # the recipe's 128 answers, four to a prompt
 POLICY = "distillation.use_policy_gradient=true"

@@ -52,12 +52,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import ENVIRONMENT, ROOT, call, device_name
 
-ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
 OLDEST_TRL = (1, 16)
 NEEDED = ("trl", "vllm", "accelerate", "datasets")
 FIND = f"""
@@ -147,35 +143,6 @@ def peak_memory(device: str) -> Iterator[list[int]]:
     if len(samples) < seconds:
         raise SystemExit(f"nvidia-smi gave {len(samples)} values of memory in {seconds:.0f} s: no peak is known")
     found.append(max(samples))
-
-
-def call(command: list[Any], log: Path, deadline: float, **environment: str) -> None:
-    """Run a command to its end, its output into a file. Raises SystemExit with the end of it."""
-    seconds = deadline - time.monotonic()
-    with open(log, "w") as out:
-        if seconds <= 0:
-            raise SystemExit("not started: no time was left")
-        process = subprocess.Popen(
-            [str(part) for part in command], cwd=ROOT, env={**os.environ, **ENVIRONMENT, **environment}, stdout=out,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except BaseException as error:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise SystemExit(f"not at its end after {seconds:.0f} s: {tail(log)}") from None
-            raise
-    if code:
-        raise SystemExit(f"exit code {code}: {tail(log)}")
-
-
-def tail(log: Path) -> str:
-    """The last lines of a file."""
-    return "\n".join(["", *log.read_text(errors="replace").splitlines()[-30:]])
 
 
 def deadline(args: argparse.Namespace) -> float:
@@ -474,8 +441,6 @@ def main() -> None:
         raise SystemExit(f"TRL needs as many embeddings in both: {args.student_shape} and {args.teacher_shape} differ")
     device = f"CPU ({os.cpu_count()} cores)"
     if args.device == "cuda":
-        from results import device_name
-
         device = device_name("cuda")
     print(f"{device}; TRL's Python has {', '.join(' '.join(each) for each in versions.items())}", flush=True)
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hybrid_gkd.config_loading import load_config, to_dict
+from hybrid_gkd.config.loading import load_config, to_dict
 from hybrid_gkd.reporting.metrics import METRICS, PATTERNS
 from hybrid_gkd.reporting.report.command import EVERY_SECONDS
 from hybrid_gkd.reporting.report.page import write_report

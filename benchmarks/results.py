@@ -44,17 +44,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import tail
+from common import ROOT, device_name, tail
 from results_report import COLUMNS, Stored, is_validation, read, read_all, report
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 
-ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
@@ -312,14 +311,6 @@ def store(file: Path, head: dict[str, Any], rows: list[dict[str, float]]) -> Non
         writer.writeheader()
         writer.writerows({key: f"{value:.6g}" for key, value in row.items()} for row in rows)
     unfinished.rename(file)
-
-
-def device_name(device: str) -> str:
-    """As the report names it."""
-    if device == "cpu":
-        return "CPU"
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 def commit() -> str:

@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hybrid_gkd.compat.vllm.scheduler import install
+from hybrid_gkd.compat.vllm.versions import device_engine_args, import_llm
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row, no_progress_bars
 from hybrid_gkd.demo.models import SFTRecipe, greedy_answers, prompt_text
 from hybrid_gkd.demo.sft import SFT, alone, encode
-from hybrid_gkd.models.vllm_compat import device_engine_args, import_llm
-from hybrid_gkd.ppo.rewards import gsm8k
-from hybrid_gkd.rollout.vllm_scheduler import install
+from hybrid_gkd.scoring.builtin_rewards import gsm8k
 from hybrid_gkd.types import Sample
 
 VALIDATIONS = 8

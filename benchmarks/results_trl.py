@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DistillationTrainer
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row
 
 VALIDATIONS = 20

@@ -39,10 +39,8 @@ import numpy as np
 import torch
 from models import SHAPES, full_tokenizer, make_model
 
-from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import BATCHES_AHEAD, Config
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.imports import keep_loaded
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.run import locked_run_folder, sizes_while_loading, start_tracking
@@ -50,6 +48,8 @@ from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.budget import teacher_shares_gpu
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
+from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.workers.cluster import ray_cluster

@@ -20,13 +20,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from common import call
 from models import SHAPES
-from peers import call
 from schedules import make_inputs
 
-from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting.logs import RUN_LOG
 from hybrid_gkd.reporting.starts import STARTS
+from hybrid_gkd.runtime.files import read_json_lines
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 MOMENTS = ("checked", "teacher", "workers", "generates", "answers", "step")

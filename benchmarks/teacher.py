@@ -12,17 +12,16 @@ process, then the accuracy against a transformers forward in float32.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import own_process
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
@@ -51,11 +50,6 @@ def load_vocabulary_size(folder: Path) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
-
-
-def own_process() -> ProcessPoolExecutor:
-    """A process that has none of this one's threads and GPU memory."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def rate(readings: list[Reading], run: Callable[[list[Reading]], Any]) -> float:

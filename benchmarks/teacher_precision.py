@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from teacher import own_process, spread
+from common import own_process
+from teacher import spread
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

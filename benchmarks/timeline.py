@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import vl_convert
+from common import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 COLORS = {  # Okabe and Ito
     "gen": "#0072b2", "update_actor": "#d55e00", "wait_prev_teacher": "#dddddd", "wait_prev_gen": "#bbbbbb",
     "sync_rollout_weights": "#009e73", "request": "#cc79a7",

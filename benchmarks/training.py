@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from models import SHAPES, make_model, random_scores
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import attention_cost, plan_micro_batches
 from hybrid_gkd.models.spec import model_spec, training_flops
 from hybrid_gkd.student.actor import Actor

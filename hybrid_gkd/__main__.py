@@ -9,11 +9,11 @@ import argparse
 import sys
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import to_yaml
+from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
-from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run_command
 from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.runtime.imports import quick_imports
 
 
 def main(arguments: list[str] | None = None) -> int:

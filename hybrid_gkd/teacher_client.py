@@ -26,6 +26,7 @@ from pathlib import Path
 import zmq
 
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, TeacherRefused, TeacherTimeout
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
 from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting, as_sent
@@ -33,7 +34,6 @@ from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.teacher.ranges import ranges_of
 from hybrid_gkd.types import Reading, TopK
-from hybrid_gkd.waiting import Timeout, waiting
 
 MAX_WAITING_TOKENS = 1 << 24
 """Of readings that are not in flight yet; `submit` waits when there are more."""

@@ -26,7 +26,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
-from hybrid_gkd.files import FileSum
+from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import (
     GenerationRequest,

@@ -20,16 +20,16 @@ import numpy as np
 from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
-from hybrid_gkd.ppo.scoring import decode
-from hybrid_gkd.ppo.step_metrics import mean_metrics
 from hybrid_gkd.ppo.steps import distillation_factor
-from hybrid_gkd.ppo.token_scores import ANSWERS, token_scores
 from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.runtime.spans import working_for
+from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.scoring.rewards import decode
 from hybrid_gkd.scoring.teacher import Scores, TeacherScorer
-from hybrid_gkd.spans import working_for
+from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.workers.batches import mean_metrics
 
 
 class GKDTrainer(PPOTrainer):

@@ -7,15 +7,12 @@ Shapes: T tokens of a sample, R of them are trained on (not necessarily contiguo
 
 from __future__ import annotations
 
-import itertools
 from collections import abc
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-
-from hybrid_gkd.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,15 +267,6 @@ class MiniBatch:
     num_tokens: int
     """Trained tokens of the mini-batch over ALL workers: the denominator of the loss."""
 
-    def __reduce__(self) -> Any:
-        """Its samples travel together, without regard to the micro-batches."""
-        items = Transfer([item for micro_batch in self.micro_batches for item in micro_batch])
-        return _mini_batch, (items, [len(micro_batch) for micro_batch in self.micro_batches], self.num_tokens)
-
-
-def _mini_batch(items: list[Sample], sizes: list[int], num_tokens: int) -> MiniBatch:
-    left = iter(items)
-    return MiniBatch(micro_batches=tuple(tuple(itertools.islice(left, size)) for size in sizes), num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,8 +82,6 @@ RUN_ELSEWHERE = {
     REPORT: f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
     f"{REPORT} outputs/hybrid_gkd/second": f"{_REPORT}::test_the_command_writes_into_the_run_folder_or_compares",
     f"{REPORT} --serve 8080": f"{_REPORT}::test_serving_follows_the_run_and_answers_this_machine_alone",
-    ".venv/bin/python -m hybrid_gkd.convert_checkpoint global_step_100 global_step_100_converted":
-        "tests/unit/student/test_convert_checkpoint.py::test_what_is_converted_goes_on_as_it_would_have",
     ".venv/bin/python tests/golden.py forward_kl": _GOLDEN,
     f"{ONE_CARD} actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64 "
     "actor_rollout_ref.actor.optim.lr=1e-5":

@@ -3,10 +3,10 @@
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.engine import generate, make_engine
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.process_group import GroupMember
 
 STOP_TOKENS = list(range(100, 112))  # of 259, so that many samples end with one

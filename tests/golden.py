@@ -107,7 +107,7 @@ def train(case, folder, rank):
     import torch
     import torch.distributed as dist
 
-    from hybrid_gkd.config_loading import load_config
+    from hybrid_gkd.config.loading import load_config
     from hybrid_gkd.ppo.trainer import PPOTrainer
     from hybrid_gkd.testing import LocalTeacher, MetricRows
     from hybrid_gkd.trainer import GKDTrainer

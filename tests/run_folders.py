@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config_loading import load_config, to_dict
+from hybrid_gkd.config.loading import load_config, to_dict
 from hybrid_gkd.launch.run import keep_config
 from hybrid_gkd.reporting.logs import failure_logged, run_log
 from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.trackers import Tracking
-from hybrid_gkd.spans import Span, SpanFile
+from hybrid_gkd.runtime.spans import Span, SpanFile
 from hybrid_gkd.types import Generation, RunInfo
 from hybrid_gkd.workers.placement import Placement
 

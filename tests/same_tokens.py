@@ -11,8 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.rollout import vllm_runner, vllm_scheduler
+from hybrid_gkd.compat.vllm import runner as short_runner
+from hybrid_gkd.compat.vllm import scheduler as short_scheduler
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.workers.process_group import LOOPBACK
 
 # Several answers to a prompt that share its blocks, and answers of many lengths; greedy ones have no seed.
@@ -81,12 +82,12 @@ def compare(folder, device, *, caching, blocks, more=None, prompts=PROMPTS):
     core = llm.llm_engine.engine_core.engine_core
     jobs = JOBS + RUNNER_JOBS if device == "cuda" else JOBS
     expected = [generate(llm, job, prompts, own=False) for job in jobs]
-    assert vllm_scheduler.install(llm.llm_engine) is None
-    assert "the scheduler is Decode" in vllm_scheduler.install(llm.llm_engine)  # a second time
+    assert short_scheduler.install(llm.llm_engine) is None
+    assert "the scheduler is Decode" in short_scheduler.install(llm.llm_engine)  # a second time
     if device == "cuda":
-        assert vllm_runner.install(llm.llm_engine) is None
-        assert "the model runner is" in vllm_runner.install(llm.llm_engine)  # a second time
-    runner, runner_steps = vllm_runner.model_runner(llm.llm_engine), 0
+        assert short_runner.install(llm.llm_engine) is None
+        assert "the model runner is" in short_runner.install(llm.llm_engine)  # a second time
+    runner, runner_steps = short_runner.model_runner(llm.llm_engine), 0
     preemptions = []
     preempt = core.scheduler._preempt_request
     core.scheduler._preempt_request = lambda *args, **kwargs: (preemptions.append(args), preempt(*args, **kwargs))

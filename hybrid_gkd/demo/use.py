@@ -12,18 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from hybrid_gkd.config import Config
 from hybrid_gkd.demo import sorting
 from hybrid_gkd.demo.folders import DemoPaths, teacher_accuracy
 from hybrid_gkd.demo.gpu_demo import RECIPES, build_gpu_demo, gpu_demo_dir
-
-
-def register_resolvers() -> None:
-    """Make `${demo:...}` and `${by_device:...}` known to OmegaConf."""
-    OmegaConf.register_resolver("demo", demo_path, replace=True)
-    OmegaConf.register_resolver("by_device", by_device, replace=True)
 
 
 def demo_path(*names: str, _root_: Any) -> str:

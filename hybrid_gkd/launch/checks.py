@@ -11,10 +11,10 @@ from hybrid_gkd.data.prompts import Chat, Rows
 from hybrid_gkd.errors import HybridGKDError, all_of
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
-from hybrid_gkd.ppo.reward_functions import RewardFunction
-from hybrid_gkd.ppo.reward_model import RewardTexts
+from hybrid_gkd.runtime.waiting import waiting
+from hybrid_gkd.scoring.reward_functions import RewardFunction
+from hybrid_gkd.scoring.reward_model import RewardTexts
 from hybrid_gkd.types import Task
-from hybrid_gkd.waiting import waiting
 
 
 @dataclass

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import CONFIG_DIR, examine_config, to_dict
+from hybrid_gkd.config.flat import differences, flat
+from hybrid_gkd.config.loading import CONFIG_DIR, examine_config, to_dict
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
-from hybrid_gkd.flat_config import differences, flat
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.reporting.logs import log_to_console, quieten
 

@@ -25,7 +25,7 @@ from hybrid_gkd.launch.self_test import self_test
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments, "python -m hybrid_gkd.doctor", {"--self-test": SELF_TEST})
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("hybrid_gkd.waiting").setLevel(logging.INFO)
+    logging.getLogger("hybrid_gkd.runtime.waiting").setLevel(logging.INFO)
     stopping = Stopping()
     stopping.install()
     try:

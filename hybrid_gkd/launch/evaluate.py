@@ -18,13 +18,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_gkd.checkpoint import STATE
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import broken_rules, load_config
+from hybrid_gkd.config.loading import broken_rules, load_config
 from hybrid_gkd.errors import ConfigError, call_all, raise_all
-from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.launch.command_line import load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
+from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.student.checkpoint_store import STATE
 
 DEFAULTS = (
     "trainer.val_only=true", "trainer.experiment_name=evaluation", "trainer.resume_mode=disable", "trainer.logger=[]",

@@ -15,9 +15,9 @@ from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect
 from hybrid_gkd.models.tokenizer import stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Reading
-from hybrid_gkd.waiting import Timeout
 
 logger = logging.getLogger(__name__)
 

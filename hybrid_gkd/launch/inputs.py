@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.checkpoint import MANIFEST, find_damage
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
@@ -21,10 +20,11 @@ from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
-from hybrid_gkd.ppo.reward_model import RewardTexts
-from hybrid_gkd.ppo.rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
+from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
+from hybrid_gkd.scoring.reward_model import RewardTexts
+from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, generated

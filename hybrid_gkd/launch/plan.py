@@ -13,16 +13,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import examine_config
+from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.launch.inputs import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, reward_model_spec
 from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.reporting.starts import STARTS
+from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
 
 SPARE = 0.1

@@ -23,7 +23,6 @@ import torch
 import hybrid_gkd
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
-from hybrid_gkd.imports import is_import_path
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.fit import fit
@@ -36,10 +35,11 @@ from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import contents_of, learning_settings
-from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
-from hybrid_gkd.waiting import waiting
+from hybrid_gkd.runtime.imports import is_import_path
+from hybrid_gkd.runtime.waiting import waiting
+from hybrid_gkd.scoring.reward_functions import load_functions
 
 logger = logging.getLogger(__name__)
 

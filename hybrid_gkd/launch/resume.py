@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, find_damage, is_old_format, load_state
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.ppo.resuming import changes, state_to_resume
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, load_state
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Resumption:
 def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: int, steps: int) -> Resumption | None:
     """The newest intact checkpoint of the run, or the given one; None for a new run. Nothing is changed or loaded.
 
-    Raises CheckpointError if the given one is damaged, if all are, or if it belongs to other data or an earlier
-    version; ConfigError if what is to be learned differs from what the checkpoint has learned.
+    Raises CheckpointError if the given one is damaged, if all are, or if it belongs to other data;
+    ConfigError if what is to be learned differs from what the checkpoint has learned.
     """
     section, given = config.trainer, config.trainer.resume_from_path
     if section.resume_mode == "disable":
@@ -46,9 +46,8 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
         try:
             remarks += check_checkpoint(folder, steps=sys.maxsize if section.val_only else steps)
         except CheckpointError as error:
-            if given is not None or is_old_format(folder):
-                key = "trainer.resume_mode" if given is None else "trainer.resume_from_path"
-                raise CheckpointError(f"{key}: {error}") from error
+            if given is not None:
+                raise CheckpointError(f"trainer.resume_from_path: {error}") from error
             remarks.append(f"left out: {error}")
             continue
         state = state_to_resume(folder, config, num_prompts)
@@ -69,11 +68,6 @@ def check_checkpoint(folder: Path, *, steps: int) -> list[str]:
 
     Raises CheckpointError that names the first file which is damaged.
     """
-    if is_old_format(folder):
-        raise CheckpointError(
-            f"{folder} was written by an earlier version and holds a pickle, which is not loaded; convert it, if it is "
-            f"yours: python -m hybrid_gkd.convert_checkpoint {folder} NEW_FOLDER"
-        )
     found = find_damage(folder, largest=SMALL_BYTES)
     if all(name.startswith(EXPORT) for name in found) and load_state(folder).step < steps:
         logger.info("checking the files of %s", folder)

@@ -1,7 +1,7 @@
 """One run from a configuration: check, assemble, train, stop what was started.
 
 Nothing is loaded or written before preflight.py has checked everything; then the local teacher and the workers load
-side by side. Ray and the workers' processes begin beside the checks, see ahead.py.
+side by side.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from typing import Any, TextIO
 
 import torch
 
-from hybrid_gkd.checkpoint import CheckpointStore
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import to_dict, to_yaml
+from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.files import free_path
-from hybrid_gkd.imports import keep_loaded
-from hybrid_gkd.launch.ahead import Ahead, started_ahead
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.fit import check_own_answers
 from hybrid_gkd.launch.plan import (
@@ -42,8 +38,6 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import teacher_shares_gpu, with_planned_caches
-from hybrid_gkd.ppo.reward_model import RewardModelTurn
-from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
@@ -54,12 +48,16 @@ from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
+from hybrid_gkd.runtime.files import free_path
+from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.scoring.reward_model import RewardModelTurn
+from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 from hybrid_gkd.workers.placement import Placement
-from hybrid_gkd.workers.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -110,24 +108,21 @@ def run(
     started, stopping = time.monotonic(), stopping or Stopping()
     draws = talks_to_a_person(config)
     about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
-    with started_ahead(config) as ahead, stopping.unwinding_after():
+    with stopping.unwinding_after():
         facts = check_all(config, for_the_file=("plan",) if draws else ())
         if facts.finished:
             return nothing_left(facts)
         if draws and facts.spec is not None:
             phases, card = memory_by_phase(config, facts.spec, device=facts.device), gpu_bytes(config, facts.device)
             show_plan(sys.stderr, who_is_where(facts), phases, card_bytes=card)
-        trainer = execute(facts, stopping, about, ahead)
+        trainer = execute(facts, stopping, about)
     return summarise(trainer, started, teacher_accuracy, resumed=facts.resumption is not None)
 
 
-def execute(
-    facts: Facts, stopping: Stopping, about: Mapping[str, Any] = MappingProxyType({}), ahead: Ahead | None = None
-) -> PPOTrainer:
+def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = MappingProxyType({})) -> PPOTrainer:
     """Start everything, train (with `trainer.val_only` validate), and stop what was started; the trainer's results.
 
-    `about`: what starts.jsonl has of the run beside its steps. `ahead`: what the caller has started, and stops. Raises
-    as `run`.
+    `about`: what starts.jsonl has of the run beside its steps. Raises as `run`.
     """
     config = facts.config
     with contextlib.ExitStack() as stack:
@@ -139,7 +134,7 @@ def execute(
         loaded = what_is_loaded(config, device=facts.device, engine=facts.engine)
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
-            trainer = assemble(facts, stack, stopping, ahead)
+            trainer = assemble(facts, stack, stopping)
             keep_loaded()
             is_ready()
             # Where nothing may be saved there is nothing to wait for.
@@ -186,10 +181,8 @@ def keep_config(config: Config) -> None:
     file.write_text(text)
 
 
-def assemble(
-    facts: Facts, stack: contextlib.ExitStack, stopping: Stopping, ahead: Ahead | None = None
-) -> PPOTrainer:
-    """Start what the run needs beside `ahead` and build its trainer; `stack` stops it. Raises HybridGKDError."""
+def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
+    """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     store = make_store(facts)
     store.reserve()
@@ -200,9 +193,7 @@ def assemble(
         local = stack.enter_context(make_teacher_process(loading or config, facts.device))
     elif config.distillation.enabled:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints))
-    pools = ahead.take() if ahead is not None else []
-    if not pools:
-        stack.enter_context(ray_cluster(config, facts.device))
+    stack.enter_context(ray_cluster(config, facts.device))
     shares_gpu = local is not None and facts.device == "cuda" and teacher_shares_gpu(config)
     if local is not None:
         local.check()  # a port in use shows now, before the workers load
@@ -210,7 +201,7 @@ def assemble(
             local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
     check_teacher = local.check if local is not None else lambda: None
     group = start_workers(
-        facts, stack, loading or config, pools, beside_teacher=shares_gpu, check_teacher=check_teacher
+        facts, stack, loading or config, beside_teacher=shares_gpu, check_teacher=check_teacher
     )
     if local is not None:
         local.wait_ready()
@@ -255,7 +246,7 @@ def sizes_while_loading(facts: Facts) -> Config | None:
 
 
 def start_workers(
-    facts: Facts, stack: contextlib.ExitStack, loading: Config, pools: list[Pool], *, beside_teacher: bool,
+    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, beside_teacher: bool,
     check_teacher: Callable[[], None],
 ) -> WorkerGroup:
     """All workers with student and rollout engine loaded. Raises HybridGKDError, also if a teacher beside them ends."""
@@ -266,7 +257,7 @@ def start_workers(
         num_updates=num_updates(config, max(0, facts.steps - config.trainer.critic_warmup)),
         num_critic_updates=num_critic_updates(config, facts.steps),
         on_placed=lambda placements: check_placement(config, placements, beside_teacher=beside_teacher),
-        check=check_teacher, pools=pools,
+        check=check_teacher,
     )
     stack.enter_context(contextlib.closing(group))
     first = group.description[0]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.runtime.waiting import Timeout
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybrid_gkd.imports import load_object
+from hybrid_gkd.runtime.imports import load_object
 
 TERMS = {"distillation": "teacher", "policy": "advantages", "reference": "reference", "value": "returns"}
 """Summands of the losses of actor and critic -> the signal that a sample must have; with actor.kl_loss_type=full

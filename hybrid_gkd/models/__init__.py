@@ -1,1 +1,1 @@
-"""Facts about a model, its tokenizer and attention, and what differs between vLLM versions."""
+"""Facts about a model, its tokenizer and attention."""

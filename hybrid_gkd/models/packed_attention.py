@@ -3,9 +3,8 @@
 Importing this module registers the attention PACKED_ATTENTION with transformers, in which each sequence attends
 causally to itself only. The sequence boundaries travel to it as keyword arguments of the model's forward, under the
 names of transformers' FlashAttentionKwargs. On a GPU in bfloat16 or float16 the work is done by
-torch.nn.attention.varlen, on Hopper forward by the newer kernel that vLLM has; elsewhere by
-scaled_dot_product_attention on a right-padded copy, which is exact as well: a causal mask never looks right. Features
-that none of them computes exactly are refused with a ModelError.
+torch.nn.attention.varlen; elsewhere by scaled_dot_product_attention on a right-padded copy, which is exact as well: a
+causal mask never looks right. Features that neither of them computes exactly are refused with a ModelError.
 
 Left out: key-value caches, cross-attention. A model that mixes tokens without calling the attention function (state
 spaces, convolutions, attention of its own) cannot be noticed here: `LogprobModel` refuses it.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models import vllm_compat
 
 PACKED_ATTENTION = "hybrid_gkd_packed"
 _PLAIN = "hybrid_gkd_packed_plain"
 """The same for a model whose masks turned out to be plain causal: it is not asked for them again."""
-FORWARD_3_SIZES = (64, 128)
-"""Head sizes with which the newer forward kernel was tried."""
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,58 +160,11 @@ def _varlen(
     """[1, H, T, Dh] -> [1, T, H, Dv] without padding."""
     # Not tensor[0], whose gradient would be copied into one of zeros.
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    if query.shape[2] in FORWARD_3_SIZES and _forward_3() is not None:
-        found: Tensor = _FlashAttention.apply(query, key, value, cu_seqlens, max_length, scaling, window)
-        return found[None]
     attention, asks_for_gqa = _varlen_function()
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if asks_for_gqa and query.shape[1] != key.shape[1]:
         options["enable_gqa"] = True
     return attention(query, key, value, cu_seqlens, cu_seqlens, max_length, max_length, **options)[None]
-
-
-class _FlashAttention(torch.autograd.Function):
-    """Query [T, H, Dh], key and value [T, Hkv, Dh]: vLLM's FlashAttention 3 forward, torch's FlashAttention 2 backward.
-
-    Both agree on what the first hands to the second: the output, and the logarithm of the sum of each row and head.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_length: int,
-        scaling: float | None, window: int | None,
-    ) -> Tensor:  # fmt: skip
-        forward_3 = _forward_3()
-        assert forward_3 is not None
-        output, log_sums = forward_3(
-            query, key, value, max_length, cu_seqlens, max_length, cu_seqlens, softmax_scale=scaling,
-            causal=window is None, window_size=[-1, -1] if window is None else [window - 1, 0], num_splits=1,
-            return_softmax_lse=True, fa_version=3,
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, cu_seqlens, output, log_sums)
-        ctx.options = max_length, scaling, window
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, cu_seqlens, output, log_sums = ctx.saved_tensors
-        max_length, scaling, window = ctx.options
-        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
-        gradients = torch.ops.aten._flash_attention_backward(
-            upstream, query, key, value, output, log_sums, cu_seqlens, cu_seqlens, max_length, max_length, 0.0,
-            window is None, random_state, query.new_empty(0), scale=scaling,
-            window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )
-        return *gradients, None, None, None, None
-
-
-@functools.cache
-def _forward_3() -> Callable[..., Any] | None:
-    function, reason = vllm_compat.flash_attention_3()
-    if reason is not None:
-        logger.info("attention over packed sequences is torch's, forward too: %s", reason)
-    return function
 
 
 @functools.cache

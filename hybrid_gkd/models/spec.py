@@ -10,8 +10,8 @@ from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.imports import quick_imports
 from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.runtime.imports import quick_imports
 
 HUB_SECONDS = 5.0
 """Timeout of the check whether the hub answers at all."""
@@ -100,8 +100,7 @@ def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool
     - six of [T, D]: the input and the output of both norms, the queries and the output of the attention;
     - three of [T, I]: the gate before its activation function, the other factor, and the product of the two.
 
-    Left out are keys and values and, where layers are not fused (fused_layers.py), the gate behind its activation
-    function.
+    Left out are keys and values and, without Liger's kernels (fast_layers.py), the gate behind its activation function.
 
     Without activation checkpointing all blocks keep theirs. With it a block keeps its input [T, D], and the backward
     pass computes one block at a time anew: that one holds all nine, the first of which is its input.

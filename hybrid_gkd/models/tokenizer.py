@@ -1,14 +1,15 @@
-"""Loading a tokenizer, and the hash that is equal where student and teacher share one."""
+"""Loading a tokenizer, a response as its text, and the hash that is equal where student and teacher share one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.imports import quick_imports
+from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,11 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except ValueError as error:
         raise ModelError(f"generation_config.json of {path} cannot be used: {first_line(error)}") from error
     return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
+
+
+def decode(tokenizer: Any, sample: Sample) -> str:
+    """A response as text, without special tokens."""
+    return tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
 
 
 def first_line(error: BaseException) -> str:

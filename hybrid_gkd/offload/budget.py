@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig, FSDPConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
-from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS, RESIDENCY
 
 GIB = 2**30

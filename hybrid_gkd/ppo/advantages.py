@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.imports import is_import_path, load_object
+from hybrid_gkd.runtime.imports import is_import_path, load_object
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import AlgorithmConfig
@@ -146,7 +146,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": remax,
     "opo": opo,
 }
-"""What each of them needs is said in `ADV_ESTIMATORS` of hybrid_gkd/config_learning.py."""
+"""What each of them needs is said in `ADV_ESTIMATORS` of hybrid_gkd/config/learning.py."""
 
 
 def load_estimator(name: str) -> Estimator:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
 
 LOWEST = ("forward_kl", "reverse_kl")
 """Last parts of the metrics whose lowest value is the best; of all others that may be named it is the highest."""

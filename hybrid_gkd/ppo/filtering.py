@@ -16,7 +16,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import answers_to_score
-from hybrid_gkd.ppo.scoring import Scorer
+from hybrid_gkd.scoring.rewards import Scorer
 from hybrid_gkd.types import Pair, Rollout, Sample, Task
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,19 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.ppo.filtering import Refill
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import make_sampler, request_seeds
-from hybrid_gkd.spans import Clock, working_for
-from hybrid_gkd.types import GenerationRequest, Pair, Rollout, Sample, SampleId, SamplingParams, Task, with_tasks
+from hybrid_gkd.runtime.spans import Clock, working_for
+from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.types import (
+    GenerationRequest,
+    Pair,
+    Rollout,
+    Sample,
+    SampleId,
+    SamplingParams,
+    Task,
+    with_tasks,
+)
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.checkpoint import TrainerState, load_state
 from hybrid_gkd.config import Config, OptimConfig
 from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.student.checkpoint_store import TrainerState, load_state
 from hybrid_gkd.types import Task
 
 ARR = "actor_rollout_ref"

@@ -7,11 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.files import FileSum
-from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.waiting import Timeout, waiting
+from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.spans import Clock
+from hybrid_gkd.runtime.spans import Clock
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.types import Rollout
-from hybrid_gkd.waiting import Timeout
 
 CHECK_SECONDS = 1.0
 """How often a wait for a rollout looks at its deadline."""

@@ -70,12 +70,3 @@ def peak_flops(devices: Iterable[str]) -> float:
     """Dense bf16 operations per second of GPUs together; 0 if one of them is not known."""
     peaks = [PEAK_FLOPS.get(device, 0.0) for device in devices]
     return sum(peaks) if all(peaks) else 0.0
-
-
-def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several optimizer steps: of each the mean over the steps that have it; the last rates."""
-    found: dict[str, list[float]] = {}
-    for update in updates:
-        for name, value in update.items():
-            found.setdefault(name, []).append(value)
-    return {name: each[-1] if name.endswith("/lr") else sum(each) / len(each) for name, each in found.items()}

@@ -15,28 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.checkpoint import Best, CheckpointStore, TrainerState
 from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.ppo.advantages import Arrays
-from hybrid_gkd.ppo.batches import Batches
 from hybrid_gkd.ppo.best import best_to_resume, new_best
-from hybrid_gkd.ppo.critic import CriticTurn
 from hybrid_gkd.ppo.generation import Generation
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import answers_to_score, with_advantages
-from hybrid_gkd.ppo.reference import ReferenceTurn
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.saving import Saving
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.scoring import Reward, Scorer, decode
-from hybrid_gkd.ppo.step_metrics import mean_metrics, step_metrics
-from hybrid_gkd.ppo.steps import num_updates, total_steps
+from hybrid_gkd.ppo.step_metrics import step_metrics
+from hybrid_gkd.ppo.steps import num_critic_updates, num_updates, total_steps
 from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
-from hybrid_gkd.spans import Clock, working_for
+from hybrid_gkd.runtime.spans import Clock, working_for
+from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.scoring.critic import CriticTurn
+from hybrid_gkd.scoring.reference import ReferenceTurn
+from hybrid_gkd.scoring.rewards import Reward, Scorer
+from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
 from hybrid_gkd.types import Pair, Rollout, Sample, Task, TrainerLog, with_tasks
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -231,7 +232,7 @@ class PPOTrainer:
         samples, found = with_advantages(self.config, rollout, samples, scores, values, of_tokens)
         if self.critic is None:
             return samples, metrics | found
-        with self._changing_weights(steps=self.critic.steps):
+        with self._changing_weights(steps=num_critic_updates(self.config, 1)):
             return samples, metrics | found | self.critic.update(samples)
 
     def with_reference(self, samples: list[Sample]) -> list[Sample]:

@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from hybrid_gkd.ppo.rewards import final_number
+from hybrid_gkd.scoring.builtin_rewards import final_number
 from hybrid_gkd.types import Generation, Sample, Task
 
 QUARTERS = 4

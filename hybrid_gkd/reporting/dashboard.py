@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_gkd.config import CUSTOM, MODEL, Config
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
-from hybrid_gkd.ppo.rewards import BUILTIN_REWARDS
 from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
 from hybrid_gkd.reporting.starts import STARTS
+from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.scoring.builtin_rewards import BUILTIN_REWARDS
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

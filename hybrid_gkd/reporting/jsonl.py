@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hybrid_gkd.files import JsonLinesFile, encode, free_path, read_json_lines
+from hybrid_gkd.runtime.files import JsonLinesFile, encode, free_path, read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.files import JsonLinesFile
+from hybrid_gkd.runtime.files import JsonLinesFile
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.files import read_json_lines
-from hybrid_gkd.spans import SUFFIX, TRAINER, Clock, Counters, Span, SpanFile
+from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.runtime.spans import SUFFIX, TRAINER, Clock, Counters, Span, SpanFile
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.files import read_json_lines
-from hybrid_gkd.imports import how_to_install, load_object
 from hybrid_gkd.reporting.console import Console, all_by_name
 from hybrid_gkd.reporting.jsonl import JsonLines
 from hybrid_gkd.reporting.metrics import check_names
 from hybrid_gkd.reporting.tensorboard import TensorBoard
 from hybrid_gkd.reporting.trackio import Trackio
 from hybrid_gkd.reporting.wandb import Wandb
+from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.runtime.imports import how_to_install, load_object
 from hybrid_gkd.types import Generation, MetricLog, RunInfo
 
 logger = logging.getLogger(__name__)

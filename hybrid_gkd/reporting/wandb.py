@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.files import read_json_lines
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.reporting.report.command import write
 from hybrid_gkd.reporting.report.page import REPORT
+from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.types import GENERATION_COLUMNS, Generation, RunInfo
-from hybrid_gkd.waiting import Timeout, waiting
 
 logger = logging.getLogger(__name__)
 

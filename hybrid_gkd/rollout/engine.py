@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
-from hybrid_gkd.imports import is_import_path, load_object
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.runtime.imports import is_import_path, load_object
 from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams, generated
 
 if TYPE_CHECKING:

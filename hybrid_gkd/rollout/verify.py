@@ -138,12 +138,6 @@ class VLLMLayout:
             copies = [copy.split(module.output_partition_sizes)[index] for copy in copies]
         return [(tensor_parallel_share(full, copy.shape, rank=self.rank, ranks=self.ranks), copy) for copy in copies]
 
-    def padding(self) -> list[Tensor]:
-        """Rows behind a vocabulary that stand for no token, which vLLM's loader fills with zeros."""
-        owners = {id(module): module for module, _, _ in self.places.values() if hasattr(module, "shard_indices")}
-        rest = [module.weight.detach()[module.shard_indices.num_org_elements :] for module in owners.values()]
-        return [rows for rows in rest if rows.numel()]
-
 
 def holds_plain_weights(model: Any) -> bool:
     """Whether a vLLM model holds all its weights unquantised, and nothing that was derived from them at loading."""

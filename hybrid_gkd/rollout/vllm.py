@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections import deque
@@ -12,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_gkd.compat.vllm import runner, scheduler
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.spec import read_config, student_spec
-from hybrid_gkd.models.vllm_loading import load_llm
 from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
-from hybrid_gkd.rollout import vllm_attention, vllm_runner, vllm_scheduler
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
-from hybrid_gkd.rollout.vllm_weights import InPlaceWeights
 from hybrid_gkd.rollout.weights import num_bytes
 from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams
 
@@ -72,25 +70,21 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
-            _install_attention(config)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
         vllm_compat.unlink_shared_memory()
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
-        self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm)
-        self.runner = self._install_runner()
+        self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm) if rollout.fast_paths else None
+        self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.engine.model_config.dtype
         self.description = f"vllm {vllm_compat.vllm_version()}"
         self.weight_bytes: int = self.llm.apply_model(num_bytes)[0]
-        # Weights can be copied into the live tensors, but only where they are held as they are; the other way takes
-        # any model apart and puts it together again.
-        self.in_place: InPlaceWeights | None = None
-        if device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]:
-            bucket_bytes = rollout.update_weights_bucket_megabytes * 2**20
-            self.in_place = self.llm.apply_model(functools.partial(InPlaceWeights, bucket_bytes=bucket_bytes))[0]
+        # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
+        # are; the other way takes any model apart and puts it together again.
+        self.copies_in_place: bool = device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]
         self.on_cpu, self.model_type = device.type == "cpu", hf_config.model_type
         if rollout.verify_weights:
             self.layout: VLLMLayout = self.llm.apply_model(VLLMLayout)[0]
@@ -103,7 +97,7 @@ class VLLMRolloutEngine(RolloutEngine):
     def _install_scheduler(self, engine_kwargs: dict[str, Any]) -> Any:
         """vLLM's scheduler with the short path for decode steps; None where it stays as vLLM has made it."""
         given = "scheduler_cls" in engine_kwargs
-        reason = "engine_kwargs.vllm.scheduler_cls is given" if given else vllm_scheduler.install(self.engine)
+        reason = "engine_kwargs.vllm.scheduler_cls is given" if given else scheduler.install(self.engine)
         if reason is not None:
             logger.warning("rollout engine: vLLM schedules every step itself, which is slower: %s", reason)
             return None
@@ -111,11 +105,11 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _install_runner(self) -> Any:
         """vLLM's model runner with the short path for the scheduler's short steps; None where it stays vLLM's."""
-        reason = "its steps are vLLM's" if self.scheduler is None else vllm_runner.install(self.engine)
+        reason = "its steps are vLLM's" if self.scheduler is None else runner.install(self.engine)
         if reason is not None:
             logger.info("rollout engine: vLLM's model runner prepares every step itself: %s", reason)
             return None
-        return vllm_runner.model_runner(self.engine)
+        return runner.model_runner(self.engine)
 
     def add(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         self.waiting += [(request, sampling) for request in requests]
@@ -156,8 +150,8 @@ class VLLMRolloutEngine(RolloutEngine):
         name, completion = output.request_id, output.outputs[0]
         logprobs = None
         if completion.logprobs is not None:
-            own = self.scheduler is not None
-            logprobs = self.scheduler.take_logprobs(name) if own else completion.logprobs.logprobs
+            scheduler, kept = self.scheduler, completion.logprobs.logprobs
+            logprobs = kept if scheduler is None else scheduler.take_logprobs(name)
         return self.sample(
             self.running.pop(name), completion.token_ids, status=str(completion.finish_reason), logprobs=logprobs
         )
@@ -176,8 +170,8 @@ class VLLMRolloutEngine(RolloutEngine):
         return paused
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if self.in_place is not None:
-            self.in_place.load(weights)
+        if self.copies_in_place:
+            self.llm.apply_model(lambda model: model.load_weights(iter(weights)))
         else:
             if self.on_cpu:
                 self.llm.apply_model(vllm_compat.forget_expert_kernels)
@@ -218,12 +212,3 @@ def _measured_share(config: Config) -> float:
         "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB are free)", share, free / 2**30, total / 2**30
     )
     return share
-
-
-def _install_attention(config: Config) -> None:
-    """Decode attention of our own where nobody has chosen a backend; not without graphs: its launches cost time."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.enforce_eager or vllm_attention.ARGUMENTS & rollout.engine_kwargs.vllm.keys():
-        return
-    if reason := vllm_attention.install():
-        logger.info("rollout engine: decode attention is vLLM's: %s", reason)

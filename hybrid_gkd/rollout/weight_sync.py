@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.rollout.store import open_store
 from hybrid_gkd.rollout.weights import Layout, Names, cut
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.runtime.waiting import Timeout
 
 Bucket = list[tuple[Names, Tensor]]
 POLL_SECONDS = 2e-4

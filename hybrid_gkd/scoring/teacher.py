@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from hybrid_gkd.errors import TeacherTimeout
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Signal, Task, TopK
-from hybrid_gkd.waiting import Timeout, waiting
 
 LATE_SECONDS = 30.0
 """Grace period after the client's own deadline, by which it ends every request."""

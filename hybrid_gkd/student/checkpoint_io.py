@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.adapters import adapter_weights
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.rollout.weights import unique_tensors
+from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.student.loading import local_rows
 from hybrid_gkd.student.lora import gather_adapter, write_adapter
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard

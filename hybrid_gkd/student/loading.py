@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.adapters import base_weights
-from hybrid_gkd.models.fused_layers import fuse_layers
+from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import auto_class, read_config
 from hybrid_gkd.models.tokenizer import first_line
@@ -68,7 +68,7 @@ def build_model(
         raise ModelError(f"{key}: cannot load {path!r}: {error}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
-    fuse_layers(model)
+    use_torch_norms(model)
     if classifier:
         return model
     with contextlib.suppress(OSError):  # not every folder has one; then it follows from config.json

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.files import FileSum
+from hybrid_gkd.runtime.files import FileSum
 
 PIECE_BYTES = 64 * 2**20
 """Read, copied to the host and written at once: all that a rank holds on the host beside its tensors."""

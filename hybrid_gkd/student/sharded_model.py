@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,11 +22,13 @@ from torch.distributed.tensor import DTensor
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
-from hybrid_gkd.models.fused_layers import ResidualBlock, forget_projections
+from hybrid_gkd.models.fast_layers import use_liger
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
 from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, itself, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GROUP_BYTES = 2**28
@@ -73,6 +76,8 @@ class ShardedModel:
             trust_remote_code=model.trust_remote_code, override_config=model.override_config, key=path_key,
             classifier=classifier,
         )
+        if device.type == "cuda" and not compile and (reason := use_liger(self.hf_model)):
+            logger.info("norms, gates and rotary embeddings are transformers' own: %s", reason)
         if lora is not None:
             add_adapters(self.hf_model, lora, dtype)
         if model.enable_gradient_checkpointing:
@@ -146,7 +151,6 @@ class ShardedModel:
 
     def abandon_backward(self) -> None:
         """Drop all gradients and bring FSDP2 back to where a forward pass can begin, for which it has no public way."""
-        forget_projections(self.model)
         self.model.set_reshard_after_backward(True)
         for parameter in fsdp_parameters(self.model):
             parameter.unsharded_accumulated_grad = None
@@ -259,8 +263,7 @@ def compile_blocks(model: Any) -> None:
     """
     register_packed_attention(torch.compiler.disable(packed_attention))
     for block in decoder_blocks(model):
-        own = super(ResidualBlock, block).forward if isinstance(block, ResidualBlock) else block.forward
-        block.forward = torch.compile(own, dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from hybrid_gkd.errors import HybridGKDError, TeacherError
-from hybrid_gkd.imports import keep_loaded, quick_imports
+from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys

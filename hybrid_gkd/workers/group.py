@@ -19,10 +19,10 @@ import ray
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.files import FileSum
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import host_bytes
-from hybrid_gkd.transfer import Transfer
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
@@ -32,7 +32,6 @@ from hybrid_gkd.types import (
     SamplingParams,
     TopK,
 )
-from hybrid_gkd.waiting import Timeout, waiting
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
 from hybrid_gkd.workers.placement import Placement
 from hybrid_gkd.workers.pool import (
@@ -65,7 +64,6 @@ class WorkerGroup:
         load: False for the doctor, for whom they load nothing.
         on_placed: called with their places before they load.
         check: called again and again while they load; what it raises ends that.
-        pools: their processes, where `place_workers` has started them before.
 
     Raises:
         WorkerError: the cluster does not have the resources, or a worker could not start.
@@ -75,10 +73,10 @@ class WorkerGroup:
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
         steps: int | None = None, stop_token_ids: list[int] | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
-        check: Callable[[], None] = lambda: None, log_folder: Path | None = None, pools: list[Pool] | None = None,
+        check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
     ):  # fmt: skip
         self.config, self.timeout = config, config.actor_rollout_ref.nccl_timeout
-        self.pools = pools or place_workers(config, device, log_folder)
+        self.pools = place_workers(config, device, log_folder)
         self.actors, self.rollouts = self.pools[0], self.pools[-1]
         self.size = self.actors.size
         """Workers that train."""
@@ -134,7 +132,7 @@ class WorkerGroup:
         """
         pool = self.rollouts
         replica_size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        shares = [Transfer(requests[rank // replica_size :: pool.size // replica_size]) for rank in range(pool.size)]
+        shares = [requests[rank // replica_size :: pool.size // replica_size] for rank in range(pool.size)]
         streams = pool.start("generate", sampling, shares=shares)
         missing = len(requests)
         last_progress = dict.fromkeys(streams, time.monotonic())

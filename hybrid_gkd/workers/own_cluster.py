@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import ray
 from ray._private import ray_constants
 
-from hybrid_gkd.processes import wait_for_end
+from hybrid_gkd.runtime.processes import wait_for_end
 
 logger = logging.getLogger(__name__)
 
@@ -85,21 +83,6 @@ def starting(group: int | None) -> Iterator[None]:
             signal.signal(number, before[number])
     for first in came[:1]:
         signal.raise_signal(first)
-
-
-def remove_session(folder: Path) -> None:
-    """Remove what Ray has written on this machine for a cluster that has ended: sockets and its own logs."""
-    shutil.rmtree(folder, ignore_errors=True)
-    newest = folder.parent / "session_latest"
-    if newest.is_symlink() and not newest.exists():
-        newest.unlink(missing_ok=True)
-
-
-def session_folder() -> Path:
-    """Of the cluster that this process is connected to and has started."""
-    node = ray._private.worker.global_worker.node
-    assert node is not None, "Ray runs"
-    return Path(node.get_session_dir_path())
 
 
 @contextlib.contextmanager

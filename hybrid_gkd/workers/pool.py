@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.spans import current_step
-from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.runtime.spans import current_step
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.worker import Worker
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.waiting import Timeout
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.workers.placement import Role, threads_per_process
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.files import free_path
+from hybrid_gkd.runtime.files import free_path
 
 
 class StepProfiler:

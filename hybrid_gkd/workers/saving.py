@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.files import FileSum
 from hybrid_gkd.offload.pinned import HostCopies
 from hybrid_gkd.offload.residency import Residency
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.student.checkpoint_io import (
     export_bytes,
     gather_huggingface,
@@ -28,7 +29,6 @@ from hybrid_gkd.student.checkpoint_io import (
     snapshot_model,
 )
 from hybrid_gkd.student.trained_model import TrainedModel
-from hybrid_gkd.waiting import Timeout
 
 logger = logging.getLogger(__name__)
 

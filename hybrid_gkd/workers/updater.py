@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
-from hybrid_gkd.offload.device import MemoryMeter
 from hybrid_gkd.offload.residency import Residency
 from hybrid_gkd.types import MiniBatch, Sample
+from hybrid_gkd.workers.device import MemoryMeter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

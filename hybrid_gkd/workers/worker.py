@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.files import FileSum
-from hybrid_gkd.imports import keep_loaded, quick_imports
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
-from hybrid_gkd.rollout.engine import generate, make_engine
-from hybrid_gkd.spans import SUFFIX, Clock, SpanFile, spanned
-from hybrid_gkd.transfer import Transfer
+from hybrid_gkd.rollout.engine import generate
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
@@ -39,7 +38,6 @@ from hybrid_gkd.types import (
     SamplingParams,
     TopK,
 )
-from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
 from hybrid_gkd.workers.profiling import StepProfiler
@@ -87,7 +85,7 @@ def failures_logged(cls: type[C]) -> type[C]:
 
 @failures_logged
 class Worker(GroupMember):
-    """One process of a pool. Until `begin` it writes no file: it may start before its run has been checked.
+    """One process of a pool.
 
     Relative paths of the configuration begin at `folder`, the driver's, where this machine has it.
     Methods that concern the engine or the actor are for workers whose role has it.
@@ -99,16 +97,6 @@ class Worker(GroupMember):
         self.step: int | None = None
         self.updaters: dict[str, Updater] = {}
         """Of the models that are trained, by the spans of their updates."""
-
-    def import_packages(self) -> None:
-        """Import what `initialize` will, in the environment that it sets."""
-        self.set_environment()
-        with quick_imports():
-            if self.role != "rollout worker":
-                import hybrid_gkd.student.actor  # noqa: F401
-            wanted = self.role != "actor worker" and self.config.actor_rollout_ref.rollout.name in ("auto", "vllm")
-            if wanted and vllm_compat.vllm_available():
-                vllm_compat.import_llm(self.device_type)
 
     def begin(self, log_file: str, config: Config) -> None:
         """The run begins, with this configuration. `log_file` takes all that is printed, a file beside it the spans."""
@@ -159,7 +147,8 @@ class Worker(GroupMember):
             self.join(address, Timeout(arr.load_timeout, "actor_rollout_ref.load_timeout"))
             import torch
 
-            from hybrid_gkd.offload.device import SharedDevice
+            from hybrid_gkd.rollout.engine import make_engine
+            from hybrid_gkd.workers.device import SharedDevice
         if self.size > 1:
             self.all_reduce(address, Timeout(arr.nccl_timeout, "actor_rollout_ref.nccl_timeout"))
         self.device = torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
@@ -245,7 +234,7 @@ class Worker(GroupMember):
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, timeout=arr.nccl_timeout,
         )
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[Transfer]:
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
         """Yield lists of samples as they finish, with the weights of the last publish; empty ones show progress.
 
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them. What the
@@ -257,7 +246,7 @@ class Worker(GroupMember):
             self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
                 for finished in generate(self.engine, requests, sampling):
-                    yield Transfer(finished if first_of_replica else [])
+                    yield finished if first_of_replica else []
             self.residency.prepare(self._phase_after_rollout)
 
     @property

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.offload.device import SharedDevice
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.reference import Reference
 from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
 from hybrid_gkd.types import MiniBatch, TopK
+from hybrid_gkd.workers.device import SharedDevice
 from hybrid_gkd.workers.updater import Updater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_gkd.models.fused_layers import fuse_layers
+from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
 from hybrid_gkd.student.sharded_model import compile_blocks
 
@@ -27,7 +27,7 @@ def test_compiled_blocks_equal_eager_ones_and_compile_once(checkpointing):
     eager = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).train()
     if checkpointing:
         eager.gradient_checkpointing_enable({"use_reentrant": False})
-    fuse_layers(eager)
+    use_torch_norms(eager)
     compiled = copy.deepcopy(eager)
     compile_blocks(compiled)
     torch._dynamo.utils.counters.clear()

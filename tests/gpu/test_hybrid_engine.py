@@ -23,10 +23,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hybrid_gkd.checkpoint import find_damage, write_manifest
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.pinned import OffloadedTensors, page_locked
+from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
 from hybrid_gkd.testing import make_tokenizer, tail_of
 from hybrid_gkd.types import (
     GenerationRequest,
@@ -123,9 +123,6 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
             if step == 1:
                 group.save_checkpoint(tmp_path / "checkpoint", tokenizer_path=str(model))
                 group.load_checkpoint(tmp_path / "checkpoint")
-        call = group.actors.workers[0].__ray_call__
-        knows_places = call.remote(lambda worker: worker.engine.in_place._layout is not None)
-        assert ray.get(knows_places, timeout=60)  # only the first publish went through vLLM's loader
         memory = group.device_metrics()
         print("losses", losses, "peak GiB", memory)
         neighbour = torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")  # in this process: not the worker's

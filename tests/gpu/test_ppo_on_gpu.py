@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_gkd.checkpoint import find_damage, write_manifest
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TrainSequence
 from hybrid_gkd.workers.cluster import ray_cluster

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.losses.topk import top_logprobs
-from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model

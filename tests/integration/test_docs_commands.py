@@ -18,8 +18,8 @@ from documented import ROOT
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.config import CustomRewardFunction, RewardConfig
 from hybrid_gkd.losses.divergence import check_loss_fn, forward_kl
-from hybrid_gkd.ppo.reward_functions import Score, load_functions
-from hybrid_gkd.ppo.rewards import Response
+from hybrid_gkd.scoring.builtin_rewards import Response
+from hybrid_gkd.scoring.reward_functions import Score, load_functions
 from hybrid_gkd.testing import make_tiny_model
 
 SECONDS = 300

@@ -14,7 +14,7 @@ import torch
 from processes import stop_process
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.launch import doctor, preflight
 from hybrid_gkd.launch.checks import Facts
@@ -23,8 +23,8 @@ from hybrid_gkd.launch.preflight import check_disk
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.waiting import Timeout
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 from hybrid_gkd.workers.placement import Placement

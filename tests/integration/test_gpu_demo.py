@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hybrid_gkd
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo import gpu_demo
 from hybrid_gkd.demo.use import demo_teacher_accuracy, used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, TrainingError

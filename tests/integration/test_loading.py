@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import loading

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of
 from hybrid_gkd.types import MiniBatch, TopK
+from hybrid_gkd.workers.aggregation import with_loss_weights
 
 TOPK = 8
 DEADLINE = 300

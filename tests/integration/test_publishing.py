@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import weights as publish
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.cluster import ray_cluster

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.models import vllm_compat
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tokenizer

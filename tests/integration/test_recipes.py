@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.reporting.dashboard import plan
 from hybrid_gkd.reporting.metrics import PATTERNS, SOURCES
 from hybrid_gkd.testing import make_tiny_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 from engines import MAX_NUM_SEQS, MAX_TOKENS, SEEDS, STOP_TOKENS, EngineProcess
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 

@@ -1,14 +1,21 @@
 """The short path of the rollout scheduler on the CPU: vLLM's synchronous scheduler and its older model runner."""
 
 import multiprocessing
+import os
+import socket
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from same_tokens import check_cases, check_two_ranks
+from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.models import vllm_compat
-from hybrid_gkd.rollout import vllm_scheduler
+from hybrid_gkd.compat.vllm import scheduler as short_scheduler
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
@@ -37,9 +44,9 @@ def leave_unknown_ones_alone():
     empty = object.__new__(Scheduler)
     lacking = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=empty)))
     elsewhere = SimpleNamespace(engine_core=SimpleNamespace())  # the core is in another process
-    reasons = [vllm_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
+    reasons = [short_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
     vllm_compat.vllm_version = lambda: "0.29.1"
-    reasons.append(vllm_scheduler.install(other))
+    reasons.append(short_scheduler.install(other))
     return reasons, type(empty) is Scheduler
 
 
@@ -50,3 +57,32 @@ def test_a_scheduler_that_is_not_known_stays_as_it_is():
     assert elsewhere.startswith("this vLLM is built differently: ")
     assert untried == "this path was not tried with vLLM 0.29.1"
     assert is_untouched
+
+
+def scheduler_of(folder, port, fast_paths):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "HF_HUB_OFFLINE": "1"}
+    config = load_config([
+        "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",
+        "actor_rollout_ref.teacher.server_ip=unused", "data.max_prompt_length=24", "data.max_response_length=24",
+        "actor_rollout_ref.rollout.max_num_seqs=4", f"actor_rollout_ref.rollout.fast_paths={fast_paths}",
+    ])  # fmt: skip
+    dist.init_process_group("gloo")
+    engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[])
+    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
+    requests = [GenerationRequest(index=i, prompt_ids=np.arange(3, 9 + i, dtype=np.int32), seed=i) for i in range(3)]
+    parts = engine.generate(requests, SamplingParams(max_tokens=9, logprobs=True), 0)
+    found = {each.index: (each.response_ids.tolist(), each.logprobs.tolist()) for part in parts for each in part}
+    return type(engine.engine.engine_core.engine_core.scheduler).__name__, found
+
+
+def test_without_fast_paths_the_scheduler_is_vllms_and_answers_are_the_same(tmp_path):
+    folder, results = str(make_tiny_model(tmp_path / "model")), []
+    for fast_paths in ("true", "false"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        results.append(in_own_process(scheduler_of, folder, port, fast_paths))
+    (ours, fast), (theirs, plain) = results
+    assert (ours, theirs) == ("DecodeScheduler", "Scheduler")
+    assert fast == plain

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
+from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.teacher.engines import hf
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine

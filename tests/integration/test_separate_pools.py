@@ -13,8 +13,8 @@ import ray
 from processes import stop_process
 from test_workers import learn_values, make_config, random_batch, shares
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, RewardText, SamplingParams, TrainSequence
 from hybrid_gkd.workers.cluster import ray_cluster

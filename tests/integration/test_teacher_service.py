@@ -17,11 +17,11 @@ import zmq
 from processes import TIMEOUT, is_alive, stop_process, wait_until
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.compat.vllm.versions import vllm_available
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
 from hybrid_gkd.launch.teacher import make_teacher_process
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
-from hybrid_gkd.models.vllm_compat import vllm_available
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, RowScorer
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")

@@ -18,14 +18,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
-from hybrid_gkd.checkpoint import CheckpointStore, TrainerState, find_damage
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
 from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
-from hybrid_gkd.workers.cluster import place_workers, ray_cluster, stop_workers
+from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup, refuse_shared_gpus
 from hybrid_gkd.workers.placement import Placement
 
@@ -63,20 +62,6 @@ def make_config(model, folder, *overrides):
 
 def make_group(config, num_updates=2):
     return WorkerGroup(config, device="cpu", num_updates=num_updates, stop_token_ids=[256])
-
-
-def test_workers_that_are_placed_before_their_run_is_checked_import_and_write_nothing_until_it_begins(model, tmp_path):
-    config = make_config(model, tmp_path)
-    pools = place_workers(config, "cpu")
-    try:
-        assert pools[0].call("import_packages", timeout=pools[0].load_timeout) == [None]
-        assert list(tmp_path.iterdir()) == []
-        config.actor_rollout_ref.rollout.seed += 1  # with which they begin
-        group = WorkerGroup(config, device="cpu", num_updates=2, stop_token_ids=[256], pools=pools)
-        assert group.description[0]["engine"].startswith("hf")
-        assert [file.is_file() for file in group.log_files] == [True]
-    finally:
-        stop_workers(pools)
 
 
 def random_batch(step, count=12):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hybrid_gkd import testing
-from hybrid_gkd.checkpoint import CheckpointStore
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, RecordingGroup, make_tiny_model
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK

@@ -12,7 +12,7 @@ import pytest
 
 import hybrid_gkd
 from hybrid_gkd.config import Config
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.errors import DataError
 from hybrid_gkd.reporting.metrics import METRICS

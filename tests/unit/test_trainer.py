@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
@@ -236,8 +236,8 @@ def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
 @pytest.fixture
 def said(monkeypatch, caplog):
     """What is waited for, said at once."""
-    monkeypatch.setattr("hybrid_gkd.waiting.FIRST_SECONDS", 0.001)
-    caplog.set_level("INFO", "hybrid_gkd.waiting")
+    monkeypatch.setattr("hybrid_gkd.runtime.waiting.FIRST_SECONDS", 0.001)
+    caplog.set_level("INFO", "hybrid_gkd.runtime.waiting")
     return caplog
 
 

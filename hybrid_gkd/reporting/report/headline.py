@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from hybrid_gkd.reporting.report.run_folder import RunFolder
+from hybrid_gkd.reporting.report.thinning import Point
 
 Card = dict[str, Any]
 """`label`, `value`, and where it helps `note`; `change`: better or worse."""
 
 
-def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What a run has done so far."""
+
+    starts: list[dict[str, Any]]
+    """As in starts.jsonl."""
+    first: dict[str, float]
+    last: dict[str, float]
+    """The first and the newest value of each metric."""
+    points: Callable[[str], list[Point]]
+    """Of a metric; none if it was not measured."""
+    step: int
+    tokens: float
+    checkpoint_step: int | None
+    """Of the newest checkpoint."""
+
+
+def headline(run: Course, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
     """The cards of a run. What the configuration does not measure has none; what is not known yet is a dash."""
     teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
     cards = []
@@ -47,9 +65,9 @@ def headline(run: RunFolder, config: dict[str, Any], state: dict[str, Any]) -> l
     return cards
 
 
-def _cost_to_resume(run: RunFolder, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
+def _cost_to_resume(run: Course, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
     """Steps since the last checkpoint, which a run that continues trains again, and loading."""
-    label, saved = "To resume", run.checkpoint_step()
+    label, saved = "To resume", run.checkpoint_step
     if state["outcome"] == "finished":
         return {"label": label, "value": "nothing to do", "note": f"global_step_{saved}" if saved is not None else ""}
     ready = [start["ready"] - start["start"] for start in run.starts if "ready" in start]
@@ -63,7 +81,7 @@ def _cost_to_resume(run: RunFolder, config: dict[str, Any], state: dict[str, Any
     return {"label": label, "value": again, "note": note}
 
 
-def _left(run: RunFolder, state: dict[str, Any]) -> str:
+def _left(run: Course, state: dict[str, Any]) -> str:
     """The time until the last step, at the pace since the newest start; empty for a run that does not go on."""
     left = (state["total"] or 0) - run.step
     if state["outcome"] != "goes on" or left <= 0:
@@ -77,7 +95,7 @@ def _left(run: RunFolder, state: dict[str, Any]) -> str:
     return f"about {duration(pace * left)} left"
 
 
-def _validated(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+def _validated(run: Course, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
     """The first validation and the last, and which was the best."""
     points, best = run.points(name), ""
     if points:
@@ -88,7 +106,7 @@ def _validated(run: RunFolder, name: str, label: str, form: str, note: str, *, r
     return _change(run.first.get(name), run.last.get(name), label, form, _listed(best, note), rises=rises)
 
 
-def _trained(run: RunFolder, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+def _trained(run: Course, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
     """Single batches differ by chance: means of the first and of the last tenth of the steps."""
     points = run.points(name)
     tenth = max(1, len(points) // 10)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybrid_gkd.reporting.report.command import FOLLOW
 from hybrid_gkd.reporting.report.page import REPORT
-from hybrid_gkd.waiting import Timeout, waiting
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybrid_gkd.flat_config import differences, flat
+from hybrid_gkd.config.flat import differences, flat
 from hybrid_gkd.reporting.report.following import Followed, step_of
-from hybrid_gkd.reporting.report.headline import headline
+from hybrid_gkd.reporting.report.headline import Course, headline
 from hybrid_gkd.reporting.report.log_lines import RunLog
 from hybrid_gkd.reporting.report.thinning import (
     Counts,
@@ -118,10 +118,14 @@ class RunFolder:
         newest = self.starts[-1] if self.starts else {}
         axes: dict[tuple[int, ...], int] = {}
         metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
+        course = Course(
+            starts=self.starts, first=self.first, last=self.last, points=self.points, step=self.step,
+            tokens=self.tokens, checkpoint_step=self.checkpoint_step(),
+        )  # fmt: skip
         seconds = {name: rounded(sum(point.total for point in self.points(name))) for name in PARTS if name in metrics}
         return {
             "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
-            "headline": headline(self, config, state), "axes": list(axes), "metrics": metrics,
+            "headline": headline(course, config, state), "axes": list(axes), "metrics": metrics,
             "seconds": seconds,
             "timeline": representative_step(self.path), "card_gb": self.log.card_gb,
             "answers": self._chosen_answers(), "lengths": self._histograms(),

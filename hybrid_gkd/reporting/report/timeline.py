@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.reporting.report.following import last_rows
-from hybrid_gkd.spans import SUFFIX, TRAINER, Span
+from hybrid_gkd.runtime.spans import SUFFIX, TRAINER, Span
 
 READ_BYTES = 256 * 2**10
 """Of the end of each file of spans: some hundred steps."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import zmq
 
 from hybrid_gkd.errors import TeacherMismatch, TeacherUnreachable
+from hybrid_gkd.runtime.waiting import Timeout, clock_time
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
 from hybrid_gkd.teacher.protocol import ModelInfo
-from hybrid_gkd.waiting import Timeout, clock_time
 
 PROBE_SECONDS = 1.0
 """For a plain connection, which tells why there is none."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.spans import current_step
+from hybrid_gkd.runtime.spans import current_step
+from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Reading, TopK
-from hybrid_gkd.waiting import Timeout
 
 GROUP_WAIT_SECONDS = 0.005
 """A request that is not full leaves when its first reading has waited this long."""

@@ -8,8 +8,8 @@ import json
 
 import torch
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 

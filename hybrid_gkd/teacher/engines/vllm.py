@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.errors import ModelError, TeacherError
 from hybrid_gkd.losses.topk import Shard, TopLogprobs, top_logprobs
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.models.tokenizer import first_line
-from hybrid_gkd.models.vllm_loading import load_llm
-from hybrid_gkd.teacher.engines import vllm_fp8
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import Reading, TopK
@@ -133,8 +132,6 @@ class WorkerExtension:
             head, first_id, num_columns, gather = vllm_compat.local_head(model)
             shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
-        if runner.vllm_config.compilation_config.mode == 0:  # compiled layers would not see their new forward
-            vllm_fp8.install(model)
         vllm_compat.install_scorer(runner, RowScorer(head, num_ids, shard))
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import hybrid_gkd
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.processes import members, wait_for_end
+from hybrid_gkd.runtime.processes import members, wait_for_end
+from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher.keys import make_keys
-from hybrid_gkd.waiting import Timeout, waiting
 
 log = logging.getLogger("hybrid_gkd.teacher")
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo import sorting as demo
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError

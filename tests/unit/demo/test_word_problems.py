@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_gkd.demo import word_problems
 from hybrid_gkd.demo.gpu_demo import RECIPES, is_right, make_data
-from hybrid_gkd.ppo.rewards import gsm8k
+from hybrid_gkd.scoring.builtin_rewards import gsm8k
 
 PARTS = {"half": 2, "a third": 3, "a quarter": 4, "a fifth": 5}
 EVENTS = (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hybrid_gkd.config_loading import load_config, to_yaml
+from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.evaluate import base_config, for_model, name_runs, parse, to_text
 

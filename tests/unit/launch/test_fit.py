@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, DataError, TeacherMismatch
 from hybrid_gkd.launch import fit
 from hybrid_gkd.launch.checks import Facts

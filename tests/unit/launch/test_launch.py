@@ -19,22 +19,22 @@ from omegaconf import OmegaConf
 
 import hybrid_gkd
 from hybrid_gkd.__main__ import main
-from hybrid_gkd.checkpoint import RESERVED, CheckpointStore, TrainerState, load_state, write_manifest
-from hybrid_gkd.config_loading import load_config, to_yaml
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import ahead, fit, preflight, run
+from hybrid_gkd.launch import fit, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources, reference
 from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.teacher import teacher_environment
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
-from hybrid_gkd.ppo.reward_functions import load_functions
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
+from hybrid_gkd.scoring.reward_functions import load_functions
+from hybrid_gkd.student.checkpoint_store import RESERVED, CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Task
 from hybrid_gkd.workers.cluster import ray_cluster
@@ -111,12 +111,6 @@ def test_a_report_that_looks_at_a_run_folder_does_not_keep_a_run_from_it(tmp_pat
             with pytest.raises(ConfigError, match="another process is training"), run.locked_run_folder(config):
                 pass
         release.join()
-
-
-@pytest.fixture(autouse=True)
-def nothing_ahead(monkeypatch):
-    """No Ray beside the checks: see test_ahead.py."""
-    monkeypatch.setattr(ahead, "is_needed", lambda config: False)
 
 
 def runnable(folder, *overrides):

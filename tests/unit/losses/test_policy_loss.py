@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.losses.policy import check_policy_loss, cispo, gspo, vanilla
 from hybrid_gkd.losses.table import policy_loss
-from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.testing import make_sample
+from hybrid_gkd.workers.aggregation import with_loss_weights
 
 VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text())
 TRL = json.loads(Path(__file__).with_name("trl_policy_losses.json").read_text())

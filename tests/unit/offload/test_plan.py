@@ -19,12 +19,11 @@ from transformers import (
     Qwen2Config,
 )
 
-from hybrid_gkd.checkpoint import RESERVED, UNFINISHED
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
 from hybrid_gkd.launch.teacher import local_teacher_place
-from hybrid_gkd.models.fused_layers import fuse_layers
+from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
 from hybrid_gkd.offload.budget import (
@@ -37,6 +36,7 @@ from hybrid_gkd.offload.budget import (
     teacher_share,
     with_planned_caches,
 )
+from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
@@ -460,7 +460,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, hidden, intermediat
         )  # fmt: skip
         model_config.save_pretrained(tmp_path)
         model = AutoModelForCausalLM.from_config(model_config, attn_implementation=PACKED_ATTENTION)
-        fuse_layers(model)
+        use_torch_norms(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={}, checkpointing=checkpointing)

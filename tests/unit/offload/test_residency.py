@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 
 from hybrid_gkd.errors import DeviceMemoryError
-from hybrid_gkd.offload.device import EngineOwner, SharedDevice
 from hybrid_gkd.offload.residency import RESIDENCY, Residency
+from hybrid_gkd.workers.device import EngineOwner, SharedDevice
 
 GIB = 2**30
 SIZES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_gkd.config_learning import ADV_ESTIMATORS, AlgorithmConfig
+from hybrid_gkd.config.learning import ADV_ESTIMATORS, AlgorithmConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.advantages import (
     ESTIMATORS,

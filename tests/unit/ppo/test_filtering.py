@@ -6,9 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from hybrid_gkd.checkpoint import CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.launch.inputs import left_over
@@ -16,16 +15,17 @@ from hybrid_gkd.launch.plan import placement_plan
 from hybrid_gkd.ppo import scheduler as scheduler_module
 from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, groups_with_signal
 from hybrid_gkd.ppo.resuming import changes, learning_settings
-from hybrid_gkd.ppo.reward_functions import RewardFunction, one_by_one
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.scoring import Scorer
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
-from hybrid_gkd.spans import Clock
+from hybrid_gkd.runtime.spans import Clock
+from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.scoring.reward_functions import RewardFunction, one_by_one
+from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Rollout, Task, TopK
-from hybrid_gkd.waiting import Timeout
 
 BATCH, N, NUM_PROMPTS = 3, 2, 10
 FILTER = ("algorithm.filter_groups.enable=true", "distillation.use_task_rewards=true", "reward.answer_key=answer")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config import AlgorithmConfig, rejection_bounds
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.importance import importance_weights, kept_tokens, with_rollout_correction
 from hybrid_gkd.testing import make_sample

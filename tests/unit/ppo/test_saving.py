@@ -6,9 +6,9 @@ from concurrent.futures import Future
 import pytest
 from test_schedulers import OWN_POOL, fit
 
-from hybrid_gkd.checkpoint import CheckpointStore, find_damage, load_state
 from hybrid_gkd.errors import CheckpointError, WorkerError
 from hybrid_gkd.ppo import saving
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, load_state
 from hybrid_gkd.testing import RecordingGroup
 
 

@@ -8,9 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from hybrid_gkd.checkpoint import Best, CheckpointStore, load_state
 from hybrid_gkd.config import BATCHES_AHEAD
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import (
     BadTeacherReply,
@@ -24,6 +23,7 @@ from hybrid_gkd.errors import (
 from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.ppo.importance import effective_sample_size, importance_weights
 from hybrid_gkd.ppo.steps import request_seeds
+from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, load_state
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK

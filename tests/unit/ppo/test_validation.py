@@ -7,14 +7,14 @@ from math import comb
 import numpy as np
 import pytest
 
-from hybrid_gkd.checkpoint import CheckpointStore
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.tables import short_names
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_at_k, pass_sizes, reward_metrics
 from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup
 from hybrid_gkd.types import Task
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hybrid_gkd.config_loading import load_config, to_yaml
+from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.ppo.best import LOWEST
 from hybrid_gkd.ppo.trainer import COMPARED
 from hybrid_gkd.reporting import dashboard

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.models.spec import ModelSpec, student_spec, training_flops
 from hybrid_gkd.ppo.step_metrics import peak_flops
 from hybrid_gkd.reporting.metrics import METRICS, check_names, markdown_table

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.reporting.final_table import final_table
 
 GKD = ["actor_rollout_ref.teacher.model.path=unused", "data.val_files=unused"]

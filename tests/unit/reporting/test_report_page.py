@@ -15,8 +15,6 @@ import urllib.request
 import pytest
 from run_folders import NASTY, make_run, step_row
 
-from hybrid_gkd.files import JsonLinesFile
-from hybrid_gkd.ppo.token_scores import ANSWERS, TOKENS
 from hybrid_gkd.reporting.report.command import FOLLOW, main
 from hybrid_gkd.reporting.report.keeping import report_kept
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
@@ -24,6 +22,8 @@ from hybrid_gkd.reporting.report.page import html, labels, page_data
 from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, VALIDATIONS, RunFolder
 from hybrid_gkd.reporting.report.serving import ReportServer
 from hybrid_gkd.reporting.report.thinning import Counts, Point, Thinned, evenly, merge_counts, merge_points
+from hybrid_gkd.runtime.files import JsonLinesFile
+from hybrid_gkd.scoring.token_scores import ANSWERS, TOKENS
 from hybrid_gkd.student.actor import SHOWN_CANDIDATES
 
 MAX_BYTES = 5_000_000

@@ -22,15 +22,15 @@ import pytest
 from processes import stop_process
 
 from hybrid_gkd.config import WandbConfig
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.files import read_json_lines
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import trackers as trackers_module
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
 from hybrid_gkd.reporting.trackers import EXTRAS, Tracking, load_trackers
+from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0, data_source="sums", sample=3)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import ApertusConfig, ApertusForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
-from hybrid_gkd.imports import load_object
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout import engine as rollout_engine
 from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, generate, make_engine, resolve_engine
+from hybrid_gkd.runtime.imports import load_object
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 

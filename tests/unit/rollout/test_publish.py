@@ -3,7 +3,6 @@
 Publishing into vLLM's own layers is in tests/gpu/test_hybrid_engine.py: on a CPU they keep no plain weights.
 """
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models import vllm_compat
 from hybrid_gkd.rollout.verify import first_difference, tensor_parallel_share, verify
-from hybrid_gkd.rollout.vllm_weights import InPlaceWeights
 from hybrid_gkd.rollout.weights import gather_in_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,72 +99,3 @@ def test_plain_tensors_are_only_cast(bucket_bytes):
     assert found[0][1] is found[1][1]
     for name, tensor in found:
         assert torch.equal(tensor, dict(named)[name].to(torch.bfloat16))
-
-
-class Engine(torch.nn.Module):
-    """As vLLM keeps weights: queries, keys and values in one tensor, rows behind the vocabulary, a tied head."""
-
-    order = ("q_proj", "k_proj", "v_proj")
-    """In which the loader puts their rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-        self.embed = torch.nn.Embedding(8, 4)
-        self.embed.shard_indices = SimpleNamespace(
-            org_vocab_start_index=0, org_vocab_end_index=5, num_org_elements=5
-        )
-        self.qkv_proj = torch.nn.Linear(4, 9)
-        self.qkv_proj.output_partition_sizes = [4, 3, 2] if self.order[0] == "q_proj" else [2, 3, 4]
-        self.head, self.norm, self.loads = self.embed, torch.nn.LayerNorm(4, bias=False), 0
-        for parameter in self.parameters():
-            parameter.detach().fill_(torch.nan)
-
-    def load_weights(self, weights):
-        self.loads += 1
-        for name, full in weights:
-            module, _, attribute = name.partition(".")
-            if module in self.order:
-                rows = dict(q_proj=4, k_proj=3, v_proj=2)
-                first = sum(rows[each] for each in self.order[: self.order.index(module)])
-                getattr(self.qkv_proj, attribute).detach()[first : first + rows[module]] = full
-            elif module == "embed":
-                self.embed.weight.detach()[:5], self.embed.weight.detach()[5:] = full, 0
-            elif module == "norm":
-                self.norm.weight.detach().copy_(full)
-
-
-class OtherEngine(Engine):
-    order = ("v_proj", "k_proj", "q_proj")
-
-
-def weights_of(seed):
-    torch.manual_seed(seed)
-    embed, rows = torch.randn(5, 4), {"q_proj": 4, "k_proj": 3, "v_proj": 2}
-    projections = {f"{name}.weight": torch.randn(count, 4) for name, count in rows.items()}
-    biases = {f"{name}.bias": torch.randn(count) for name, count in rows.items()}
-    return {"embed.weight": embed, "head.weight": embed, **projections, **biases, "norm.weight": torch.randn(4)}
-
-
-@pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
-@pytest.mark.parametrize("kind", [Engine, OtherEngine])
-def test_weights_are_copied_to_where_the_loader_has_put_them_or_by_it(kind, bucket_bytes, monkeypatch):
-    """The layout knows queries first: where the loader has another order, it goes on loading."""
-    for name, value in (("rank", 0), ("world_size", 1)):
-        monkeypatch.setattr(f"vllm.distributed.get_tensor_model_parallel_{name}", lambda value=value: value)
-    engine, expected = kind(), kind()
-    in_place = InPlaceWeights(engine, bucket_bytes=bucket_bytes)
-    for seed in range(3):
-        expected.load_weights(weights_of(seed).items())
-        in_place.load(iter(weights_of(seed).items()))
-        for name, value in expected.state_dict().items():
-            assert torch.equal(engine.state_dict()[name], value), name
-        for parameter in engine.parameters():
-            parameter.detach().fill_(torch.nan)  # as memory that was given back
-    assert engine.loads == (1 if kind is Engine else 3)
-    if kind is Engine:
-        fewer = weights_of(3)
-        del fewer["k_proj.bias"]
-        with pytest.raises(WorkerError, match=r"left weights of the rollout engine unset: \['k_proj\.bias'\]"):
-            in_place.load(fewer.items())

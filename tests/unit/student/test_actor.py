@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, Glm4MoeConfig, Glm4MoeForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
 from hybrid_gkd.offload.pinned import HostCopies

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.models.fused_layers import fuse_layers
+from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, register_packed_attention
 from hybrid_gkd.student.sharded_model import compile_blocks
 from hybrid_gkd.testing import make_tiny_model
@@ -34,7 +34,7 @@ def graphs(monkeypatch):
 def test_compiled_blocks_equal_eager_ones_and_compile_once(tmp_path, graphs, checkpointing):
     folder = make_tiny_model(tmp_path, layers=3)
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION)
-    fuse_layers(eager)
+    use_torch_norms(eager)
     if checkpointing:
         eager.gradient_checkpointing_enable({"use_reentrant": False})
     eager.train()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.student.checkpoint_io import load_model, save_model
 from hybrid_gkd.student.critic import Critic

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hybrid_gkd.config import ModelConfig
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, HybridGKDError, ModelError
 from hybrid_gkd.models.spec import model_spec
 from hybrid_gkd.student.actor import Actor

@@ -12,14 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TrainingError
-from hybrid_gkd.ppo.aggregation import with_loss_weights
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.critic import Critic
 from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group
 from hybrid_gkd.types import MiniBatch, TopK
+from hybrid_gkd.workers.aggregation import with_loss_weights
 
 ACTOR, VOCAB, K = "actor_rollout_ref.actor", 259, 4
 COEF, KL_COEF, ENTROPY, CONSTANT = 0.4, 0.5, 0.01, 7

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.checkpoint import CheckpointStore
-from hybrid_gkd.config_loading import load_config
-from hybrid_gkd.config_models import RefConfig, RefModelConfig
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.config.models import RefConfig, RefModelConfig
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import phase_bytes
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
+from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.student.reference import Reference
 from hybrid_gkd.testing import LocalGroup, MetricRows, NumberTokenizer, make_tiny_model, single_process_group
 from hybrid_gkd.types import Task

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, ModelError
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Facts

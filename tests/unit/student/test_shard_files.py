@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_gkd.errors import CheckpointError
-from hybrid_gkd.files import FileSum
+from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.student import shard_files
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 

@@ -429,8 +429,8 @@ def test_the_error_says_what_happened_to_the_server(change, state):
 
 
 def test_a_wait_for_the_handshake_is_said(monkeypatch, caplog):
-    monkeypatch.setattr("hybrid_gkd.waiting.FIRST_SECONDS", 0.01)
-    caplog.set_level("INFO", "hybrid_gkd.waiting")
+    monkeypatch.setattr("hybrid_gkd.runtime.waiting.FIRST_SECONDS", 0.01)
+    caplog.set_level("INFO", "hybrid_gkd.runtime.waiting")
     with TeacherClient(["127.0.0.1:1"], topk=1, vocab_size=2, connect_timeout=0.3) as client:
         with pytest.raises(TeacherUnreachable):
             client.handshake(**STUDENT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_gkd.errors import TeacherError
-from hybrid_gkd.processes import members
+from hybrid_gkd.runtime.processes import members
 from hybrid_gkd.teacher.server import supervisor
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import Supervisor, gpu_shares

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hybrid_gkd.processes import members
+from hybrid_gkd.runtime.processes import members
 from hybrid_gkd.workers import own_cluster
 from hybrid_gkd.workers.own_cluster import SIGNALS, own_group, starting
 

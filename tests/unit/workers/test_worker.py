@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_gkd.config_loading import load_config
+from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import MemoryOwner, Residency
-from hybrid_gkd.spans import Clock
+from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.types import SamplingParams
 from hybrid_gkd.workers.worker import Worker
 

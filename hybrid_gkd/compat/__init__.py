@@ -1,0 +1,1 @@
+"""What differs between versions of other libraries, and what reaches into them."""

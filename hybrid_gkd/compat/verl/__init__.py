@@ -1,0 +1,1 @@
+"""verl: the spellings of its commands."""

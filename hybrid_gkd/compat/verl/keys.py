@@ -1,0 +1,450 @@
+"""Keys and values as verl's commands spell them: what each is here, as tables. config/spelling.py reads by them.
+
+A key that `Config` has is looked up in VALUES alone. `*` stands for anything. docs/verl.md is made of the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ARR = "actor_rollout_ref"
+CORRECTION = "algorithm.rollout_correction"
+Look = Callable[[str], Any]
+"""Key of `Config` -> the value that it has so far; key of verl -> the value that is given, else None."""
+Reading = Callable[[Any, Look], dict[str, Any]]
+"""A given value -> keys of `Config` with their values; none where the default stays. Raises ValueError: the rule."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A key, or some of its values, that `Config` spells otherwise."""
+
+    keys: tuple[str, ...]
+    """Of `Config`: what is set."""
+    reading: Reading
+    how: str = ""
+    """What becomes of the value, where it changes; a sentence without its full stop."""
+
+
+DEFAULT = "the default"
+
+
+def spelled(key: str, values: Mapping[Any, Any] | None = None) -> Read:
+    """The same under the name `key`. `values`: those that are spelled otherwise here, or are DEFAULT."""
+    values = values or {}
+
+    def reading(value: Any, _: Look) -> dict[str, Any]:
+        new = next((new for old, new in values.items() if old == value and type(old) is type(value)), value)
+        return {} if new is DEFAULT else {key: new}
+
+    how = ", ".join(f"{'null' if old is None else old} is {new}" for old, new in values.items())
+    return Read((key,), reading, how)
+
+
+def _micro_batch(key: str) -> Read:
+    def reading(value: Any, look: Look) -> dict[str, Any]:
+        if value is None:
+            return {}
+        workers = int(look("trainer.nnodes")) * int(look("trainer.n_gpus_per_node"))
+        return {key: max(1, int(value) // workers)}
+
+    return Read((key,), reading, "Divided by the number of workers (trainer.nnodes * trainer.n_gpus_per_node)")
+
+
+def _loss_mode(value: Any, _: Look) -> dict[str, Any]:
+    if value == "forward_kl_topk":
+        return {"distillation.loss_mode": "forward_kl", "distillation.tail": "none"}
+    return {"distillation.loss_mode": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value)}
+
+
+def _do_sample(value: Any, _: Look) -> dict[str, Any]:
+    return {} if value else {f"{ARR}.rollout.val_kwargs.temperature": 0.0}
+
+
+def _loggers(value: Any, _: Look) -> dict[str, Any]:
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list):
+        names = ["jsonl" if name == "file" else name for name in names]
+        names = [name for name in names if name not in OTHER_TRACKERS] or names
+    return {"trainer.logger": names}
+
+
+OTHER_TRACKERS = ("clearml", "mlflow", "swanlab", "vemlp_wandb")
+
+
+def _run_name(value: Any, _: Look) -> dict[str, Any]:
+    return {"trainer.experiment_name": value.replace("/", "_") if isinstance(value, str) else value}
+
+
+def _resume_from(value: Any, look: Look) -> dict[str, Any]:
+    return {"trainer.resume_from_path": value if look("trainer.resume_mode") == "resume_path" else None}
+
+
+def _saved(value: Any, _: Look) -> dict[str, Any]:
+    return {f"{ARR}.actor.checkpoint.save_hf_model": "hf_model" in (value or [])}
+
+
+def _one_checkpoint(value: Any, _: Look) -> dict[str, Any]:
+    return {"trainer.max_actor_ckpt_to_keep": 1} if value else {}
+
+
+def _min_clamp(value: Any, look: Look) -> dict[str, Any]:
+    if value is not None and look("distillation.loss_mode") not in ("k1", "k2", "k3"):
+        raise ValueError("is for a divergence that is not here; distillation.loss_max_clamp limits a token's")
+    return {}
+
+
+def _rollout_is(value: Any, look: Look) -> dict[str, Any]:
+    limits = look(f"{CORRECTION}.rollout_is_threshold"), look("algorithm.rollout_is_threshold"), 2.0
+    limit = None if value is None else next(each for each in limits if each is not None)
+    level = "prefix" if value is None else value
+    return {"algorithm.rollout_is": level, "algorithm.rollout_is_threshold": limit}
+
+
+def _rollout_threshold(value: Any, look: Look) -> dict[str, Any]:
+    return {} if look("algorithm.rollout_is") == "prefix" else {"algorithm.rollout_is_threshold": value}
+
+
+def _filter_metric(value: Any, look: Look) -> dict[str, Any]:
+    if value == "seq_final_reward" and look("algorithm.use_kl_in_reward"):
+        raise ValueError("must be acc, score or seq_reward: groups are chosen before the KL is known")
+    value = {"seq_final_reward": "seq_reward"}.get(value, value)
+    return {} if value is None else {"algorithm.filter_groups.metric": value}
+
+
+def _ratio_cap(value: Any, _: Look) -> dict[str, Any]:
+    weighs = value is not None and value > 0
+    return {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": value} if weighs else {}
+
+
+LOSS_MODE = Read(
+    ("distillation.loss_mode", "distillation.tail"), _loss_mode,
+    "forward_kl_topk is forward_kl with distillation.tail=none, kl is k1, mse is k2, low_var_kl is k3",
+)
+CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), _saved, "Whether hf_model is one of them")
+TEACHER = f"{ARR}.teacher"
+
+TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
+"""Section of a model that is trained -> section of the folder that it starts from."""
+
+TRAINED_VALUES: dict[str, dict[Any, Any]] = {
+    "fsdp_config.model_dtype": {"bfloat16": "bf16", "float32": "fp32"},
+    "optim.lr_warmup_steps": {-1: DEFAULT, None: DEFAULT},
+    "optim.min_lr_ratio": {None: DEFAULT},
+}
+
+VALUES: dict[str, Read] = {
+    **{
+        f"{section}.{name}": spelled(f"{section}.{name}", values)
+        for section in TRAINED for name, values in TRAINED_VALUES.items()
+    },
+    "algorithm.filter_groups.max_num_gen_batches": spelled(
+        "algorithm.filter_groups.max_num_gen_batches", {0: DEFAULT, -1: DEFAULT}
+    ),
+    "algorithm.filter_groups.metric": Read(
+        ("algorithm.filter_groups.metric",), _filter_metric,
+        "null is the default, seq_final_reward is seq_reward where no KL is in the rewards",
+    ),
+    f"{ARR}.actor.kl_loss_type": spelled(f"{ARR}.actor.kl_loss_type", {
+        "low_var_kl": "k3", "mse": "k2", "kl+": "k1+", "low_var_kl+": "k3+",
+    }),
+    "algorithm.kl_penalty": spelled("algorithm.kl_penalty", {"kl": "k1", "low_var_kl": "k3", "mse": "k2"}),
+    f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
+    "distillation.loss_mode": LOSS_MODE,
+    "reward.custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
+    "trainer.experiment_name": Read(("trainer.experiment_name",), _run_name, "/ is _, as it is the name of a folder"),
+    "trainer.logger": Read(
+        ("trainer.logger",), _loggers, "A single name is a list of one, file is jsonl; beside another, "
+        f"{', '.join(OTHER_TRACKERS)} are left out (a tracker of your own: module:name)"
+    ),
+    "trainer.profile_steps": spelled("trainer.profile_steps", {None: DEFAULT}),
+    "trainer.resume_from_path": Read(
+        ("trainer.resume_from_path",), _resume_from, "Null unless trainer.resume_mode=resume_path"
+    ),
+}
+"""Keys of both with values that are spelled otherwise."""
+
+SECTIONS: dict[str, str] = {
+    "critic.model.fsdp_config.": "critic.fsdp_config.",
+    "critic.fsdp.": "critic.fsdp_config.",
+    "custom_reward_function.": "reward.custom_reward_function.",
+    "distillation.distillation_loss.": "distillation.",
+    "ray_kwargs.ray_init.": "ray_init.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_manager.": "reward_model.reward_manager.",
+    "reward.reward_model.": "reward_model.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "sandbox_fusion.": "reward_model.sandbox_fusion.",
+}
+"""Section of verl -> where its keys are here. They are looked up there, in `Config` and in the tables below."""
+
+RENAMED: dict[str, Read] = {
+    f"{CORRECTION}.rollout_is": Read(
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), _rollout_is,
+        "Null is no weights; with it the threshold is that of verl, 2.0 unless given",
+    ),
+    f"{CORRECTION}.rollout_is_threshold": Read(
+        ("algorithm.rollout_is_threshold",), _rollout_threshold, "Left at the default without rollout_is, as in verl"
+    ),
+    f"{ARR}.actor.tis_imp_ratio_cap": Read(
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), _ratio_cap, "Above 0 the threshold of token weights"
+    ),
+    **{
+        f"{CORRECTION}.{key}": spelled(f"algorithm.{key}")
+        for key in ("rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    },
+    "data.tokenizer": spelled(f"{ARR}.model.tokenizer_path"),
+    "data.trust_remote_code": spelled(f"{ARR}.model.trust_remote_code"),
+    **{
+        f"{section}.{theirs}": row
+        for section in TRAINED for theirs, row in {
+            "ppo_micro_batch_size": _micro_batch(f"{section}.ppo_micro_batch_size_per_gpu"),
+            "optim.warmup_style": spelled(f"{section}.optim.lr_scheduler_type", {None: DEFAULT}),
+            "optim.clip_grad": spelled(f"{section}.grad_clip"),
+        }.items()
+    },
+    f"{ARR}.actor.checkpoint.contents": CONTENTS,
+    f"{ARR}.actor.checkpoint.save_contents": CONTENTS,
+    f"{ARR}.rollout.prompt_length": spelled("data.max_prompt_length"),
+    f"{ARR}.rollout.response_length": spelled("data.max_response_length"),
+    f"{ARR}.rollout.checkpoint_engine.update_weights_bucket_megabytes": spelled(
+        f"{ARR}.rollout.update_weights_bucket_megabytes"
+    ),
+    f"{ARR}.rollout.val_kwargs.do_sample": Read(
+        (f"{ARR}.rollout.val_kwargs.temperature",), _do_sample, "false is temperature 0, true leaves it as it is"
+    ),
+    "distillation.log_prob_min_clamp": Read(
+        (), _min_clamp, "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
+    ),
+    "distillation.clip_ratio": spelled(f"{ARR}.actor.clip_ratio"),
+    "distillation.clip_ratio_low": spelled(f"{ARR}.actor.clip_ratio_low"),
+    "distillation.clip_ratio_high": spelled(f"{ARR}.actor.clip_ratio_high"),
+    **{
+        f"distillation.{teacher}.{theirs}": row
+        for teacher in ("teacher_model", "teacher_models.*")
+        for theirs, row in {
+            "model_path": spelled(f"{TEACHER}.model.path"),
+            "num_replicas": spelled(f"{TEACHER}.num_replicas"),
+            "inference.name": spelled(f"{TEACHER}.backend"),
+            "inference.tensor_model_parallel_size": spelled(f"{TEACHER}.tensor_model_parallel_size"),
+            "inference.gpu_memory_utilization": spelled(f"{TEACHER}.gpu_memory_utilization"),
+            "inference.max_model_len": spelled(f"{TEACHER}.max_model_len"),
+            "inference.dtype": spelled(f"{TEACHER}.dtype"),
+        }.items()
+    },
+    "reward_model.num_workers": spelled("reward.num_workers"),
+    "reward_model.model_path": spelled("reward_model.model.path"),
+    **{
+        f"reward_model.{section}.{name}": spelled(f"reward.overlong_buffer.{name}")
+        for section in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
+        for name in ("enable", "len", "penalty_factor")
+    },
+    "reward_model.reward_kwargs.max_resp_len": spelled("data.max_response_length"),
+    "trainer.val_generations_to_log_to_wandb": spelled("trainer.log_val_generations"),
+    "trainer.remove_previous_ckpt_in_save": Read(
+        ("trainer.max_actor_ckpt_to_keep",), _one_checkpoint, "true is 1, false leaves it as it is"
+    ),
+}
+"""Key of verl -> the key of `Config`."""
+
+
+def _of_trained(*names: str) -> tuple[str, ...]:
+    """Keys of every model that is trained; those that begin with `model.` are of the folder that it starts from."""
+    return tuple(
+        f"{model}.{name.removeprefix('model.')}" if name.startswith("model.") else f"{section}.{name}"
+        for section, model in TRAINED.items() for name in names
+    )
+
+
+ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size")
+
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    "sequences are always packed, without padding": _of_trained(
+        "model.use_remove_padding", "use_remove_padding", "pad_to_length", "fsdp_config.pad_to_length*"
+    ),
+    "log-probabilities and entropy always come from a fused head, chunk by chunk, without the logits of a sequence": (
+        *_of_trained("model.use_fused_kernels", "use_fused_kernels", "model.fused_kernel_options.*", "model.use_liger"),
+        f"{ARR}.actor.calculate_entropy", "distillation.use_chunked_topk", "distillation.chunked_topk_chunk_size",
+        *(f"{ARR}.{section}{name}" for section in ("actor.", "ref.", "actor.fsdp_config.") for name in ENTROPY),
+    ),
+    f"passes for log-probabilities are cut as those of the update ({ARR}.actor.use_dynamic_bsz and its limits)": tuple(
+        f"{ARR}.{role}.log_prob_{name}" for role in ("rollout", "ref")
+        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+    ),
+    "gradients stay on the GPU only while a batch is trained, and what FSDP2 gathers is planned with the memory": (
+        _of_trained(
+            "fsdp_config.grad_offload", "fsdp_config.offload_policy", "fsdp_config.forward_prefetch",
+            "fsdp_config.use_orig_params", "fsdp_config.wrap_policy.*", "fsdp_config.strategy",
+            "fsdp_config.use_torch_compile", "model.enable_activation_offload",
+        )
+    ),
+    "a worker holds whole sequences, without sequence parallelism": ("*.ulysses_sequence_parallel_size",),
+    "the critic's values are computed in micro-batches as those of its update, of prompts that are tokens already": (
+        "critic.forward_*", "critic.model.tokenizer_path", "critic.rollout_n",
+    ),
+    "a critic is saved with the student": ("critic.checkpoint.contents", "critic.checkpoint.save_contents"),
+    "the reference policy is sharded and computed as the student is, and waits on the host between its passes": (
+        f"{ARR}.ref.fsdp_config.*", f"{ARR}.ref.param_offload", f"{ARR}.ref.strategy", f"{ARR}.ref.use_torch_compile",
+    ),
+    "the workers that train compute the reward model, sharded, and it waits on the host between its passes": (
+        "reward_model.model.fsdp_config.*", "reward_model.param_offload", "reward_model.model.use_*",
+        "reward_model.rollout.*", *(f"reward_model.{name}" for name in ("enable_resource_pool", "n_gpus_*", "nnodes")),
+    ),
+    "a reward model's micro-batches are cut by reward_model.forward_max_token_len_per_gpu": (
+        "reward_model.micro_batch_size*", "reward_model.use_dynamic_bsz",
+    ),
+    "texts are encoded anew where the reward model's tokenizer or chat template is not the student's": (
+        "reward_model.model.input_tokenizer",
+    ),
+    "the rollout engine gets the student's weights before its first step, parameter by parameter": (
+        f"{ARR}.rollout.load_format", f"{ARR}.rollout.layered_summon", f"{ARR}.rollout.checkpoint_engine.*",
+        f"{ARR}.rollout.multi_stage_wake_up",
+    ),
+    "files are read where they are": ("data.use_shm", *_of_trained("model.use_shm")),
+    "generation has one mode: requests to the engine in the worker's process": (
+        f"{ARR}.rollout.mode", f"{ARR}.rollout.agent.num_workers", f"{ARR}.rollout.micro_batch_size",
+        f"{ARR}.rollout.disable_log_stats", f"{ARR}.rollout.skip_tokenizer_init", f"{ARR}.rollout.calculate_log_probs",
+    ),
+    "the engine gets weights with the adapters merged into them": (f"{ARR}.model.lora.merge",),
+    "how vLLM schedules and caches changes no answer; engine_kwargs.vllm hands it arguments": (
+        f"{ARR}.rollout.enable_chunked_prefill", f"{ARR}.rollout.enable_prefix_caching",
+        f"{ARR}.rollout.scheduling_policy",
+    ),
+    "for another engine than vLLM": (f"{ARR}.rollout.engine_kwargs.sglang.*", f"{ARR}.rollout.engine_kwargs.trtllm.*"),
+    "prompts are read and turned into tokens once, before the first step": (
+        "data.return_*", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
+    ),
+    "validation asks all prompts at once and does not depend on their order": (
+        "data.val_batch_size", "data.validation_shuffle",
+    ),
+    "the schedule is as long as the run": _of_trained("optim.total_training_steps"),
+    "orders are decided by data.seed and actor_rollout_ref.rollout.seed": _of_trained(
+        "data_loader_seed", "fsdp_config.seed"
+    ),
+    "a checkpoint is written while training goes on where hosts have the memory": _of_trained("checkpoint.async_save"),
+    "a checkpoint is loaded whole, and its files are checked before": _of_trained("checkpoint.load_contents"),
+    "the local teacher service chooses how it scores; distillation.temperature is for student and teacher": tuple(
+        f"distillation.{teacher}.{name}" for teacher in ("teacher_model", "teacher_models.*")
+        for name in ("inference.*", "key")
+    ),
+    "a local teacher takes the GPUs that it wants of those that no worker needs, or shares the workers'": (
+        "distillation.n_gpus_per_node", "distillation.nnodes", "distillation.teacher_model.n_gpus_per_node",
+        "distillation.teacher_model.nnodes", "distillation.teacher_model.enable_resource_pool",
+        "distillation.num_workers",
+    ),
+    "rewards are computed while other answers are still generated, and are in the metrics": (
+        "reward_model.launch_reward_fn_async", "reward_model.overlong_buffer.log",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.log",
+    ),
+    "one teacher scores every row": ("distillation.teacher_key",),
+    "what a run writes is in its folder: generations.jsonl, metrics.jsonl, trace.json": (
+        "trainer.rollout_data_dir", "trainer.validation_data_dir", "ray_kwargs.timeline_json_file",
+        "ray_init.timeline_json_file",
+    ),
+    "a checkpoint holds all models, and trainer.max_actor_ckpt_to_keep counts it": ("trainer.max_critic_ckpt_to_keep",),
+    "there is one implementation of the workers": ("trainer.use_legacy_worker_impl", "trainer.use_v1"),
+    "timeouts have keys of their own (docs/running.md)": ("trainer.ray_wait_register_center_timeout",),
+    "trainer.grace_period is the time to end in": ("trainer.esi_redundant_time",),
+    "Ray counts the GPUs, and its workers run in this program's Python": (
+        "ray_init.num_gpus", "ray_init.runtime_env.*",
+    ),
+    "read only with a switch that is off": (
+        *_of_trained("profiler.*", "qat.*", "fsdp_config.qat.*", "model.mtp.*", "model.tiled_mlp.*"),
+        f"{ARR}.rollout.multi_turn.*", f"{ARR}.rollout.trace.*", f"{ARR}.rollout.profiler.*", f"{ARR}.ref.profiler.*",
+        f"{ARR}.actor.router_replay.*", "global_profiler.*", "transfer_queue.*", "skip.*", "trainer.v1.*",
+        "algorithm.pf_ppo.*", "reward_model.use_reward_loop", "reward_model.profiler.*",
+        "reward_model.sandbox_fusion.max_concurrent", "reward_model.sandbox_fusion.memory_limit_mb",
+    ),
+    "for Hydra": ("hydra.*",),
+}
+"""Reason -> keys of verl that have no meaning here, whatever their value."""
+
+NOTHING = (None, False, "", 0, -1)
+FSDP2_ALONE = "models are trained by FSDP2 alone"
+ADAMW = "the optimizer is torch's AdamW"
+PROFILER = "trainer.profile_steps runs torch's profiler"
+LANGUAGE_ONLY = "prompts are text only: rows with images or sound would lose them"
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    **{
+        key: only for names, only in {
+            ("strategy",): (("fsdp", "fsdp2"), FSDP2_ALONE),
+            ("fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype", "model.torch_dtype"): (
+                ("bfloat16", "bf16"), "the compute type is bfloat16 on GPUs"
+            ),
+            ("fsdp_config.mixed_precision.*",): (("float32", "fp32"), "gradients are reduced in float32"),
+            ("optim.optimizer",): (("AdamW",), ADAMW),
+            ("optim.optimizer_impl",): (("torch.optim",), ADAMW),
+            ("optim.override_optimizer_config",): (NOTHING, ADAMW),
+            ("optim.num_cycles",): ((0.5,), "cosine falls once, to min_lr_ratio"),
+            ("optim.zero_indexed_step",): ((True,), "the first step of a warm-up has a rate above 0"),
+            ("shuffle",): (NOTHING, "mini-batches come in the order of the batch, which data.shuffle decides"),
+            ("model.external_lib",): (NOTHING, "no module is imported; trust_remote_code runs code of the folder"),
+            ("model.hf_config_path",): (NOTHING, "the configuration is that of the model's folder"),
+            ("fsdp_config.full_determinism",): (NOTHING, "the same seeds give the same orders and samples"),
+            ("qat.enable", "fsdp_config.qat.enable"): (NOTHING, "weights are not quantized"),
+            ("profiler.enable",): (NOTHING, PROFILER),
+            ("model.mtp.enable",): (NOTHING, "layers for several tokens at once are not trained"),
+            ("model.tiled_mlp.enabled",): (NOTHING, "the MLP is computed whole"),
+        }.items() for key in _of_trained(*names)
+    },
+    f"{ARR}.actor.router_replay.mode": (("disabled",), "routing is not recorded"),
+    f"{ARR}.model.custom_chat_template": (NOTHING, "the template is that of the tokenizer: give a tokenizer_path"),
+    f"{ARR}.rollout.ignore_eos": (NOTHING, "an answer ends where the student ends it"),
+    f"{ARR}.rollout.do_sample": ((True,), "training needs samples of the student's distribution"),
+    f"{ARR}.rollout.logprobs_mode": (("processed_logprobs",), "log-probabilities are those of the sampled policy"),
+    f"{ARR}.rollout.data_parallel_size": ((1, None), "every group of tensor_model_parallel_size workers is one engine"),
+    f"{ARR}.rollout.expert_parallel_size": ((1, None), "engine_kwargs.vllm.enable_expert_parallel=true is vLLM's key"),
+    f"{ARR}.rollout.pipeline_model_parallel_size": ((1, None), "an engine is cut by tensor_model_parallel_size alone"),
+    f"{ARR}.rollout.cudagraph_capture_sizes": (NOTHING, "engine_kwargs.vllm.compilation_config is vLLM's key"),
+    f"{ARR}.rollout.quantization*": (NOTHING, "the engine holds the student's own weights"),
+    f"{ARR}.rollout.over_sample_rate": (NOTHING, "every answer that is begun is trained on"),
+    f"{ARR}.rollout.enable_rollout_routing_replay": (NOTHING, "routing is not recorded"),
+    f"{ARR}.rollout.nnodes": (NOTHING, f"{ARR}.hybrid_engine=false with rollout.nnodes gives the engine its own pool"),
+    f"{ARR}.rollout.multi_turn.enable": (NOTHING, "an answer is one turn"),
+    f"{ARR}.rollout.trace.backend": (NOTHING, "trace.json has the spans of every run"),
+    f"{ARR}.rollout.agent.default_agent_loop": (("single_turn_agent", None), "an answer is one turn"),
+    f"{ARR}.rollout.agent.agent_loop_config_path": (NOTHING, "an answer is one turn"),
+    f"{CORRECTION}.bypass_mode": (NOTHING, "ratios are to the student that drew the answers, as it is computed here"),
+    f"{CORRECTION}.loss_type": (("ppo_clip",), "is for the bypass mode"),
+    "critic.enable": ((None,), "there is a critic where algorithm.adv_estimator needs one"),
+    "critic.model.lora_rank": (NOTHING, "all weights of the critic are trained"),
+    "algorithm.use_pf_ppo": (NOTHING, "samples are not weighted anew"),
+    "data.image_key": (NOTHING, LANGUAGE_ONLY),
+    "data.video_key": (NOTHING, LANGUAGE_ONLY),
+    "data.audio_key": (NOTHING, LANGUAGE_ONLY),
+    "data.custom_cls.*": (NOTHING, "prompts are files of rows: see data.train_files"),
+    "data.sampler.*": (NOTHING, "the order is data.shuffle's"),
+    "data.train_max_samples": (NOTHING, "all rows are used: cut the file"),
+    "data.val_max_samples": (NOTHING, "all rows are used: cut the file"),
+    "distillation.policy_loss_mode": (("vanilla",), "the policy gradient is PPO's clipped loss"),
+    "global_profiler.tool": (NOTHING, PROFILER),
+    "global_profiler.steps": (NOTHING, PROFILER),
+    "model_engine": (("dp", "fsdp"), FSDP2_ALONE),
+    "reward_model.strategy": (("fsdp", "fsdp2"), "models are sharded by FSDP2 alone"),
+    **{
+        f"reward_model.reward_manager{name}": (
+            ("naive", "batch", "prime", "dapo"), "rewards are computed in processes of their own; reward.custom_reward_"
+            "function is a function of yours"
+        ) for name in ("", ".name")
+    },
+    "reward_model.sandbox_fusion.url": (NOTHING, "no code is run for a reward; a function of your own may have it run"),
+    "skip.*.enable": (NOTHING, "rollouts are not kept for a later run"),
+    "trainer.default_hdfs_dir": (NOTHING, "checkpoints are written to trainer.default_local_dir"),
+    "trainer.del_local_ckpt_after_load": (NOTHING, "trainer.max_actor_ckpt_to_keep removes old checkpoints"),
+    "trainer.v1.trainer_mode": (("sync",), "trainer.scheduler lets generation run ahead of the update"),
+    "transfer_queue.enable": (NOTHING, "sequences go from worker to worker through Ray"),
+}
+"""Key of verl -> its values that ask for what is done here anyway, and what is said of any other value."""
+
+REFUSED: dict[str, str] = {
+    f"{section}.{engine}.*": FSDP2_ALONE
+    for section in (f"{ARR}.*", "critic", "reward_model") for engine in ("megatron", "veomni")
+}
+"""Key of verl -> why it is refused, whatever its value."""
+
+TABLES: tuple[Mapping[str, Any], ...] = (
+    VALUES, RENAMED, ONLY, REFUSED, {key: reason for reason, keys in ACCEPTED.items() for key in keys}
+)
+"""In the order in which a key is looked up."""

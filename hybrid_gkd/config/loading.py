@@ -1,0 +1,262 @@
+"""From YAML files and `dotted.key=value` overrides to a checked configuration.
+
+`load_config` merges the dataclass defaults with YAML and overrides (OmegaConf structured configs, so unknown keys and
+wrong types are errors), checks every field's rule and the rules between fields, and returns plain dataclasses.
+ Every problem is a ConfigError of the form ``<dotted.key>: <rule>; got <value>``. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import operator
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from hybrid_gkd.config.models import TeacherConfig
+from hybrid_gkd.config.rules import field_rules, rules_between_fields
+from hybrid_gkd.config.schema import Config
+from hybrid_gkd.config.spelling import SpellingReader
+from hybrid_gkd.errors import ConfigError, raise_all
+from hybrid_gkd.runtime.imports import load_object
+
+logger = logging.getLogger(__name__)
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+RESOLVERS = {"demo": "hybrid_gkd.demo.use:demo_path", "by_device": "hybrid_gkd.demo.use:by_device"}
+"""Name -> what `${name:...}` in YAML calls, which is imported where a file has one."""
+
+
+def load_config(
+    overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
+) -> Config:
+    """Merge defaults, `<config_path>/<config_name>.yaml` (if a name is given) and dotted overrides; check.
+
+    A file may begin with `defaults: [other]`: the files that it builds on, in its folder.
+
+    Raises:
+        ConfigError: unknown key, wrong type, missing file, or a rule between fields is broken.
+        SeveralErrors: all of them, where there are several.
+    """
+    config, problems = examine_config(overrides, config_name=config_name, config_path=config_path)
+    raise_all(problems)
+    assert config is not None
+    return config
+
+
+def examine_config(
+    overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
+) -> tuple[Config | None, list[ConfigError]]:
+    """The configuration and all that is wrong with it; what is wrong has its default. None if it cannot be resolved."""
+    merged, problems, recipes = copy.deepcopy(_defaults()), list[ConfigError](), list[DictConfig]()
+    try:
+        recipes = _read_recipe(Path(config_path), config_name) if config_name is not None else []
+    except ConfigError as error:
+        problems.append(error)
+    whole = not problems  # else what the file sets would seem to be missing
+    for recipe in recipes:
+        _merge_source(merged, [("config", recipe)], problems)
+    _merge_source(merged, [(each.partition("=")[0], _parse_override(each)) for each in overrides or []], problems)
+    for key in sorted(OmegaConf.missing_keys(merged)):
+        OmegaConf.update(merged, key, "")
+        demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
+        rule = f"must be given; --config-name {demo} has models and data of its own"
+        problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
+    for name in RESOLVERS:
+        OmegaConf.register_resolver(name, functools.partial(_resolve, name), replace=True)
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # a reference to a key that there is not
+        return None, [*problems, ConfigError(_full_key(error), _reason(error), show_value=False)]
+    assert isinstance(config, Config)
+    problems += _normalise(config)
+    if whole:
+        problems += broken_rules(config, wrong={error.key for error in problems})
+    return config, problems
+
+
+def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:
+    return load_object("config", RESOLVERS[resolver])(*arguments, _root_=_root_)
+
+
+@functools.cache
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to the same values."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[DictConfig]:
+    """A YAML file behind those of its `defaults` list."""
+    file = _file(folder, name)
+    if not file.is_file():
+        there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
+        raise ConfigError("--config-name", f"must name a YAML file in {folder} (there: {there})", name)
+    if name in above:
+        raise ConfigError("--config-name", f"the defaults lists go in a circle: {' -> '.join([*above, name])}", name)
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # yaml's own error types are not part of OmegaConf's interface
+        raise ConfigError("--config-name", f"{file} is not valid YAML: {error}", show_value=False) from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError("--config-name", f"{file} must hold a mapping of sections", show_value=False)
+    defaults = OmegaConf.to_container(OmegaConf.create(loaded.pop("defaults", [])))
+    if not isinstance(defaults, list) or not all(isinstance(base, str) for base in defaults):
+        raise ConfigError("--config-name", f"{file}: defaults must be a list of names of files", defaults)
+    parts = list[DictConfig]()
+    for base in defaults if "_self_" in defaults else [*defaults, "_self_"]:
+        own = _file(folder, base).is_file() or folder == CONFIG_DIR
+        parts += [loaded] if base == "_self_" else _read_recipe(folder if own else CONFIG_DIR, base, (*above, name))
+    return parts
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+
+
+def _parse_override(override: str) -> DictConfig | ConfigError:
+    key, equals, _ = override.partition("=")
+    if key.startswith("~"):
+        rule = "nothing is deleted: every key has a value. Give the one that you want, null where it may be left out"
+        return ConfigError(key, rule, show_value=False)
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key.lstrip("+")):
+        return ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
+    try:
+        return OmegaConf.from_dotlist([override.lstrip("+")])
+    except Exception as error:  # the value is parsed as YAML, which has its own error types
+        return ConfigError(key, f"the value is not valid YAML: {error}", override)
+
+
+def _merge_source(
+    base: DictConfig, parts: list[tuple[str, DictConfig | ConfigError]], problems: list[ConfigError]
+) -> None:
+    """Put what a command line or a file gives into `base`, with what verl spells otherwise in our spelling."""
+    split = [[] if isinstance(part, ConfigError) else list(_leaves(OmegaConf.to_container(part))) for _, part in parts]
+    given = [(".".join(map(str, path)), value) for leaves in split for path, value in leaves]
+    reader = SpellingReader(given, below=lambda key: OmegaConf.select(base, key, default=None))
+    for (name, part), leaves in zip(parts, split, strict=True):
+        if isinstance(part, ConfigError):
+            problems.append(part)
+            continue
+        pieces, as_given = list[DictConfig](), True
+        for path, value in leaves:
+            key = ".".join(map(str, path))
+            try:
+                read = reader.read(key, value)
+            except ConfigError as error:
+                problems.append(error)
+                read = {}
+            as_given = as_given and read == {key: value}
+            pieces += [_nested(own.split("."), new) for own, new in read.items()]
+        for piece in [part] if as_given else pieces:
+            _merge(base, piece, problems, name)
+    for line in reader.summary():
+        logger.info("%s", line)
+
+
+def _merge(base: DictConfig, extra: DictConfig, problems: list[ConfigError], key: str = "config") -> None:
+    """Put the values of `extra` into `base`, all that fit; `key` is what a message names where the error has no key."""
+    try:
+        OmegaConf.unsafe_merge(base, extra)  # changes `base`, which merge would copy each time
+        return
+    except ConfigKeyError as error:
+        unknown = _full_key(error)
+        close = re.search(r"Did you mean: '(\w+)'", str(error))
+        hint = f" (did you mean {'.'.join([*unknown.split('.')[:-1], close[1]])}?)" if close else ""
+        problem = ConfigError(unknown, f"there is no such key{hint}", show_value=False)
+    except OmegaConfBaseException as error:
+        problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
+    except TypeError as error:  # a part of a list, for example
+        problem = ConfigError(key, str(error), show_value=False)
+    leaves = list(_leaves(OmegaConf.to_container(extra)))
+    if len(leaves) > 1:
+        for path, value in leaves:
+            _merge(base, _nested(path, value), problems, key)
+    elif str(problem) not in map(str, problems):  # a section that there is not has several leaves
+        problems.append(problem)
+
+
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Each value of nested dictionaries behind its keys."""
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from _leaves(value, (*path, name))
+    else:
+        yield path, tree
+
+
+def _nested(path: Sequence[Any], value: Any) -> DictConfig:
+    return OmegaConf.create(functools.reduce(lambda inner, name: {name: inner}, reversed(path), value))
+
+
+def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:
+    return str(error.full_key or error.key or default)
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    reason = str(error.msg or error).splitlines()[0]
+    if "is not a ListConfig" in reason:
+        return "must be a list: items in brackets, with commas between them"
+    return reason
+
+
+def _normalise(config: Config) -> list[ConfigError]:
+    """Expand home folders; make lists of files, numbers of null. Returns what is neither a file nor a list of them."""
+    problems = []
+    model, teacher = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher
+    ref = config.actor_rollout_ref.ref.model
+    paths = ((model, "path"), (model, "tokenizer_path"), (model, "lora_adapter_path"), (teacher.model, "path"))
+    others = ((teacher, "keys"), (config.critic.model, "path"), (ref, "path"), (config.reward_model.model, "path"))
+    for section, name in (*paths, *others, (config.trainer, "resume_from_path")):
+        value = getattr(section, name)
+        if isinstance(value, str):  # the shell leaves the ~ behind a = alone
+            setattr(section, name, os.path.expanduser(value))
+    if teacher.num_microbatches is None:
+        teacher.num_microbatches = TeacherConfig.num_microbatches
+    for name in ("train_files", "val_files"):
+        value = getattr(config.data, name)
+        files = [value] if isinstance(value, str) and value else (value or [])
+        if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
+            problems.append(ConfigError(f"data.{name}", "must be a file or a list of files", value))
+            files = []
+        setattr(config.data, name, files)
+    return problems
+
+
+def broken_rules(config: Config, wrong: set[str]) -> list[ConfigError]:
+    """Rules of fields and between fields that do not hold.
+
+    `wrong`: keys whose values were refused. They and values that break their own rule have their default here, and
+    what a rule between fields says about them is left out.
+    """
+    problems, wrong = [], set(wrong)
+    for key, holds, rule in field_rules(config):
+        if not holds and key not in wrong:
+            problems.append(ConfigError(key, rule, operator.attrgetter(key)(config)))
+            wrong.add(key)
+    sound = copy.deepcopy(config)
+    for key in wrong & {error.key for error in problems}:
+        section, _, name = key.rpartition(".")
+        setattr(operator.attrgetter(section)(sound), name, operator.attrgetter(key)(Config()))
+    about_wrong = re.compile("|".join(rf"\b{re.escape(key.rpartition('.')[2])}\b" for key in wrong) or r"(?!)")
+    for key, holds, rule in rules_between_fields(sound):
+        if not holds and key not in wrong and not about_wrong.search(rule):
+            value = operator.attrgetter(key)(config)
+            problems.append(ConfigError(key, rule, value, missing=value in (None, "", [], {})))
+    return problems

@@ -1,0 +1,47 @@
+"""Rules of single values, which the fields of schema.py carry as metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybrid_gkd.runtime.imports import is_import_path
+
+MAY_BE_INFINITE = {"may_be_infinite": True}
+
+
+def rule(text: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
+    """Field metadata: the rule of a value, in words and as a function; null always passes."""
+    return {"rule": text, "holds": holds}
+
+
+def names(*choices: str, or_own: bool = False) -> dict[str, Any]:
+    """Field metadata: one of these names, or a list of them; with `or_own` also the import path of the user's own."""
+
+    def holds(value: Any) -> bool:
+        given = [value] if isinstance(value, str) else value
+        return all(each in choices or (or_own and is_import_path(each)) for each in given)
+
+    return rule(f"must be one of {', '.join(choices)}{', or module:name of your own' if or_own else ''}", holds)
+
+
+POSITIVE = rule("must be above 0", lambda value: value > 0)
+ABOVE_ONE = rule("must be above 1", lambda value: value > 1)
+NOT_NEGATIVE = rule("must be at least 0", lambda value: value >= 0)
+SHARE = rule("must be between 0 and 1", lambda value: 0 <= value <= 1)
+NUCLEUS = rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+TOP_K = rule("must be -1 or above 0", lambda value: value == -1 or value > 0)
+DECAY_RATES = rule("must be at least 0 and below 1 each", lambda value: all(0 <= beta < 1 for beta in value))
+SEED = rule("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
+FREQUENCY = rule("must be -1, 0 or more", lambda value: value >= -1)
+STEPS = rule("must be steps, which count from 1", lambda value: all(step >= 1 for step in value))
+PORT = rule("must be a port, 0 to 65535", lambda value: 0 <= value < 65536)
+FOLDER_NAME = rule(
+    "must be a plain folder name", lambda value: bool(value) and value not in (".", "..") and "/" not in value
+)
+MODULES = rule(
+    "must be a name or a list of names",
+    lambda value: isinstance(value, str | list) and bool(value) and all(isinstance(v, str) and v for v in value),
+)
+IMPORT_PATH = rule("must be module:name or file.py:name", is_import_path)
+TRACKERS = names("console", "jsonl", "tensorboard", "trackio", "wandb", or_own=True)

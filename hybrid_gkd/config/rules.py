@@ -1,0 +1,411 @@
+"""What a configuration must satisfy: each field its own rule, and the rules between fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hybrid_gkd.config.learning import ADV_ESTIMATORS, CUSTOM, MODEL, REWARD_FUNCTIONS, rejection_bounds
+from hybrid_gkd.config.schema import Config
+from hybrid_gkd.losses.table import DIVERGENCES
+
+Rules = Iterator[tuple[str, object, str]]
+"""Dotted key, whether its rule holds, the rule in words."""
+ARR = "actor_rollout_ref"
+LENGTHS = "data.max_prompt_length + data.max_response_length"
+
+
+def field_rules(section: Any, prefix: str = "") -> Rules:
+    """The rules that fields carry as metadata; null always passes, and a number is finite unless its field says so."""
+    for entry in dataclasses.fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        if dataclasses.is_dataclass(value):
+            yield from field_rules(value, f"{key}.")
+        elif isinstance(value, float) and not entry.metadata.get("may_be_infinite"):
+            yield key, math.isfinite(value), "must be finite"
+        if value is not None and "rule" in entry.metadata:
+            yield key, entry.metadata["holds"](value), entry.metadata["rule"]
+
+
+def rules_between_fields(config: Config) -> Rules:
+    """The rules between fields, in the order in which they are reported."""
+    arr, data, longest = config.actor_rollout_ref, config.data, config.max_sequence_length
+    fsdp_size, val_only = arr.actor.fsdp_config.fsdp_size, config.trainer.val_only
+    yield "data.train_files", data.train_files or val_only, "must name at least one file"
+    yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
+    yield from _batches(config)
+    yield (
+        f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
+        f"must be at least {LENGTHS} ({longest})",
+    )
+    val_kwargs = arr.rollout.val_kwargs
+    yield (
+        f"{ARR}.rollout.val_kwargs.n", val_kwargs.n == 1 or val_kwargs.temperature > 0,
+        f"must be 1 with {ARR}.rollout.val_kwargs.temperature=0: greedy answers to a prompt are all the same",
+    )
+    yield from _best_metric(config)
+    yield from _pools(config)
+    yield (
+        f"{ARR}.actor.fsdp_config.fsdp_size",
+        fsdp_size == -1 or (fsdp_size > 0 and config.world_size % fsdp_size == 0),
+        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
+    )
+    yield (
+        f"{ARR}.rollout.tensor_model_parallel_size",
+        arr.rollout.name != "hf" or arr.rollout.tensor_model_parallel_size == 1, "must be 1 with rollout.name=hf",
+    )
+    yield (
+        "trainer.resume_from_path",
+        (config.trainer.resume_mode == "resume_path") == (config.trainer.resume_from_path is not None),
+        "goes together with trainer.resume_mode=resume_path",
+    )
+    yield from _policy_loss(config)
+    yield from _lora(config)
+    yield from _importance_weights(config)
+    yield from _reward(config)
+    yield from _reward_model(config)
+    if config.distillation.enabled:
+        yield from _teacher(config)
+        yield from _loss(config)
+    if config.trains_on_rewards and not val_only:
+        yield "reward.answer_key", config.has_reward, (
+            "task rewards need the column with the right answers; distillation.enabled=true with "
+            "distillation.use_task_rewards=false trains without"
+        )
+    yield "distillation.as_reward", config.distillation.enabled or not config.distillation.as_reward, (
+        "needs distillation.enabled=true"
+    )
+    if config.has_advantages and not val_only:
+        yield from _advantages(config)
+    yield from _kl_in_reward(config)
+    yield from _critic(config)
+    yield from _filter_groups(config)
+
+
+def _filter_groups(config: Config) -> Rules:
+    enable, key = config.algorithm.filter_groups.enable, "algorithm.filter_groups.enable"
+    size, batch = config.data.gen_batch_size or config.data.train_batch_size, config.data.train_batch_size
+    yield (
+        "data.gen_batch_size", size == batch or (enable and size > batch),
+        f"must be data.train_batch_size ({batch}), or more with {key}=true, which trains on a part",
+    )
+    if not enable or config.trainer.val_only:
+        return
+    yield key, config.trains_on_rewards, (
+        "needs rewards to train on: distillation.enabled=false or distillation.use_task_rewards=true"
+    )
+    yield (
+        f"{ARR}.rollout.n", config.actor_rollout_ref.rollout.n > 1,
+        f"must be at least 2 with {key}=true, which compares the responses to a prompt",
+    )
+    ahead = config.trainer.scheduler != "sync" and not config.actor_rollout_ref.hybrid_engine
+    yield key, not (ahead and config.reward_model.enable), (
+        "must be false with a reward model, a pool for generation and a trainer.scheduler other than sync: the workers "
+        "that train would have to score and to update at the same time"
+    )
+
+
+def _batches(config: Config) -> Rules:
+    actor, data, longest = config.actor_rollout_ref.actor, config.data, config.max_sequence_length
+    yield (
+        f"{ARR}.actor.ppo_max_token_len_per_gpu",
+        actor.ppo_max_token_len_per_gpu >= longest or not actor.use_dynamic_bsz,
+        f"must be at least {LENGTHS} ({data.max_prompt_length} + {data.max_response_length} = {longest})",
+    )
+    yield (
+        f"{ARR}.actor.ppo_micro_batch_size_per_gpu",
+        actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is not None,
+        "must be given when use_dynamic_bsz is false; with use_dynamic_bsz=true it is not needed",
+    )
+    yield (
+        f"{ARR}.actor.ppo_mini_batch_size", config.mini_batch_size <= data.train_batch_size,
+        f"must be at most data.train_batch_size ({data.train_batch_size})",
+    )
+
+
+def _advantages(config: Config) -> Rules:
+    section, n, key = config.algorithm, config.actor_rollout_ref.rollout.n, "algorithm"
+    name, own = section.adv_estimator, section.adv_estimator not in ADV_ESTIMATORS
+    need = ADV_ESTIMATORS.get(name, "")
+    alone = n == 1 and need == "group"
+    yield f"{ARR}.rollout.n", not alone, f"{key}.adv_estimator={name} needs at least 2 responses per prompt to compare"
+    plain = section.norm_adv_by_std_in_grpo or name == "grpo" or own
+    yield f"{key}.norm_adv_by_std_in_grpo", plain, f"has no effect with {key}.adv_estimator={name}; leave it at true"
+    discounts = section.gamma == 1 or name in ("gae", "reinforce_plus_plus") or own
+    yield f"{key}.gamma", discounts, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
+    decays = section.lam == 1 or name == "gae" or own
+    yield f"{key}.lam", decays, f"has no effect with {key}.adv_estimator={name}; leave it at 1"
+
+
+def _kl_in_reward(config: Config) -> Rules:
+    section, key = config.algorithm, "algorithm.use_kl_in_reward"
+    rewards = config.has_advantages or config.trainer.val_only
+    yield key, rewards or not section.use_kl_in_reward, (
+        "needs rewards: distillation.enabled=false, distillation.use_task_rewards=true or distillation.as_reward=true; "
+        f"{ARR}.actor.use_kl_loss=true needs none"
+    )
+    yield (
+        "algorithm.kl_ctrl.kl_coef", section.kl_ctrl.kl_coef > 0 or not section.adapts_kl_coef,
+        "must be above 0 with algorithm.kl_ctrl.type=adaptive, which multiplies it",
+    )
+
+
+def _critic(config: Config) -> Rules:
+    warmup, key = config.trainer.critic_warmup, "trainer.critic_warmup"
+    yield key, not warmup or config.uses_critic or config.trainer.val_only, "needs algorithm.adv_estimator=gae"
+    if not config.uses_critic:
+        return
+    alone = not config.distillation.enabled or config.distillation.as_reward
+    yield key, not warmup or alone, (
+        "must be 0 with distillation.enabled=true, unless the teacher teaches through rewards alone (as_reward)"
+    )
+    section, longest = config.resolved_critic, config.max_sequence_length
+    size, data = section.fsdp_config.fsdp_size, config.data
+    yield (
+        "critic.ppo_max_token_len_per_gpu",
+        not section.use_dynamic_bsz or (section.ppo_max_token_len_per_gpu or 0) >= longest,
+        f"must be at least {LENGTHS} ({longest})",
+    )
+    yield (
+        "critic.ppo_micro_batch_size_per_gpu",
+        section.use_dynamic_bsz or section.ppo_micro_batch_size_per_gpu is not None,
+        "must be given when critic.use_dynamic_bsz is false",
+    )
+    yield (
+        "critic.ppo_mini_batch_size", (section.ppo_mini_batch_size or 0) <= data.train_batch_size,
+        f"must be at most data.train_batch_size ({data.train_batch_size})",
+    )
+    yield (
+        "critic.fsdp_config.fsdp_size", size == -1 or (size > 0 and config.world_size % size == 0),
+        f"must be -1 or divide the number of workers (trainer.nnodes * trainer.n_gpus_per_node = {config.world_size})",
+    )
+
+
+def _best_metric(config: Config) -> Rules:
+    section, metric, key = config.trainer, config.trainer.best_metric, "trainer.best_metric"
+    if metric is None or section.val_only:
+        return
+    n, names = config.actor_rollout_ref.rollout.val_kwargs.n, list[str]()
+    if config.has_reward_functions:
+        names += ["accuracy", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
+        names += [f"pass@{2**power}" for power in range(1, n.bit_length())]
+    names += ["reward_model"] if config.reward_model.enable else []
+    if config.distillation.enabled:
+        names += ["forward_kl", "reverse_kl"]
+    yield (
+        key, metric.startswith("val/") and metric.rpartition("/")[2] in names,
+        f"must be val/<name> or val/<data source>/<name> of what this run validates: {', '.join(names) or 'nothing'}",
+    )
+    yield key, config.data.val_files, "needs data.val_files"
+    yield key, section.test_freq != 0, "needs validations: trainer.test_freq must not be 0"
+    yield key, section.save_freq != 0, "needs checkpoints: trainer.save_freq must not be 0"
+
+
+def _pools(config: Config) -> Rules:
+    arr, own = config.actor_rollout_ref, config.rollout.n_gpus_per_node
+    key, separate = "rollout.n_gpus_per_node", "actor_rollout_ref.hybrid_engine=false"
+    yield key, own is None or not arr.hybrid_engine, f"goes together with {separate}"
+    yield (
+        key, own is not None or arr.hybrid_engine,
+        f"must be given with {separate}; actor_rollout_ref.hybrid_engine=true does without",
+    )
+    section, workers = "trainer" if own is None else "rollout", config.rollout_world_size
+    yield (
+        f"{ARR}.rollout.tensor_model_parallel_size", workers % arr.rollout.tensor_model_parallel_size == 0,
+        f"must divide the number of workers ({section}.nnodes * {section}.n_gpus_per_node = {workers})",
+    )
+
+
+def _policy_loss(config: Config) -> Rules:
+    actor, key = config.actor_rollout_ref.actor, f"{ARR}.actor"
+    mode, constant = actor.loss_agg_mode, "seq-mean-token-sum-norm"
+    yield (
+        f"{key}.loss_scale_factor", actor.loss_scale_factor is None or mode == constant,
+        f"goes together with {key}.loss_agg_mode={constant}",
+    )
+    yield (
+        f"{key}.kl_loss_type", not (config.ref_topk and config.distillation.enabled),
+        "must be another one with distillation.enabled=true: the head sums the vocabulary outside of one set of "
+        "candidates, the teacher's",
+    )
+    yield (
+        f"{key}.loss_agg_mode", actor.policy_loss.loss_mode != "gspo" or mode == "seq-mean-token-mean",
+        f"must be seq-mean-token-mean with {key}.policy_loss.loss_mode=gspo, a mean over sequences",
+    )
+
+
+def _lora(config: Config) -> Rules:
+    """What goes together with adapters, and what an adapter to start from has already."""
+    arr = config.actor_rollout_ref
+    model, start = arr.model, arr.model.lora_adapter_path
+    for name in ("lora_alpha", "target_modules", "exclude_modules"):
+        given = getattr(model, name) is not None
+        yield f"{ARR}.model.{name}", not given or model.has_lora, "goes together with a lora_rank above 0"
+    for name in ("target_modules", "exclude_modules"):
+        free = getattr(model, name) is None or start is None
+        yield f"{ARR}.model.{name}", free, "must be left out with lora_adapter_path, which says which layers it is for"
+    merges = arr.actor.checkpoint.save_merged
+    yield f"{ARR}.actor.checkpoint.save_merged", not merges or model.has_lora, "goes together with a lora_rank above 0"
+
+
+def _importance_weights(config: Config) -> Rules:
+    section, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    threshold, key = section.rollout_is_threshold, "algorithm.rollout_is_threshold"
+    yield "algorithm.rollout_is", threshold is not None or section.rollout_is == "prefix", f"goes together with {key}"
+    yield (
+        "algorithm.rollout_is", threshold is None or section.rollout_is != "token" or config.has_sampled_loss,
+        "must be prefix or sequence where the loss is a divergence, which does not depend on the sampled token",
+    )
+    normalizes = section.rollout_is_batch_normalize
+    yield "algorithm.rollout_is_batch_normalize", threshold is not None or not normalizes, f"goes together with {key}"
+    yield key, threshold is None or threshold >= 1, "must be at least 1, the weight of a response that is not stale"
+    rejects, limits = section.rollout_rs, section.rollout_rs_threshold
+    both = (rejects is None) == (limits is None)
+    yield "algorithm.rollout_rs_threshold", both, "goes together with algorithm.rollout_rs"
+    if rejects is not None and limits is not None:
+        try:
+            rejection_bounds(rejects, limits)
+        except ValueError as error:
+            yield "algorithm.rollout_rs", False, str(error)
+    if threshold is None:
+        key = "algorithm.rollout_rs"
+    yield (
+        key, not section.compares_logprobs or (rollout.top_p == 1 and rollout.top_k == -1),
+        "needs responses of the student's own distribution: actor_rollout_ref.rollout.top_p=1 and top_k=-1",
+    )
+
+
+def _reward(config: Config) -> Rules:
+    section, buffer, custom = config.reward, config.reward.overlong_buffer, config.reward.custom_reward_function
+    for name, weight in section.functions.items():
+        yield (
+            "reward.functions", name in (*REWARD_FUNCTIONS, CUSTOM, MODEL) and weight != 0 and math.isfinite(weight),
+            f"must give {', '.join(REWARD_FUNCTIONS)}, {CUSTOM} (your own) or {MODEL} (the reward model) finite "
+            f"weights other than 0, not {name}: {weight}",
+        )
+    if section.functions:
+        yield "reward.name", section.name == "exact_match", "must be left out with reward.functions"
+        yield (
+            "reward.functions", (CUSTOM in section.functions) == (custom.path is not None),
+            f"must have {CUSTOM} where reward.custom_reward_function.path is given, and only then",
+        )
+    yield (
+        "reward.format", ("format" in section.weights) == (section.format is not None),
+        "goes together with reward.name=format, or format in reward.functions",
+    )
+    yield "reward.format", section.format is None or _is_pattern(section.format), "must be a regular expression"
+    yield (
+        "reward.overlong_buffer.len", not buffer.enable or buffer.len <= config.data.max_response_length,
+        f"must be at most data.max_response_length ({config.data.max_response_length})",
+    )
+    if section.functions and not config.trains_on_rewards and not config.reward_model.enable:
+        yield "reward.answer_key", config.has_reward, "reward.functions need the column with the right answers"
+
+
+def _reward_model(config: Config) -> Rules:
+    section, functions, key = config.reward_model, config.reward.functions, "reward_model.enable"
+    if functions or not section.enable:
+        yield "reward.functions", (MODEL in functions) == section.enable, f"must have {MODEL} with {key}, and only then"
+    if not section.enable:
+        return
+    yield "reward_model.model.path", section.model.path, f"must name a classifier with {key}=true"
+    yield (
+        "reward.functions", functions or config.reward.custom_reward_function.path is None,
+        f"must say how your function counts beside the reward model, as in {{{MODEL}: 1.0, {CUSTOM}: 1.0}}",
+    )
+    yield "reward.answer_key", config.has_reward, "reward.functions need the column with the right answers"
+    yield key, config.uses_reward_model, (
+        "has nothing to score: needs data.val_files, distillation.use_task_rewards=true or distillation.enabled=false"
+    )
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _teacher(config: Config) -> Rules:
+    section, longest = config.actor_rollout_ref.teacher, config.max_sequence_length
+    given, ends = section.server_ip is not None, section.endpoints
+    valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
+    key = f"{ARR}.teacher"
+    yield (
+        f"{key}.model.path", given or section.model.path is not None,
+        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one; "
+        "distillation.enabled=false trains on a reward without one",
+    )
+    yield f"{key}.server_port", not given or section.server_port != 0, "must be given together with server_ip"
+    yield (
+        f"{key}.server_ip", not given or (len(set(ends)) == len(ends) and all(valid)),
+        "must be host, host:port, or several of them, all different, separated by commas",
+    )
+    yield (
+        f"{key}.max_model_len", given or (section.max_model_len or math.inf) > longest,
+        f"must be above {LENGTHS} ({longest}): vLLM scores a sequence by generating one token more",
+    )
+    yield f"{key}.keys", given or section.keys is None, "is for a running service (server_ip)"
+    replicas = f"{key}.num_replicas"
+    yield replicas, not given or section.num_replicas is None, "is for a service that the run starts, without server_ip"
+    yield (
+        f"{key}.overlap_rollout", config.trainer.scheduler == "sync" or section.overlap_rollout,
+        f"must be true with trainer.scheduler={config.trainer.scheduler}, which is for a teacher that scores while "
+        "the next batch is generated",
+    )
+
+
+def _loss(config: Config) -> Rules:
+    """Losses that would teach nothing, or something else than they say."""
+    loss, key, temperature = config.distillation, "distillation", config.actor_rollout_ref.rollout.temperature
+    mode, weights, own = loss.loss_mode, loss.mixed_weights, loss.loss_fn is not None
+    allowed = not (own and loss.use_policy_gradient)
+    yield f"{key}.use_policy_gradient", allowed, "must be false with distillation.loss_fn"
+    yield f"{key}.loss_mode", not own or mode == "forward_kl", "must be left out with distillation.loss_fn"
+    yield f"{key}.mixed_weights", (mode == "mixed") == bool(weights), "goes together with distillation.loss_mode=mixed"
+    mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
+    for name, weight in weights.items():
+        yield (
+            f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
+            f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
+        )
+    if loss.as_reward:
+        plain = mode == "forward_kl" and loss.tail == "bucket" and not own and not loss.use_policy_gradient
+        yield (
+            f"{key}.as_reward", plain,
+            "minimises no divergence: leave loss_mode, tail, loss_fn and use_policy_gradient of this section out",
+        )
+    used = DIVERGENCES.keys() & (set(weights) or {mode})
+    takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}
+    sampled = mode in takes_samples
+    yield (
+        f"{key}.use_policy_gradient", not sampled or DIVERGENCES[mode].is_loss or loss.use_policy_gradient,
+        f"must be true with distillation.loss_mode={mode}: as a loss, its expected gradient is 0",
+    )
+    yield (
+        f"{key}.use_policy_gradient", sampled or not loss.use_policy_gradient,
+        "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
+        f"not {mode}, whose exact gradient is known",
+    )
+    yield (
+        f"{key}.tail", not sampled or loss.tail == "bucket",
+        f"has no effect with distillation.loss_mode={mode}; leave it at bucket",
+    )
+    yield (
+        f"{key}.topk", loss.topk > 1 or loss.tail != "renormalise" or takes_samples,
+        "must be at least 2 with distillation.tail=renormalise, which makes a single candidate certain for teacher "
+        "and student alike",
+    )
+    yield (
+        f"{key}.temperature",
+        loss.temperature == temperature or not (
+            loss.use_policy_gradient or loss.use_task_rewards or loss.as_reward
+            or config.actor_rollout_ref.actor.use_kl_loss
+        ),
+        f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
+        "about the policy that the responses were sampled from",
+    )

@@ -1,0 +1,193 @@
+"""From keys as verl's commands spell them to keys of `Config`, by the tables of compat/verl/keys.py.
+
+`python -m hybrid_gkd.config.spelling > docs/verl.md` writes the tables as a page. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hybrid_gkd.compat.verl.keys import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES, Look, Read
+from hybrid_gkd.config.schema import Config
+from hybrid_gkd.errors import ConfigError
+
+TEACHERS = "distillation.teacher_models."
+
+
+def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
+    """Every key of `Config`; those that take any key below end in `.*`."""
+    section = Config() if section is None else section
+    for entry in dataclasses.fields(section):
+        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        if dataclasses.is_dataclass(value):
+            yield from own_keys(value, f"{key}.")
+        else:
+            yield key
+            if isinstance(value, dict):
+                yield f"{key}.*"
+
+
+@functools.cache
+def _own() -> tuple[frozenset[str], tuple[str, ...]]:
+    keys = list(own_keys())
+    return frozenset(keys), tuple(key for key in keys if key.endswith(".*"))
+
+
+def is_own(key: str) -> bool:
+    """Whether it is a key of `Config`."""
+    keys, open_ended = _own()
+    return key in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
+
+
+def moved(key: str) -> str:
+    """The key with the section that it has here; itself where that is the same."""
+    old = next((section for section in SECTIONS if key.startswith(section)), None)
+    return key if old is None or is_own(key) else f"{SECTIONS[old]}{key.removeprefix(old)}"
+
+
+def find(key: str) -> tuple[Mapping[str, Any], Any] | None:
+    """The table and the row of a key; None if it has none, or if it is one of `Config` whatever the value."""
+    if is_own(key):
+        return (VALUES, VALUES[key]) if key in VALUES else None
+    for table in TABLES:
+        pattern = key if key in table else next((p for p in table if "*" in p and fnmatchcase(key, p)), None)
+        if pattern is not None:
+            return table, table[pattern]
+    return None
+
+
+@dataclass
+class SpellingReader:
+    """Reads the keys of one source: a command line, or a YAML file.
+
+    Given are all its keys with their values, and `below`: what a key of `Config` has before this source is read.
+    """
+
+    given: list[tuple[str, Any]]
+    below: Look
+    lines: list[str] = field(default_factory=list)
+    """What was accepted without a meaning, and what was read as something else, to be said to the user."""
+    _set_by: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    _accepted: dict[str, list[str]] = field(default_factory=dict)
+    _reading: list[str] = field(default_factory=list)
+
+    def read(self, key: str, value: Any) -> dict[str, Any]:
+        """What a key sets, by keys of `Config`; the same where it is none of verl's.
+
+        Raises ConfigError: it is refused, or a key of `Config` was given in two spellings with different values.
+        """
+        here = moved(key)
+        found = find(here)
+        result = {here: value} if found is None else self._apply(key, value, *found)
+        for own, new in result.items():
+            before, old = self._set_by.setdefault(own, (key, new))
+            if before != key and old != new:
+                rule = f"is given two values, by {before} ({old}) and by {key} ({new})"
+                raise ConfigError(own, rule, show_value=False)
+            self._set_by[own] = (key, new)
+        if result != {key: value} and (found is None or isinstance(found[1], Read)):
+            became = ", ".join(f"{own}={new}" for own, new in result.items()) or "the default"
+            self.lines.append(f"{key}={value} is read as {became}")
+        return result
+
+    def summary(self) -> list[str]:
+        """`lines`, and one for each reason to accept keys without a meaning."""
+        return [*self.lines, *(f"no effect: {', '.join(keys)} ({reason})" for reason, keys in self._accepted.items())]
+
+    def _apply(self, key: str, value: Any, table: Mapping[str, Any], row: Any) -> dict[str, Any]:
+        if isinstance(row, Read):
+            self._one_teacher(key)
+            try:
+                return self._read(key, value, row)
+            except ValueError as error:
+                raise ConfigError(key, str(error), value) from None
+            except (TypeError, OverflowError):  # a list where a number is wanted, for example
+                raise ConfigError(key, "cannot be a value of this kind", value) from None
+        if table is REFUSED:
+            raise ConfigError(key, row, value)
+        if table is ONLY:
+            values, row = row
+            if not any(value == each for each in values) and value not in ([], {}):
+                what = "cannot be had" if values is NOTHING else f"must be {' or '.join(map(str, values))}"
+                raise ConfigError(key, f"{what}: {row}", value)
+        self._accepted.setdefault(row, []).append(key)
+        return {}
+
+    def _one_teacher(self, key: str) -> None:
+        names = [given.split(".")[2] for given, _ in self.given if given.startswith(TEACHERS)]
+        if key.startswith(TEACHERS) and key.split(".")[2] != names[0]:
+            rule = f"there is one teacher in a run, and {TEACHERS}{names[0]} is given too; train with one of them"
+            raise ConfigError(f"{TEACHERS}{key.split('.')[2]}", rule, show_value=False)
+
+    def _look(self, key: str) -> Any:
+        for given, value in reversed(self.given):
+            if given == key:
+                return value
+            row = (find(moved(given)) or (None, None))[1]
+            if row is None and moved(given) == key:
+                return value
+            if isinstance(row, Read) and key in row.keys and given not in self._reading:
+                result = self._read(given, value, row)
+                if key in result:
+                    return result[key]
+        return self.below(key)
+
+    def _read(self, key: str, value: Any, row: Read) -> dict[str, Any]:
+        """As the row says, which may look up what the key itself would set: then it finds what others give."""
+        self._reading.append(key)
+        try:
+            return row.reading(value, self._look)
+        finally:
+            self._reading.pop()
+
+
+def markdown_page() -> str:
+    """The tables as the text of docs/verl.md."""
+    read = {**VALUES, **RENAMED}
+    lines = [
+        "# Coming from verl", "", *INTRODUCTION, "",
+        "This page is generated: `python -m hybrid_gkd.config.spelling > docs/verl.md`. A `*` is anything.", "",
+        "## Sections with another name", "", "| verl | here |", "|---|---|",
+        *(f"| `{old}*` | `{new}*` |" for old, new in SECTIONS.items()), "",
+        "## Read as something else", "", "| verl | here | value |", "|---|---|---|",
+        *(f"| `{key}` | {_code(row.keys)} | {row.how} |" for key, row in read.items()), "",
+        "## Accepted without a meaning", "", "| why | verl |", "|---|---|",
+        *(f"| {reason} | {_code(keys)} |" for reason, keys in ACCEPTED.items()), "",
+        "## Accepted with one value", "", "Any other is refused, with the reason.", "",
+        "| verl | value | reason |", "|---|---|---|",
+        *(f"| `{key}` | {_code(values)} | {reason} |" for key, (values, reason) in ONLY.items()), "",
+        "## Refused", "", "| verl | reason |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in REFUSED.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _code(values: tuple[Any, ...]) -> str:
+    if values is NOTHING:
+        return "off"
+    return ", ".join(f"`{'null' if value is None else value}`" for value in values)
+
+
+INTRODUCTION = """
+A command of verl's `examples/ppo_trainer`, `grpo_trainer` or `on_policy_distillation_trainer`, for a dense language
+model on FSDP, starts with its arguments as they are: `bash run_gkd.sh` stands for `python3 -m verl.trainer.main_ppo`.
+
+- **Where it starts from.** A command that names an advantage estimator (or a critic) takes the recipe `ppo_trainer`:
+  verl's defaults, where they decide what is learned. With a teacher of this program's spelling
+  (`actor_rollout_ref.teacher.*`), or with another `--config-name`, it starts from what that says.
+- **Spelling.** `+` and `++` before a key are allowed and mean nothing. `--config-path` (`-cp`) is a folder from where
+  you are, or else from this program's; `--config-name` (`-cn`) may end in `.yaml`. Your own YAML files may have verl's
+  keys, and a defaults list of names of files with `_self_` among them. Nothing can be deleted with `~`.
+- **What is said.** Each value that is read as something else has a line at the start, and so has each reason for which
+  keys have no effect. `--dry-run` and `config.yaml` show the spelling of this program.
+- **Twice.** If a key is given in two spellings, the values have to agree.
+- **Everything else** is in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
+  neither there nor below is refused, with the nearest that there is.
+""".strip().splitlines()
+
+if __name__ == "__main__":
+    print(markdown_page(), end="")

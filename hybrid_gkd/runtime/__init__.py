@@ -1,0 +1,1 @@
+"""Intervals of time, what is waited for, files, processes and imports: what every room may use."""

@@ -1,0 +1,262 @@
+"""Commands of verl, as scripts of several versions type them: what each loads to, and the tables that read them.
+
+tests/verl_commands.json has the arguments as bash hands them to the program (HOME=/home/user), with their source.
+"""
+
+import json
+import logging
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from hybrid_gkd.compat.verl.keys import ACCEPTED, ONLY, REFUSED, RENAMED, VALUES
+from hybrid_gkd.config.loading import examine_config, load_config, to_yaml
+from hybrid_gkd.config.spelling import find, is_own, markdown_page, own_keys
+from hybrid_gkd.errors import ConfigError, SeveralErrors
+from hybrid_gkd.launch.command_line import default_config_name, parse
+
+ROOT = Path(__file__).parents[3]
+COMMANDS = json.loads((ROOT / "tests" / "verl_commands.json").read_text())
+ARR = "actor_rollout_ref"
+OWN = [
+    "data.train_files=prompts.jsonl", f"{ARR}.model.path=student", "algorithm.adv_estimator=grpo", f"{ARR}.rollout.n=4",
+    f"{ARR}.actor.ppo_micro_batch_size_per_gpu=2",
+]
+
+REFUSED_HERE = (
+    "reward_model.sandbox_fusion.url=http*", "reward.sandbox_fusion.url=http*",  # no code is run for a reward
+    "trainer.logger=[[]swanlab]",  # no tracker that there is
+    "actor_rollout_ref.rollout.name=sglang",  # no engine that there is
+)
+"""Arguments of these commands that are refused, with the reason in the tables; without them, all start."""
+
+
+def load(*overrides):
+    return load_config([*OWN, *overrides], config_name="ppo_trainer")
+
+
+def known(command):
+    return f"{command['version']} {command['path']}"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=known)
+def test_a_command_of_verl_starts(command):
+    options = parse(command["arguments"])
+    name = options.config_name or default_config_name(options.overrides)
+    assert name.removesuffix(".yaml") == "ppo_trainer"
+    config, problems = examine_config(options.overrides, config_name=name, config_path=options.config_path)
+    assert config is not None
+    refused = {
+        argument.partition("=")[0] for argument in options.overrides
+        if any(fnmatchcase(argument, pattern) for pattern in REFUSED_HERE)
+    }
+    assert {problem.key for problem in problems} == refused, problems
+
+
+def test_the_commands_are_of_many_versions_and_every_kind():
+    folders = {Path(command["path"]).parent.name for command in COMMANDS}
+    assert {"ppo_trainer", "grpo_trainer", "on_policy_distillation_trainer", "dapo"} <= folders
+    assert len({command["version"] for command in COMMANDS}) >= 8
+    assert all(len(command["commit"]) == 40 for command in COMMANDS)
+
+
+@pytest.mark.parametrize(("key", "row"), [*VALUES.items(), *RENAMED.items()])
+def test_what_is_read_as_something_else_is_read_as_keys_that_there_are(key, row):
+    assert all(map(is_own, row.keys)), row.keys
+    assert row.how or (row.keys and row.keys != (key,))
+
+
+def test_every_other_row_has_a_reason_and_no_key_two_rows():
+    keys = [*VALUES, *RENAMED, *ONLY, *REFUSED, *(key for keys in ACCEPTED.values() for key in keys)]
+    assert len(keys) == len(set(keys))
+    assert all(map(is_own, VALUES))
+    assert all(reason.strip() for reason in [*ACCEPTED, *REFUSED.values(), *(reason for _, reason in ONLY.values())])
+
+
+def test_a_row_for_a_key_that_there_is_would_not_be_read():
+    own = [key for key in own_keys() if not key.endswith(".*")]
+    assert not [key for key in own if find(key) is not None and key not in VALUES]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout_is_threshold=5", ("token", 5.0)), ("rollout_is=sequence", ("sequence", 3.0)),
+        ("rollout_is=null", ("prefix", None)),
+    ],
+)
+def test_a_key_counts_where_the_one_that_it_goes_with_is_in_a_file_below(override, expected, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer]\nalgorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}\n"
+    )
+    given = [*OWN, f"algorithm.rollout_correction.{override}"]
+    found = load_config(given, config_name="mine", config_path=tmp_path).algorithm
+    assert (found.rollout_is, found.rollout_is_threshold) == expected
+
+
+def test_docs_page_is_the_tables():
+    page = ROOT / "docs" / "verl.md"
+    assert page.read_text() == markdown_page(), "run: python -m hybrid_gkd.config.spelling > docs/verl.md"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.logger=console", {"trainer.logger": ["console"]}),
+        ("trainer.logger=['console','wandb']", {"trainer.logger": ["console", "wandb"]}),
+        ('trainer.logger=["console","mlflow","file"]', {"trainer.logger": ["console", "jsonl"]}),
+        ("trainer.experiment_name=a/b-1", {"trainer.experiment_name": "a_b-1"}),
+        ("+trainer.val_before_train=False", {"trainer.val_before_train": False}),
+        ("++data.seed=3", {"data.seed": 3}),
+        ("trainer.val_generations_to_log_to_wandb=2", {"trainer.log_val_generations": 2}),
+        ("trainer.resume_from_path=False", {"trainer.resume_from_path": None}),
+        (f"{ARR}.actor.fsdp_config.model_dtype=bfloat16", {f"{ARR}.actor.fsdp_config.model_dtype": "bf16"}),
+        (f"{ARR}.actor.optim.lr_warmup_steps=-1", {f"{ARR}.actor.optim.lr_warmup_steps": 0}),
+        (f"{ARR}.actor.optim.warmup_style=cosine", {f"{ARR}.actor.optim.lr_scheduler_type": "cosine"}),
+        (f"{ARR}.actor.checkpoint.save_contents=['model']", {f"{ARR}.actor.checkpoint.save_hf_model": False}),
+        (f"{ARR}.actor.checkpoint.contents=[hf_model]", {f"{ARR}.actor.checkpoint.save_hf_model": True}),
+        (f"{ARR}.rollout.val_kwargs.do_sample=False", {f"{ARR}.rollout.val_kwargs.temperature": 0.0}),
+        ("distillation.loss_mode=low_var_kl", {"distillation.loss_mode": "k3", "distillation.tail": "bucket"}),
+        (
+            "distillation.distillation_loss.loss_mode=forward_kl_topk",
+            {"distillation.loss_mode": "forward_kl", "distillation.tail": "none"},
+        ),
+        (
+            "distillation={distillation_loss: {topk: 8, loss_max_clamp: 5}}",
+            {"distillation.topk": 8, "distillation.loss_max_clamp": 5.0},
+        ),
+        ("distillation.teacher_model.model_path=big", {f"{ARR}.teacher.model.path": "big"}),
+        ("+distillation.teacher_models.x.model_path=big", {f"{ARR}.teacher.model.path": "big"}),
+        ("+ray_kwargs.ray_init.num_cpus=8", {"ray_init.num_cpus": 8}),
+        (f"{ARR}.actor.kl_loss_type=low_var_kl+", {f"{ARR}.actor.kl_loss_type": "k3+"}),
+        (
+            "algorithm={use_kl_in_reward: true, kl_penalty: kl, kl_ctrl: {type: adaptive}}",
+            {"algorithm.kl_penalty": "k1", "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.horizon": 10000},
+        ),
+        (f"{ARR}.actor.tis_imp_ratio_cap=2", {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": 2.0}),
+        ("algorithm.rollout_correction.rollout_is_threshold=3", {"algorithm.rollout_is_threshold": None}),
+        (
+            "algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 3}",
+            {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": 3.0},
+        ),
+        ("algorithm.rollout_correction.rollout_is=sequence", {"algorithm.rollout_is_threshold": 2.0}),
+        ("algorithm.filter_groups.metric=seq_final_reward", {"algorithm.filter_groups.metric": "seq_reward"}),
+        ("algorithm.filter_groups.metric=null", {"algorithm.filter_groups.metric": "seq_reward"}),
+        ("algorithm.filter_groups.max_num_gen_batches=0", {"algorithm.filter_groups.max_num_gen_batches": 10}),
+        ("algorithm.filter_groups.max_num_gen_batches=-1", {"algorithm.filter_groups.max_num_gen_batches": 10}),
+        ("algorithm.filter_groups.max_num_gen_batches=4", {"algorithm.filter_groups.max_num_gen_batches": 4}),
+        ("+reward_model.overlong_buffer.len=64", {"reward.overlong_buffer.len": 64}),
+        ("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", {"reward.overlong_buffer.enable": True}),
+        ("custom_reward_function.path=a.py", {"reward.custom_reward_function.path": "a.py"}),
+        ("distillation.distillation_loss.clip_ratio_high=0.28", {f"{ARR}.actor.clip_ratio_high": 0.28}),
+    ],
+)
+def test_spellings_of_verl_are_read_as_ours(override, expected):
+    config = load(override)
+    for key, value in expected.items():
+        found = config
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == value
+    assert "distillation_loss." not in to_yaml(config)
+
+
+def test_a_micro_batch_of_all_workers_is_divided_among_them():
+    given = ["trainer.nnodes=2", f"{ARR}.actor.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=4"]
+    config = load_config([*OWN[:4], *given], config_name="ppo_trainer")
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [f"{ARR}.actor.optim.clip_grad=0.5", f"{ARR}.actor.grad_clip=1.0"],
+            [f"{ARR}.actor.grad_clip: is given two values", f"by {ARR}.actor.optim.clip_grad (0.5)", "(1.0)"],
+        ),
+        (["~trainer.logger"], ["~trainer.logger", "nothing is deleted"]),
+        (["~trainer.logger=x"], ["~trainer.logger", "nothing is deleted"]),
+        (
+            ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
+            ["algorithm.filter_groups.metric", "before the KL is known", "seq_final_reward"],
+        ),
+        ([f"{ARR}.actor.strategy=megatron"], [f"{ARR}.actor.strategy", "FSDP2", "megatron"]),
+        ([f"{ARR}.actor.megatron.tensor_model_parallel_size=2"], ["actor.megatron", "FSDP2"]),
+        ([f"{ARR}.rollout.multi_turn.enable=True"], ["multi_turn.enable", "one turn"]),
+        (["data.image_key=images"], ["data.image_key", "text only", "images"]),
+        (["trainer.v1.trainer_mode=separate_async"], ["trainer.v1.trainer_mode", "trainer.scheduler"]),
+        (["distillation.distillation_loss.loss_mode=abs"], ["distillation.loss_mode", "abs"]),
+        (
+            ["distillation.loss_mode=forward_kl_topk", "distillation.distillation_loss.log_prob_min_clamp=-10"],
+            ["distillation.distillation_loss.log_prob_min_clamp", "loss_max_clamp", "-10"],
+        ),
+        (
+            ["+distillation.teacher_models.a.model_path=x", "+distillation.teacher_models.b.model_path=y"],
+            ["distillation.teacher_models.b: there is one teacher", "distillation.teacher_models.a"],
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is=false"],
+            ["algorithm.rollout_is: Invalid value 'False', expected one of ['prefix', 'token', 'sequence']"],
+        ),
+        (["distillation.loss_mode=[]"], ["distillation.loss_mode: cannot be a value of this kind; got []"]),
+        (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: cannot be a value of this kind"]),
+        ([f"{ARR}.actor.checkpoint.contents=-1"], [f"{ARR}.actor.checkpoint.contents: cannot be", "got -1"]),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name_and_reason(overrides, parts):
+    with pytest.raises((ConfigError, SeveralErrors)) as caught:
+        load(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_two_spellings_of_one_value_agree():
+    config = load(f"{ARR}.actor.optim.clip_grad=0.5", f"{ARR}.actor.grad_clip=0.5", "data.seed=1", "data.seed=2")
+    assert (config.actor_rollout_ref.actor.grad_clip, config.data.seed) == (0.5, 2)
+
+
+def test_what_has_no_effect_is_said_once_for_each_reason(caplog):
+    caplog.set_level(logging.INFO)
+    load(f"{ARR}.rollout.load_format=safetensors", f"{ARR}.rollout.layered_summon=True", "trainer.logger=console")
+    said = [record.message for record in caplog.records]
+    both = f"no effect: {ARR}.rollout.load_format, {ARR}.rollout.layered_summon (the rollout engine gets"
+    assert len([line for line in said if line.startswith(both)]) == 1
+    assert "trainer.logger=console is read as trainer.logger=['console']" in said
+
+
+def test_a_file_may_have_keys_of_verl_and_its_defaults_list(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [ppo_trainer, _self_]\n"
+        f"{ARR}: {{actor: {{ppo_micro_batch_size: 16}}, rollout: {{mode: async, prompt_length: 64}}}}\n"
+    )
+    config = load_config(OWN[:4], config_name="mine.yaml", config_path=tmp_path)
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
+    assert (config.data.max_prompt_length, config.data.train_batch_size) == (64, 1024)
+    (tmp_path / "mine.yaml").write_text("defaults: [{actor@actor_rollout_ref.actor: dp_actor}]\n")
+    with pytest.raises(ConfigError, match="defaults must be a list of names of files"):
+        load_config(OWN, config_name="mine", config_path=tmp_path)
+
+
+def test_a_file_before_its_base_is_overridden_by_it(tmp_path):
+    (tmp_path / "base.yaml").write_text("data: {seed: 1}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [_self_, base]\ndata: {seed: 2, train_batch_size: 300}\n")
+    own = [*OWN, f"{ARR}.teacher.model.path=teacher"]
+    data = load_config(own, config_name="mine", config_path=tmp_path).data
+    assert (data.seed, data.train_batch_size) == (1, 300)
+
+
+def test_the_recipe_of_a_command():
+    data, verl = "data.train_files=a", "+algorithm.adv_estimator=gae"
+    assert default_config_name([verl]) == "demo"
+    assert default_config_name([data]) == "gkd"
+    assert default_config_name([verl, data]) == "ppo_trainer"
+    assert default_config_name([verl, data, f"{ARR}.teacher.server_ip=10.0.0.1"]) == "gkd"
+
+
+def test_a_folder_of_recipes_is_found_from_here_and_from_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--config-path=config", "--config-name=ppo_trainer.yaml"]).config_path == ROOT / "config"
+    (tmp_path / "config").mkdir()
+    assert parse(["-cp", "config", "-cn", "mine"]).config_path == Path("config")

@@ -1,0 +1,55 @@
+"""What engines of vLLM are built with. The engines themselves: tests/integration."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+
+pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
+LOADING = """
+from types import SimpleNamespace
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.loading import load_llm
+
+vllm_compat.import_llm("cpu")
+from vllm.model_executor.models import ModelRegistry, registry
+from vllm.utils import jit_monitor
+from vllm.v1.worker import gpu_worker
+
+warmup, activate = gpu_worker.warmup_kernels, jit_monitor.activate
+
+def build(**arguments):
+    assert gpu_worker.warmup_kernels is not warmup
+    assert gpu_worker.warmup_kernels("runner", "execute", "sample") is None
+    jit_monitor.activate(mode="warn", verbose=False)
+    assert not jit_monitor.is_active()
+    return arguments
+
+def no_process(*args):
+    raise AssertionError("a process was started")
+
+registry._run_in_subprocess = no_process
+ours = {"model": "m", "seed": 0, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+found = load_llm(build, ours, {"seed": 3, "compilation_config": {"mode": 3}},
+                 SimpleNamespace(architectures=["Qwen2ForCausalLM", "NoSuchForCausalLM"]))
+assert found == {"model": "m", "seed": 3, "compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}, found
+assert load_llm(build, ours, {"compilation_config": 3}, SimpleNamespace())["compilation_config"] == 3
+assert (gpu_worker.warmup_kernels, jit_monitor.activate) == (warmup, activate)
+as_it_is = []
+load_llm(lambda **_: as_it_is.extend((gpu_worker.warmup_kernels, jit_monitor.activate)), ours,
+         {"jit_monitor_mode": "error"}, SimpleNamespace())
+assert as_it_is == [warmup, activate]
+assert ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls().architecture == "Qwen2ForCausalLM"
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_is_built_without_what_nobody_asks_for(tmp_path):
+    """In a process of its own: vLLM changes the one that imports it. It has seen no model before."""
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

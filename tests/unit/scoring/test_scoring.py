@@ -1,0 +1,304 @@
+"""Rewards of responses: weights, penalties, what becomes of failures, and the processes, which are real."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import TIMEOUT, is_alive, wait_until
+
+from hybrid_gkd.config import RewardConfig
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.errors import DataError, TrainingError
+from hybrid_gkd.scoring import reward_pool
+from hybrid_gkd.scoring.builtin_rewards import Response
+from hybrid_gkd.scoring.reward_functions import RewardFunction, load_functions
+from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.testing import NumberTokenizer, make_sample
+from hybrid_gkd.types import Task
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A scorer of `reward.*`; `text` is the file of a function of the user's own."""
+    scorers = []
+
+    def make(*overrides, text=None):
+        if text is not None:
+            (tmp_path / "my_reward.py").write_text(textwrap.dedent(text))
+            overrides = [f"reward.custom_reward_function.path={tmp_path / 'my_reward.py'}", *overrides]
+        config = load_config([
+            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false",
+            "data.max_response_length=8", "actor_rollout_ref.rollout.n=2", "reward.answer_key=answer",
+            "reward.num_workers=1", *overrides,
+        ])  # fmt: skip
+        scorers.append(Scorer(load_functions(config.reward), NumberTokenizer(), config))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()
+
+
+def pair(row, *ids, answer="7"):
+    prompt = Task(index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, extra_info={"row": row})
+    return prompt, make_sample(row, prompt=prompt.token_ids, completion=ids)
+
+
+def test_builtin_functions_that_are_quick_start_no_process(make):
+    scorer = make("reward.functions={gsm8k: 1.0, length: 0.5}")
+    pairs = [pair(0, 7), pair(1, 1, 2, 3, 4)]
+    scorer.begin(pairs)
+    assert scorer.scores(pairs) == [1 - 0.5 / 8, -0.25]
+    assert scorer.metrics(pairs) == {"reward/gsm8k/mean": 0.5, "reward/length/mean": -2.5 / 8}
+    assert scorer._pool is None
+
+
+def test_the_wait_is_timed_where_the_trainer_waits(make):
+    pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
+    filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+    for overrides, timed in ((), True), (pools, True), (filtered, True), ((*pools, *filtered), False):
+        scorer = make("reward.name=gsm8k", *overrides)
+        scorer.of_validation([pair(0, 7)])
+        assert scorer._clock.take() == {}
+        scorer.rewards([pair(1, 7)])
+        assert set(scorer._clock.take()) == ({"timing/reward"} if timed else set())
+
+
+def test_one_function_has_no_metrics_of_its_own(make):
+    scorer = make("reward.name=gsm8k")
+    assert scorer.rewards([pair(0, 7)]) == [1.0]
+    assert scorer.metrics([pair(0, 7)]) == {}
+
+
+def test_long_responses_have_a_penalty_in_training(make):
+    scorer = make("reward.name=gsm8k", "reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=4")
+    pairs = [pair(0, 7), pair(1, 1, 2, 3, 4, 5, 7)]
+    assert scorer.scores(pairs) == [1.0, 1.0]
+    assert scorer.rewards(pairs) == [1.0, 0.5]
+    assert scorer.metrics(pairs) == {"reward/overlong/mean": -0.25}
+
+
+def test_a_row_without_an_answer_is_named(make):
+    with pytest.raises(DataError, match=r"^row 4 of the data: there is no answer to compute a reward from$"):
+        make().scores([pair(3, 7, answer=None)])
+
+
+def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_path):
+    """What begin() handed over is not computed again, and a sample that is gone is forgotten."""
+    scorer = make(text=f"""
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            with open({str(tmp_path / "calls")!r}, "a") as file:
+                file.write(f"{{extra_info['row']}} ")
+            return {{"score": len(solution_str.split()), "even": extra_info["row"] % 2 == 0}}
+        """)  # fmt: skip
+    pairs = [pair(0, 7), pair(1, 7, 7), pair(2, 7, 7, 7)]
+    scorer.begin(pairs[:2])
+    assert scorer.scores(pairs) == scorer.scores(pairs) == [1.0, 2.0, 3.0]
+    assert (tmp_path / "calls").read_text().split() == ["0", "1", "2"]
+    assert scorer.metrics(pairs) == {"reward/even/mean": pytest.approx(2 / 3), "reward/failures": 0.0}
+    assert len(scorer._entries) == 3
+    del pairs
+    assert scorer._entries == {}
+
+
+def test_several_functions_of_each_kind(make):
+    scorer = make(
+        "reward.functions={custom: 2.0, gsm8k: 1.0, format: 0.5}", "reward.format=^7",
+        text="""
+            def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+                return [len(solution_strs) for _ in solution_strs]
+            """,
+    )  # fmt: skip
+    pairs = [pair(0, 7), pair(1, 8)]
+    scorer.begin(pairs)  # the function of all responses waits for the last
+    assert scorer.scores(pairs) == [4 + 1 + 0.5, 4.0]
+    found = scorer.metrics(pairs)
+    assert found == {
+        "reward/custom/mean": 2.0, "reward/gsm8k/mean": 0.5, "reward/format/mean": 0.5, "reward/failures": 0.0,
+    }  # fmt: skip
+
+
+HANGS = """
+    import os, re, subprocess, time
+    def compute_score(response, answer):
+        if response == "1": return 0.5
+        if response == "2": subprocess.run(["sleep", "1000"])
+        if response == "3": re.match("(a+)+b", "a" * 100)
+        if response == "4": os.kill(os.getpid(), 9)
+        if response == "5": raise SystemExit("enough")
+        if response == "6":
+            while True:
+                try: time.sleep(1000)
+                except BaseException: pass
+        return float("nan")
+    """
+
+
+def test_a_failure_ends_the_run_and_names_row_answer_and_place(make):
+    scorer = make("reward.timeout=0.1", text=HANGS)
+    pairs = [pair(0, 1), pair(5, 2)]
+    expected = (
+        r"^row 6 of the data: the reward \S+my_reward\.py:compute_score did not return in time \(reward\.timeout\); it "
+        r"was at \S+my_reward\.py:5, for the answer '7' and a response that starts with '2'$"
+    )
+    with pytest.raises(TrainingError, match=expected):
+        scorer.scores(pairs)
+
+
+@pytest.mark.slow
+def test_a_failure_counts_as_a_fixed_score_and_its_process_is_replaced(make, caplog):
+    scorer = make("reward.timeout=0.1", "reward.score_on_error=-1", text=HANGS)
+    pairs = [pair(row, row) for row in range(1, 8)]
+    with caplog.at_level(logging.WARNING):
+        assert scorer.scores(pairs) == [0.5, *[-1.0] * 6]
+    said = [record.getMessage() for record in caplog.records]
+    assert ["my_reward.py:5," in said[0], "my_reward.py:6," in said[1], "(exit code -9)" in said[2]] == [True] * 3
+    assert said[3:] == ["6 responses in all have no score, see the first 3 above"]
+    assert scorer.metrics(pairs) == {"reward/failures": pytest.approx(6 / 7)}
+    assert scorer.scores([pair(9, 1)]) == [0.5]
+
+
+def test_an_async_function_fails_on_its_own_responses_and_on_no_others_of_its_process(make):
+    scorer = make("reward.timeout=0.5", "reward.score_on_error=-1", text="""
+        import os, time
+        async def compute_score(response, answer):
+            if response == "2": os._exit(5)
+            if response == "3": time.sleep(1000)
+            return 1.0
+        """)  # fmt: skip
+    assert scorer.scores([pair(row, row) for row in range(1, 5)]) == [1.0, -1.0, -1.0, 1.0]
+
+
+def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it(make, tmp_path, caplog):
+    """Also where it calls that success, and where no timeout would end the wait."""
+    scorer = make("reward.score_on_error=-1", "reward.timeout=.inf", text=f"""
+        import os, subprocess
+        def compute_score(response, answer):
+            started = subprocess.Popen(["sleep", "1000"])
+            open({str(tmp_path / "group")!r}, "w").write(str(os.getpgid(started.pid)))
+            os._exit(0)
+        """)  # fmt: skip
+    assert scorer.scores([pair(5, 1)]) == [-1.0]
+    assert "row 6 of the data" in caplog.text
+    assert "ended its process (exit code 0)" in caplog.text
+    group = int((tmp_path / "group").read_text())
+    wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
+
+
+def test_processes_that_end_at_any_moment_are_replaced_but_not_for_ever(make, tmp_path, monkeypatch):
+    """One that has nothing to do, whose library then takes all of them for lost; and all, before they do anything."""
+    monkeypatch.setattr(reward_pool, "MOST_BREAKS", 1)
+    scorer = make(text=f"""
+        import os
+        if os.path.exists({str(tmp_path / "gone")!r}): os._exit(3)
+        def compute_score(response, answer): return 1
+        """)  # fmt: skip
+    assert scorer.scores([pair(0, 1)]) == [1.0]
+    kill_idle(scorer._pool._pool)
+    assert scorer.scores([pair(0, 1), pair(1, 1)]) == [1.0, 1.0]
+    (tmp_path / "gone").touch()
+    kill_idle(scorer._pool._pool)
+    with pytest.raises(TrainingError, match=r"the processes that compute rewards have ended: .*All workers expired"):
+        scorer.scores([pair(row, 1) for row in range(3)])
+
+
+def test_what_is_lost_with_a_pool_is_computed_by_no_more_at_once_than_before(monkeypatch):
+    class Idle:
+        def __init__(self, **_):
+            pass
+
+        def schedule(self, *_, **__):
+            return Future()
+
+    monkeypatch.setattr(reward_pool, "ProcessPool", Idle)
+    monkeypatch.setattr(reward_pool, "_retire", lambda pool: None)
+    function = RewardFunction("custom", "mine", lambda responses: [], at_once=3, can_hang=True)
+    pool = reward_pool.RewardPool(RewardConfig(num_workers=2))
+    for number in (1, 3, 1):  # two processes begin at once, and a response waits
+        pool.submit(function, [Response(text="1")] * number)
+    assert [len(unit) for _, unit in pool._running.values()] == [1, 3]
+    pool._on_broken(pool._pool, RuntimeError("all have ended"))
+    assert [len(unit) for _, unit in pool._running.values()] == [1, 3]
+
+
+def test_a_pattern_without_end_is_a_wrong_response(make):
+    scorer = make("reward.name=format", "reward.format='^(\\d+ ?)+$'", "reward.timeout=0.1")
+    assert scorer.scores([pair(0, 1), pair(1, *[11111111] * 8, -1)]) == [1.0, 0.0]
+
+
+def test_a_process_that_cannot_load_the_function_says_so(make, tmp_path):
+    scorer = make(text="def compute_score(response, answer): return 1")
+    (tmp_path / "my_reward.py").unlink()
+    with pytest.raises(TrainingError, match=r"could not be loaded by the process that computes it: .*existing Python"):
+        scorer.scores([pair(0, 1)])
+
+
+RUN = """
+import sys, time
+from hybrid_gkd.config import CustomRewardFunction, RewardConfig
+from hybrid_gkd.scoring import reward_pool
+from hybrid_gkd.scoring.reward_functions import load_functions
+from hybrid_gkd.scoring.reward_pool import RewardPool
+from hybrid_gkd.scoring.builtin_rewards import Response
+
+section = RewardConfig(
+    answer_key="a", num_workers=2, custom_reward_function=CustomRewardFunction(path=sys.argv[1])
+)
+function = load_functions(section)["custom"]
+pool = RewardPool(section)
+pool.submit(function, [Response(text=text, answer="") for text in ("2", "3")])
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, number):
+    """Not the process that holds the interpreter's lock, nor what the other one has started."""
+    file = tmp_path / "my_reward.py"
+    file.write_text(textwrap.dedent(HANGS))
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(file)], start_new_session=True)
+    try:
+        wait_until(lambda: {"sleep", "sh"} <= {name for name, _ in descendants(run.pid)})
+        pids = [pid for _, pid in descendants(run.pid)]
+        assert len(pids) >= 5  # two processes with their guards, and the sleep
+    finally:
+        os.kill(run.pid, number)
+        run.wait(TIMEOUT)
+    wait_until(lambda: not [pid for pid in pids if is_alive(pid)])
+
+
+def kill_idle(pool):
+    (worker,) = pool._pool_manager.worker_manager.workers
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not pool.active)
+
+
+def in_group(pid, group):
+    try:
+        return os.getpgid(pid) == group and is_alive(pid)
+    except ProcessLookupError:
+        return False
+
+
+def descendants(pid):
+    """(name, pid) of all processes below one."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = re.search(r"\((.*)\) \S+ (\d+)", file.read_text()).groups()
+        except OSError:
+            continue
+        parents[int(file.parent.name)] = (name, int(rest))
+    found, below = [], {pid}
+    while new := {child for child, (_, parent) in parents.items() if parent in below} - {p for _, p in found}:
+        found += [(parents[child][0], child) for child in new]
+        below = new
+    return found

@@ -1,0 +1,236 @@
+"""An interrupted or failed write never replaces a good checkpoint."""
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_gkd.errors import CheckpointError
+from hybrid_gkd.runtime import files
+from hybrid_gkd.runtime.files import FileSum
+from hybrid_gkd.student.checkpoint_store import LATEST, CheckpointStore, TrainerState, find_damage, load_state
+
+
+def state(step):
+    return TrainerState(step=step, data={"data.seed": 0}, first_metrics={"actor/kl_loss": 1.5})
+
+
+def write(store, step, text="weights"):
+    with store.writing(state(step)) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "part").write_text(text)
+
+
+def flip(file):
+    """Two flipped bytes."""
+    data = bytearray(file.read_bytes())
+    for place in (len(data) // 3, len(data) // 2):
+        data[place] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_latest_is_the_newest_complete_one_and_its_state_reads_back(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    assert store.latest() is None
+    write(store, 5)
+    write(store, 10)
+    assert store.latest() == tmp_path / "global_step_10"
+    assert load_state(store.latest()) == state(10)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left on device"), RuntimeError])
+def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 5, "good")
+
+    def interrupted_write():
+        with store.writing(state(6)) as folder:
+            (folder / "half").write_text("written")
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, CheckpointError, RuntimeError)):
+        interrupted_write()
+    assert store.latest() == tmp_path / "global_step_5"
+    assert (store.latest() / "actor" / "part").read_text() == "good"
+    write(store, 6)  # what was left behind is no obstacle
+    assert store.latest() == tmp_path / "global_step_6"
+    assert not (store.latest() / "half").exists()
+
+
+def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
+    write(CheckpointStore(tmp_path, keep=1), 5, "good")
+    code = f"""if True:
+        import os, signal
+        from pathlib import Path
+        from hybrid_gkd.student.checkpoint_store import CheckpointStore
+        folder = CheckpointStore(Path({str(tmp_path)!r}), keep=1).begin(6)
+        (folder / "actor").mkdir()
+        (folder / "actor" / "part").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL
+    store = CheckpointStore(tmp_path, keep=1)
+    assert (store.latest() / "actor" / "part").read_text() == "good"
+    assert find_damage(store.latest()) == {}
+    assert (tmp_path / ".global_step_6.writing").is_dir()
+    write(store, 7)
+    assert store.latest() == tmp_path / "global_step_7"
+    assert not (tmp_path / ".global_step_6.writing").exists()
+
+
+def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5, "old")
+    write(store, 5, "new")
+    assert (store.latest() / "actor" / "part").read_text() == "new"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays_and_is_named(tmp_path, caplog):
+    """Somebody has moved it to another disk, and left a link."""
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    (tmp_path / "run").mkdir()
+    write(store, 5)
+    (tmp_path / "run" / "global_step_5").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "global_step_5").symlink_to(tmp_path / "elsewhere")
+    write(store, 6)
+    assert store.latest() == tmp_path / "run" / "global_step_6"
+    assert (tmp_path / "elsewhere" / "actor" / "part").is_file()
+    assert f"an old checkpoint stays: {tmp_path / 'run' / 'global_step_5'}" in caplog.text
+
+
+def test_a_run_killed_while_it_replaces_a_step_keeps_the_old_one(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5, "old")
+    rename = os.rename
+
+    def killed_at_the_second_rename(source, target):
+        if str(source).endswith(".writing"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed_at_the_second_rename)
+    with pytest.raises(KeyboardInterrupt):
+        write(store, 5, "new")
+    monkeypatch.undo()
+    assert (store.latest() / "actor" / "part").read_text() == "old"
+    write(store, 5, "new")
+    assert (store.latest() / "actor" / "part").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir() if "replaced" in path.name] == []
+
+
+def reserved(folder):
+    """Bytes of the disk that files of the store's own take, checkpoints aside."""
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file() and path.name != LATEST)
+
+
+def test_room_for_a_checkpoint_is_held_until_it_is_written(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, reserved_bytes=2**20)
+    store.reserve()
+    assert reserved(tmp_path) >= 2**20
+    with store.writing(state(1)):
+        assert reserved(tmp_path) == 0
+    assert reserved(tmp_path) == 0
+    store.reserve()
+    assert reserved(tmp_path) >= 2**20
+    store.release()
+    store.release()
+    assert reserved(tmp_path) == 0
+
+
+def test_a_disk_without_the_room_is_said(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    store = CheckpointStore(tmp_path, keep=1, reserved_bytes=free + 2**40)
+    with pytest.raises(CheckpointError, match=r"no room for the next checkpoint \(\d+ MiB\): "):
+        store.reserve()
+    assert reserved(tmp_path) == 0
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_reserves_nothing_is_no_obstacle(tmp_path, monkeypatch, code):
+    def fallocate(*args):
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda *args, **kwargs: SimpleNamespace(fallocate=fallocate))
+    CheckpointStore(tmp_path, keep=1, reserved_bytes=2**20).reserve()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_the_user_beside_the_checkpoints_are_left_alone(tmp_path):
+    (tmp_path / "global_step_1_best").mkdir()
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        write(store, step)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1_best", "global_step_2"]
+
+
+def test_only_the_newest_are_kept_and_later_ones_of_another_run_do_not_count(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (30, 1, 2, 3):
+        write(store, step)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_2", "global_step_3", "global_step_30",
+    ]
+
+
+def test_a_run_killed_before_it_moved_the_pointer_has_its_first_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 7)
+    (tmp_path / LATEST).unlink()
+    assert store.latest() == tmp_path / "global_step_7"
+    (tmp_path / LATEST).write_bytes(b"\xff7")
+    assert store.latest() == tmp_path / "global_step_7"
+
+
+def test_the_checkpoint_that_the_pointer_names_comes_first_be_it_there_or_not(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (30, 5, 10):
+        write(store, step)
+    shutil.rmtree(tmp_path / "global_step_10")
+    assert [folder.name for folder in store.newest_first()] == ["global_step_10", "global_step_5"]
+
+
+def test_a_broken_state_is_named(tmp_path):
+    (tmp_path / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        load_state(tmp_path)
+
+
+def test_every_file_is_listed_and_what_happened_to_it_is_found(tmp_path):
+    store = CheckpointStore(tmp_path, keep=None)
+    with store.writing(state(1), sums := {}) as folder:
+        for name in ("kept", "flipped", "cut", "gone"):
+            (folder / "actor" / name).parent.mkdir(exist_ok=True)
+            (folder / "actor" / name).write_bytes(bytes(range(256)))
+        sums["actor/kept"] = FileSum.of(folder / "actor" / "kept")
+    folder = store.latest()
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    assert set(listed) == {"trainer_state.json", *(f"actor/{name}" for name in ("kept", "flipped", "cut", "gone"))}
+    assert listed["actor/kept"] == {"size": 256, "crc32": zlib.crc32(bytes(range(256)))}
+    assert find_damage(folder) == {}
+    flip(folder / "actor" / "flipped")
+    os.truncate(folder / "actor" / "cut", 100)
+    (folder / "actor" / "gone").unlink()
+    flip(folder / "trainer_state.json")
+    found = find_damage(folder)
+    assert found.keys() == {"trainer_state.json", "actor/flipped", "actor/cut", "actor/gone"}
+    assert found["actor/cut"] == "has 100 bytes instead of 256"
+    assert "checksum" in found["actor/flipped"]
+    assert "actor/flipped" not in find_damage(folder, largest=255)
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        find_damage(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        write(CheckpointStore(tmp_path / "file", keep=2), 1)
