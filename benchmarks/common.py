@@ -1,4 +1,4 @@
-"""What several benchmarks need: programs that run to their end, processes, and what a machine is called."""
+"""Helpers of several benchmarks: programs that run to their end, processes, and the name of the machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tail(log: Path) -> str:
 
 
 def device_name(device: str) -> str:
-    """As the report names it."""
+    """Return the name that the report shows."""
     if device == "cpu":
         return "CPU"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]

@@ -1,1 +1,1 @@
-"""What differs between versions of other libraries, and what reaches into them."""
+"""Differences between versions of other libraries, and code that reaches into their private parts."""

@@ -52,7 +52,7 @@ DIVERGENCES: Mapping[str, Divergence] = {
 def weighted_divergences(
     loss_mode: str, mixed_weights: Mapping[str, float], loss_fn: str | None
 ) -> list[tuple[float, Divergence]]:
-    """What the distillation term is the weighted sum of, by the keys of the section `distillation`."""
+    """Return the weighted divergences of the distillation term, from the keys of the section `distillation`."""
     if loss_fn is not None:
         return [(1.0, user_divergence(loss_fn))]
     weights = mixed_weights if loss_mode == "mixed" else {loss_mode: 1.0}

@@ -146,7 +146,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": remax,
     "opo": opo,
 }
-"""What each of them needs is said in `ADV_ESTIMATORS` of hybrid_gkd/config/learning.py."""
+"""`ADV_ESTIMATORS` in hybrid_gkd/config/learning.py lists the inputs that each of them needs."""
 
 
 def load_estimator(name: str) -> Estimator:

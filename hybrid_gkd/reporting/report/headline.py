@@ -14,7 +14,7 @@ Card = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What a run has done so far."""
+    """The progress of a run."""
 
     starts: list[dict[str, Any]]
     """As in starts.jsonl."""
