@@ -39,7 +39,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, write_manifest
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.testing import MetricRows
-from hybrid_gkd.types import Prompt, Rollout
+from hybrid_gkd.types import Rollout, Task
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -104,7 +104,7 @@ def print_steps(args: argparse.Namespace, folder: Path) -> None:
         *(["actor_rollout_ref.rollout.name=hf"] if args.device == "cpu" else []), *args.overrides,
     ])  # fmt: skip
     prompts = [
-        Prompt(index=i, token_ids=rng.integers(0, 200, 64).astype(np.int32), text="", answer="")
+        Task(index=i, token_ids=rng.integers(0, 200, 64).astype(np.int32), text="", answer="")
         for i in range(args.prompts)
     ]
     with ray_cluster(config, args.device), contextlib.closing(

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.types import GenerationRequest, Sample, SampleId, SamplingParams
 from hybrid_gkd.workers.process_group import GroupMember
 
 PROMPT_TOKENS = 128
@@ -42,32 +43,23 @@ def lengths_of(kind: str, limit: int, sequences: int) -> np.ndarray:
 
 def generate(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int, *, logprobs: bool) -> dict[str, Any]:
     """Seconds, steps, tokens and log-probabilities of one generation."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    prompts = np.random.default_rng(1).integers(0, vocabulary, (len(lengths), PROMPT_TOKENS)).tolist()
-    samplings = [
-        SamplingParams(
-            max_tokens=int(length), seed=index, ignore_eos=True, detokenize=False, flat_logprobs=True,
-            logprobs=0 if logprobs else None, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
-        )
-        for index, length in enumerate(lengths)
-    ]
+    prompts = np.random.default_rng(1).integers(0, vocabulary, (len(lengths), PROMPT_TOKENS)).astype(np.int32)
     torch.cuda.synchronize()
-    started, steps, found, found_logprobs = time.perf_counter(), 0, {}, {}
-    for outputs in engine.steps(zip(map(str, range(len(lengths))), prompts, samplings, strict=True)):
+    started, steps, found = time.perf_counter(), 0, list[Sample]()
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        request = GenerationRequest(id=SampleId(1, row, 0), prompt_ids=prompt, seed=row)
+        engine.add([request], SamplingParams(max_tokens=int(length), logprobs=logprobs))
+    while engine.has_unfinished:
         steps += 1
-        for output in outputs:
-            if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-                if logprobs and engine.scheduler is not None:
-                    found_logprobs[output.request_id] = engine.scheduler.take_logprobs(output.request_id)
-                elif logprobs:
-                    found_logprobs[output.request_id] = np.asarray(output.outputs[0].logprobs.logprobs, np.float32)
+        found += engine.step()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    assert all(sample.status == "length" for sample in found)
     assert engine.llm.reset_prefix_cache()
-    return {"seconds": seconds, "steps": steps, "tokens": found, "logprobs": found_logprobs}
+    return {
+        "seconds": seconds, "steps": steps, "tokens": {sample.id: sample.trained_ids.tolist() for sample in found},
+        "logprobs": {sample.id: sample.logprobs for sample in found if logprobs},
+    }
 
 
 def kernel_seconds(engine: VLLMRolloutEngine, lengths: np.ndarray, vocabulary: int) -> float:
@@ -100,7 +92,7 @@ def make_engine(args: argparse.Namespace, folder: Path, model: str) -> VLLMRollo
     member.join(member.address(), Timeout(60.0))
     engine = VLLMRolloutEngine(config, device=torch.device("cuda", 0), stop_token_ids=[])
     weights = load_file(Path(model) / "model.safetensors")
-    engine.load_weights((name, weight.cuda()) for name, weight in weights.items())
+    engine.load_weights(((name, weight.cuda()) for name, weight in weights.items()), 0)
     return engine
 
 

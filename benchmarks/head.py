@@ -35,10 +35,10 @@ from torch import Tensor
 
 from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.losses.head import head_loss
-from hybrid_gkd.losses.objective import Objective, Targets
+from hybrid_gkd.student.actor import make_objective
 
 GIB = 2**30
-OBJECTIVE = Objective(DistillationConfig(loss_mode="forward_kl"), ActorConfig())
+OBJECTIVE = make_objective(DistillationConfig(loss_mode="forward_kl"), ActorConfig())
 VERL_LOG_PROB_MIN = -10.0
 LIGER_CHUNK_ROWS = 1024
 
@@ -71,7 +71,7 @@ def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor
     """The training path of a distillation loss."""
     topk = ids.shape[1]
     tail = teacher.new_full([len(teacher)], math.log1p(-math.exp(-0.105)))
-    loss_fn = OBJECTIVE.loss_fn(Targets(teacher_logprobs=teacher, teacher_tail=tail, teacher_sampled=teacher[:, 0]))
+    loss_fn = OBJECTIVE.loss_fn({"teacher.logprobs": teacher, "teacher.tail_logprobs": tail})
     loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk, tail_topk=topk)
     loss.backward()
     return loss.detach()

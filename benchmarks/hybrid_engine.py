@@ -26,7 +26,7 @@ from transformers import Qwen2ForCausalLM
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, Sequence, TrainSequence
+from hybrid_gkd.types import GenerationRequest, MiniBatch, Sample, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -60,7 +60,9 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     config, vocabulary = configure(args, folder), SHAPES[args.shape][5]
     rng = np.random.default_rng(0)
     requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, vocabulary, args.prompt_tokens).astype(np.int32), seed=i)
+        GenerationRequest(
+            id=SampleId(1, i, 0), prompt_ids=rng.integers(0, vocabulary, args.prompt_tokens).astype(np.int32), seed=i
+        )
         for i in range(args.prompts)
     ]
     rows, first = [], []
@@ -71,7 +73,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
             row: dict[str, float] = dict(group.publish(step))
             started = time.perf_counter()
             sampling = SamplingParams(max_tokens=args.new_tokens, logprobs=step == 0)
-            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
+            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.id)
             row["generate"] = time.perf_counter() - started
             batch = train_batch(args, found, vocabulary, rng)
             if step == 0:
@@ -79,9 +81,9 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
             row |= update(args, group, found, batch)
             rows.append(row | group.device_metrics())
     exact = reference_logprobs(config.actor_rollout_ref.model.path, first[:REFERENCE_SEQUENCES])
-    rows[-1]["engine and actor"] = mean_difference((s.logprobs, own[s.index]) for s in first)
-    rows[-1]["engine and float32"] = mean_difference((s.logprobs, exact[s.index]) for s in first if s.index in exact)
-    rows[-1]["actor and float32"] = mean_difference((own[index], exact[index]) for index in exact)
+    rows[-1]["engine and actor"] = mean_difference((s.logprobs, own[s.id]) for s in first)
+    rows[-1]["engine and float32"] = mean_difference((s.logprobs, exact[s.id]) for s in first if s.id in exact)
+    rows[-1]["actor and float32"] = mean_difference((own[each], exact[each]) for each in exact)
     return rows
 
 
@@ -91,32 +93,30 @@ def mean_difference(pairs: Iterable[tuple[np.ndarray | None, np.ndarray]]) -> fl
 
 
 @torch.no_grad()
-def reference_logprobs(path: str, sequences: list[Sequence]) -> dict[int, np.ndarray]:
-    """Of the sampled tokens, with the same weights and float32 throughout."""
+def reference_logprobs(path: str, samples: list[Sample]) -> dict[SampleId, np.ndarray]:
+    """Of the trained tokens, with the same weights and float32 throughout."""
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").cuda()
     found = {}
-    for s in sequences:
-        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids]).astype(np.int64)).cuda()
-        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1]
-        chosen = ids[len(s.prompt_ids) :, None]
-        found[s.index] = logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu().numpy()
+    for sample in samples:
+        ids = torch.from_numpy(sample.tokens.astype(np.int64)).cuda()
+        logits, chosen = model(ids[None]).logits[0, sample.positions - 1], ids[sample.positions, None]
+        found[sample.id] = logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu().numpy()
     return found
 
 
-Shares = list[tuple[tuple[TrainSequence, ...], ...]]
+Shares = list[tuple[tuple[Sample, ...], ...]]
 
 
-def train_batch(args: argparse.Namespace, found: list[Sequence], vocabulary: int, rng: np.random.Generator) -> Shares:
+def train_batch(args: argparse.Namespace, found: list[Sample], vocabulary: int, rng: np.random.Generator) -> Shares:
     """Worker -> micro-batches."""
-    scores = [random_scores(rng, len(s.response_ids), vocabulary, TOPK) for s in found]
-    batch = [TrainSequence(sequence=s, teacher=t) for s, t in zip(found, scores, strict=True)]
+    batch = [s.with_signals(teacher=random_scores(rng, s.num_trained, vocabulary, TOPK)) for s in found]
     plan = plan_micro_batches([s.num_tokens for s in found], args.gpus, args.micro_batch_tokens, None, True)
     return [tuple(tuple(batch[i] for i in members) for members in share) for share in plan]
 
 
-def update(args: argparse.Namespace, group: WorkerGroup, found: list[Sequence], shares: Shares) -> dict[str, float]:
-    """One optimizer step on all sequences."""
-    new_tokens = sum(len(s.response_ids) for s in found)
+def update(args: argparse.Namespace, group: WorkerGroup, found: list[Sample], shares: Shares) -> dict[str, float]:
+    """One optimizer step on all samples."""
+    new_tokens = sum(s.num_trained for s in found)
     started = time.perf_counter()
     group.update([[MiniBatch(micro_batches=share, num_tokens=new_tokens)] for share in shares])
     seconds = time.perf_counter() - started

@@ -26,7 +26,7 @@ from transformers import Qwen2ForCausalLM
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
+from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -98,7 +98,9 @@ def sample(path: Path, texts: list[list[int]], end: int, args: argparse.Namespac
         ]
     )  # fmt: skip
     requests = [
-        GenerationRequest(index=i, prompt_ids=np.array(text[: min(PROMPT_TOKENS, len(text) // 2)], np.int32), seed=i)
+        GenerationRequest(
+            id=SampleId(1, i, 0), prompt_ids=np.array(text[: min(PROMPT_TOKENS, len(text) // 2)], np.int32), seed=i
+        )
         for i, text in enumerate(texts[-PROMPTS:])
     ]
     with ray_cluster(config, args.device), contextlib.closing(
@@ -106,19 +108,19 @@ def sample(path: Path, texts: list[list[int]], end: int, args: argparse.Namespac
     ) as group:
         group.publish(0)
         sampling = SamplingParams(max_tokens=NEW_TOKENS, logprobs=True)
-        found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
+        found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.id)
         (plan,) = plan_micro_batches([s.num_tokens for s in found], 1, 16384, None, True)
-        own = group.compute_logprobs([tuple(tuple(TrainSequence(sequence=found[i]) for i in m) for m in plan)])
-    pairs = [(s.logprobs, own[s.index]) for s in found]
+        own = group.compute_logprobs([tuple(tuple(found[i] for i in members) for members in plan)])
+    pairs = [(s.logprobs, own[s.id]) for s in found]
     lines = [
-        f"| sampled tokens | {sum(len(s.response_ids) for s in found)} |",
-        f"| mean of -log-probability, nats | {-np.concatenate([own[s.index] for s in found]).mean():.2f} |",
+        f"| sampled tokens | {sum(s.num_trained for s in found)} |",
+        f"| mean of -log-probability, nats | {-np.concatenate([own[s.id] for s in found]).mean():.2f} |",
         f"| engine and student, mean | {mean_difference(pairs):.4f} |",
         f"| engine and student, largest | {max(np.abs(one - other).max() for one, other in pairs):.4f} |",
     ]
     if args.device == "cuda":
         exact = reference_logprobs(str(path), found[:IN_FLOAT32])
-        engine = mean_difference((s.logprobs, exact[s.index]) for s in found if s.index in exact)
+        engine = mean_difference((s.logprobs, exact[s.id]) for s in found if s.id in exact)
         lines.append(f"| engine and float32, mean | {engine:.4f} |")
         lines.append(f"| student and float32, mean | {mean_difference((own[i], exact[i]) for i in exact):.4f} |")
     return lines

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_gkd.testing import make_tokenizer
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import TopK
 
 SHAPES = {
     # name: hidden, intermediate, layers, heads, kv heads, vocabulary, tied embeddings
@@ -69,13 +69,13 @@ def make_model(folder: Path, shape: str, tokenizer: PreTrainedTokenizerFast | No
     return folder
 
 
-def random_scores(rng: np.random.Generator, count: int, vocabulary: int, topk: int) -> TeacherTopK:
+def random_scores(rng: np.random.Generator, count: int, vocabulary: int, topk: int) -> TopK:
     """Valid scores; ids are consecutive, which costs the loss what any others do."""
     first = rng.integers(0, vocabulary - topk, count)
     ids = (first[:, None] + np.arange(topk)).astype(np.int32)
     logprobs = np.full((count, topk), np.log(0.9 / topk), np.float32)
     tail = np.full(count, np.log(0.1), np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+    return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
 
 if __name__ == "__main__":

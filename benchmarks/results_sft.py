@@ -32,7 +32,7 @@ from hybrid_gkd.demo.folders import DemoPaths, Row, no_progress_bars
 from hybrid_gkd.demo.models import SFTRecipe, greedy_answers, prompt_text
 from hybrid_gkd.demo.sft import SFT, alone, encode
 from hybrid_gkd.scoring.builtin_rewards import gsm8k
-from hybrid_gkd.types import Sequence
+from hybrid_gkd.types import Sample
 
 VALIDATIONS = 8
 MAX_NUM_SEQS = 512
@@ -105,7 +105,7 @@ def share_right(model: Any, tokenizer: Any, val: list[Row], limit: int) -> float
     return sum(gsm8k(text, row["answer"]) for text, row in zip(answers, val, strict=True)) / len(val)
 
 
-def batches(sequences: list[Sequence], size: int, seed: int) -> Any:
+def batches(sequences: list[Sample], size: int, seed: int) -> Any:
     """Batches without end, in a new order every pass."""
     rng = np.random.default_rng(seed)
     while True:
@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, config: Config, out: Path) -> None:
             # An answer has to be written once, however often it is trained on.
             new_answers = min(size, max(0, len(rows) - step * size))
             seconds += time.perf_counter() - began + per_answer * new_answers
-            tokens, step = tokens + sum(len(s.response_ids) for s in batch), step + 1
+            tokens, step = tokens + sum(s.num_trained for s in batch), step + 1
             due = min(VALIDATIONS, int(VALIDATIONS * seconds / (60 * args.minutes)))
             if due > validated or (step <= args.steps and step % every == 0):
                 validated = due

@@ -29,7 +29,7 @@ from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
 TIMEOUT = 900.0
 MEMORY = 0.8
@@ -37,10 +37,11 @@ ACCURACY_TOKENS = (64, 192)
 """Of a prompt and its response."""
 
 
-def random_pairs(count: int, num_prompt: int, num_response: int, vocabulary: int) -> list[tuple[np.ndarray, ...]]:
-    """Prompt and response ids int32 of every sequence."""
-    rng = np.random.default_rng(0)
-    return [tuple(rng.integers(0, vocabulary, n, dtype=np.int32) for n in (num_prompt, num_response))
+def random_readings(count: int, num_prompt: int, num_response: int, vocabulary: int) -> list[Reading]:
+    """Readings whose response is scored."""
+    rng, length = np.random.default_rng(0), num_prompt + num_response
+    positions = np.arange(num_prompt, length)
+    return [Reading(token_ids=rng.integers(0, vocabulary, length, dtype=np.int32), positions=positions)
             for _ in range(count)]  # fmt: skip
 
 
@@ -51,43 +52,43 @@ def load_vocabulary_size(folder: Path) -> int:
     return int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
 
 
-def rate(pairs: list[tuple[np.ndarray, ...]], run: Callable[[list[tuple[np.ndarray, ...]]], Any]) -> float:
-    """Tokens per second of the second of two runs, the first with an eighth of the sequences."""
-    run(pairs[: max(8, len(pairs) // 8)])
+def rate(readings: list[Reading], run: Callable[[list[Reading]], Any]) -> float:
+    """Tokens per second of the second of two runs, the first with an eighth of the readings."""
+    run(readings[: max(8, len(readings) // 8)])
     started = time.perf_counter()
-    run(pairs)
-    return sum(len(part) for pair in pairs for part in pair) / (time.perf_counter() - started)
+    run(readings)
+    return sum(reading.num_tokens for reading in readings) / (time.perf_counter() - started)
 
 
-def engine_rates(options: EngineOptions, pairs: list[tuple[np.ndarray, ...]], topks: list[int]) -> dict[str, float]:
+def engine_rates(options: EngineOptions, readings: list[Reading], topks: list[int]) -> dict[str, float]:
     """Tokens per second of the engine alone: plain prefill, and scoring with each K."""
     engine: Any = load_engine(options)
     prefill = vllm_prefill(engine) if engine.info.backend == "vllm" else hf_prefill(engine)
-    rates = {"prefill": rate(pairs, prefill)}
+    rates = {"prefill": rate(readings, prefill)}
     for k in topks:
-        rates[f"engine {k}"] = rate(pairs, lambda some, k=k: engine.score(some, k, 1.0))
-    rates["prefill again"] = rate(pairs, prefill)
+        rates[f"engine {k}"] = rate(readings, lambda some, k=k: engine.score(some, k, 1.0))
+    rates["prefill again"] = rate(readings, prefill)
     return rates
 
 
-def vllm_prefill(engine: Any) -> Callable[[list[tuple[np.ndarray, ...]]], None]:
+def vllm_prefill(engine: Any) -> Callable[[list[Reading]], None]:
     from vllm import SamplingParams
 
-    def run(pairs: list[tuple[np.ndarray, ...]]) -> None:
+    def run(readings: list[Reading]) -> None:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        for index, pair in enumerate(pairs):
-            engine._engine.add_request(f"prefill {index}", {"prompt_token_ids": np.concatenate(pair).tolist()},
-                                       parameters)  # fmt: skip
+        for index, reading in enumerate(readings):
+            prompt = {"prompt_token_ids": reading.token_ids.tolist()}
+            engine._engine.add_request(f"prefill {index}", prompt, parameters)
         while engine._engine.has_unfinished_requests():
             engine._engine.step()
 
     return run
 
 
-def hf_prefill(engine: Any) -> Callable[[list[tuple[np.ndarray, ...]]], None]:
+def hf_prefill(engine: Any) -> Callable[[list[Reading]], None]:
     @torch.inference_mode()
-    def run(pairs: list[tuple[np.ndarray, ...]]) -> None:
-        engine.add(None, pairs, 1, 1.0)
+    def run(readings: list[Reading]) -> None:
+        engine.add(None, readings, 1, 1.0)
         while items := engine._take():
             engine._model.base_model(**engine._batch([item.input_ids for item in items]))
         engine.clear()
@@ -98,15 +99,11 @@ def hf_prefill(engine: Any) -> Callable[[list[tuple[np.ndarray, ...]]], None]:
 
 
 def ask(
-    address: str, keys: str, folder: str, pairs: list[tuple[np.ndarray, ...]], few: list[tuple[np.ndarray, ...]],
-    topk: int, in_flight: int, workers: list[int], broker: int,
-) -> tuple[dict[str, Any], list[TeacherTopK]]:
-    """What a client process sees of scoring `pairs`, after a warm-up, and the scores of `few`."""
+    address: str, keys: str, folder: str, readings: list[Reading], few: list[Reading], topk: int, in_flight: int,
+    workers: list[int], broker: int,
+) -> tuple[dict[str, Any], list[TopK]]:
+    """What a client process sees of scoring `readings`, after a warm-up, and the scores of `few`."""
     tokenizer = load_tokenizer(folder)
-    sequences, checked = ([
-        Sequence(index=i, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="length")
-        for i, (prompt, response) in enumerate(each)
-    ] for each in (pairs, few))  # fmt: skip
     with TeacherClient(
         [address], topk=topk, vocab_size=len(tokenizer), request_timeout=TIMEOUT, n_server_workers=in_flight,
         keys=keys,
@@ -114,21 +111,21 @@ def ask(
         client.handshake(
             tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer), max_sequence_length=2
         )
-        for future in client.submit(sequences[: max(8, len(sequences) // 8)]):
+        for future in client.submit(readings[: max(8, len(readings) // 8)]):
             future.result(TIMEOUT)
         client.drain_metrics()
         processes = {"worker": workers, "broker": [broker], "client": [os.getpid()]}
         before = {name: sum(map(cpu_seconds, pids)) for name, pids in processes.items()}
         started = time.perf_counter()
-        for future in client.submit(sequences):
+        for future in client.submit(readings):
             future.result(TIMEOUT)
         seconds = time.perf_counter() - started
         spent = {name: sum(map(cpu_seconds, pids)) - before[name] for name, pids in processes.items()}
         seen = client.drain_metrics()
-        scores = [future.result(TIMEOUT) for future in client.submit(checked)]
+        scores = [future.result(TIMEOUT) for future in client.submit(few)]
     figures = {
         "rate": seen.tokens / seconds,
-        "reply bytes": seen.bytes_received / sum(len(sequence.response_ids) for sequence in sequences),
+        "reply bytes": seen.bytes_received / seen.scored_tokens,
         "request bytes": seen.bytes_sent / seen.tokens,
         "latency": [float(np.percentile(seen.latencies, each)) for each in (50, 90, 99)],
         "retries": seen.retries,
@@ -151,8 +148,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def measure_service(
-    args: argparse.Namespace, folder: Path, pairs: list[tuple[np.ndarray, ...]], few: list[tuple[np.ndarray, ...]]
-) -> tuple[dict[int, dict[str, Any]], dict[int, list[TeacherTopK]]]:
+    args: argparse.Namespace, folder: Path, readings: list[Reading], few: list[Reading]
+) -> tuple[dict[int, dict[str, Any]], dict[int, list[TopK]]]:
     """Figures by K, and the scores of the sequences of the accuracy check by K."""
     figures, scores = {}, {}
     options = ["--backend", args.backend, "--gpu-memory-utilization", str(MEMORY)]
@@ -163,7 +160,7 @@ def measure_service(
         workers = descendants(teacher.pid)
         for k in args.topk:
             asked = client.submit(
-                ask, teacher.address, str(teacher.keys), str(folder), pairs, few, k, args.in_flight, workers,
+                ask, teacher.address, str(teacher.keys), str(folder), readings, few, k, args.in_flight, workers,
                 teacher.pid,
             )
             figures[k], scores[k] = asked.result(TIMEOUT)
@@ -173,7 +170,7 @@ def measure_service(
 
 @torch.inference_mode()
 def accuracy(
-    folder: Path, few: list[tuple[np.ndarray, ...]], scores: dict[int, list[TeacherTopK]]
+    folder: Path, few: list[Reading], scores: dict[int, list[TopK]]
 ) -> dict[int, str]:
     """By K, the difference of log-probabilities from a transformers forward in float32, and of the chosen sets.
 
@@ -190,10 +187,11 @@ def accuracy(
     differences, plain = ({k: list[torch.Tensor]() for k in scores} for _ in range(2))
     agreement: dict[int, list[float]] = {k: [] for k in scores}
     shortfall = dict.fromkeys(scores, 0.0)
-    for index, pair in enumerate(few):
-        ids = torch.from_numpy(np.concatenate(pair).astype(np.int64)).to(device)[None]
+    for index, reading in enumerate(few):
+        ids = torch.from_numpy(reading.token_ids.astype(np.int64)).to(device)[None]
+        rows = torch.from_numpy(reading.positions - 1).to(device)
         expected, in_bf16 = (
-            each(input_ids=ids, logits_to_keep=len(pair[1]) + 1).logits[0, :-1].float().log_softmax(-1)
+            each(input_ids=ids, logits_to_keep=rows).logits[0].float().log_softmax(-1)
             for each in (model, rounded)
         )
         for k in scores:
@@ -237,7 +235,7 @@ def report(
         lines += [
             f"| K = {k}: engine alone | {engine:.0f} tokens/s, {engine / prefill:.1%} of prefill |",
             f"| K = {k}: over TCP | {seen['rate']:.0f} tokens/s, {seen['rate'] / prefill:.1%} of prefill |",
-            f"| K = {k}: bytes per response token in replies (6 K + 64 = {6 * k + 64}), per token in requests | "
+            f"| K = {k}: bytes per scored token in replies (6 K + 64 = {6 * k + 64}), per token in requests | "
             f"{seen['reply bytes']:.1f}, {seen['request bytes']:.1f} |",
             f"| K = {k}: host time per token, worker, broker, client | {seen['worker us']:.2f}, "
             f"{seen['broker us']:.2f}, {seen['client us']:.2f} us |",
@@ -267,15 +265,15 @@ def main() -> None:
         args.log = args.log or f"{name}/teacher.log"
         folder = args.model or make_model(Path(name) / "model", args.shape, full_tokenizer(args.shape))
         vocabulary = load_vocabulary_size(folder)
-        pairs = random_pairs(args.sequences, args.prompt_tokens, args.response_tokens, vocabulary)
-        few = random_pairs(args.accuracy_sequences, *ACCURACY_TOKENS, vocabulary)
+        readings = random_readings(args.sequences, args.prompt_tokens, args.response_tokens, vocabulary)
+        few = random_readings(args.accuracy_sequences, *ACCURACY_TOKENS, vocabulary)
         options = EngineOptions(
             ckpt_path=str(folder), backend=args.backend, n_logprobs=max(args.topk), gpu_memory_utilization=MEMORY
         )
         with own_process() as engine:  # the GPU is free again afterwards
-            rates = engine.submit(engine_rates, options, pairs, args.topk).result(TIMEOUT)
+            rates = engine.submit(engine_rates, options, readings, args.topk).result(TIMEOUT)
         print(f"engine alone: {rates}", flush=True)
-        figures, scores = measure_service(args, folder, pairs, few)
+        figures, scores = measure_service(args, folder, readings, few)
         print(report(args, rates, figures, accuracy(folder, few, scores) if few else {}))
 
 

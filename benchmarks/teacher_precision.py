@@ -31,9 +31,8 @@ from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.losses.divergence import forward_kl
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
-Pair = tuple[np.ndarray, np.ndarray]
 TOPK, NEW_TOKENS, TIMEOUT = 64, 320, 600.0
 FLOAT32 = {"backend": "hf", "dtype": "float32"}
 VARIANTS = {
@@ -46,33 +45,35 @@ VARIANTS = {
 
 
 @torch.inference_mode()
-def answers(folder: Path, rows: list[Row], device: str) -> tuple[list[Pair], list[Tensor]]:
-    """Prompt and answer ids of what the student says, and its log-probabilities [R, V] of every answer, on the CPU."""
+def answers(folder: Path, rows: list[Row], device: str) -> tuple[list[Reading], list[Tensor]]:
+    """What the student says, its answers to be scored, and its log-probabilities [R, V] of every answer, on the CPU."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     texts = [prompt_text(row["prompt"]) for row in rows]
     batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt").to(device)
     torch.manual_seed(0)
     output = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, temperature=1.0)
-    pairs, logprobs = [], []
+    readings, logprobs = [], []
     for text, row in zip(texts, output[:, batch.input_ids.shape[1] :].cpu(), strict=True):
         prompt, ends = tokenizer(text).input_ids, (row == tokenizer.eos_token_id).nonzero()
         answer = row[: int(ends[0]) + 1] if len(ends) else row
-        ids = torch.cat([torch.tensor(prompt), answer])[None].to(device)
-        pairs.append((np.array(prompt, np.int32), answer.numpy().astype(np.int32)))
-        logprobs.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu())
-    return pairs, logprobs
+        ids = torch.cat([torch.tensor(prompt), answer])
+        positions = np.arange(len(prompt), len(ids))
+        readings.append(Reading(token_ids=ids.numpy().astype(np.int32), positions=positions))
+        logits = model(input_ids=ids[None].to(device)).logits[0, len(prompt) - 1 : -1]
+        logprobs.append(logits.float().log_softmax(-1).cpu())
+    return readings, logprobs
 
 
-def score(folder: str, device: str, variant: dict[str, str], pairs: list[Pair]) -> list[TeacherTopK]:
+def score(folder: str, device: str, variant: dict[str, str], readings: list[Reading]) -> list[TopK]:
     """The teacher's scores, by an engine of the teacher service."""
     options = EngineOptions(
         ckpt_path=folder, device=device, n_logprobs=TOPK, gpu_memory_utilization=0.1, **variant  # type: ignore[arg-type]
     )
-    return load_engine(options).score(pairs, TOPK, 1.0)
+    return load_engine(options).score(readings, TOPK, 1.0)
 
 
-def loss(scores: list[TeacherTopK], student: list[Tensor]) -> Tensor:
+def loss(scores: list[TopK], student: list[Tensor]) -> Tensor:
     """KL(teacher || student) of every answer token."""
     parts = []
     for found, logprobs in zip(scores, student, strict=True):
@@ -83,7 +84,7 @@ def loss(scores: list[TeacherTopK], student: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def differences(scores: list[TeacherTopK], exact: list[TeacherTopK]) -> tuple[Tensor, Tensor, float]:
+def differences(scores: list[TopK], exact: list[TopK]) -> tuple[Tensor, Tensor, float]:
     """Of the log-probabilities of the answers' tokens, of ids that both have, and the share of ids in common."""
     sampled, common, kept = [], [], []
     for found, right in zip(scores, exact, strict=True):
@@ -106,13 +107,13 @@ def main() -> None:
     paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
     rows = [json.loads(line) for line in paths.val.read_text().splitlines()[: args.sequences]]
     with own_process() as pool:
-        pairs, student = pool.submit(answers, paths.student, rows, device).result(TIMEOUT)
+        readings, student = pool.submit(answers, paths.student, rows, device).result(TIMEOUT)
     found = {}
     for name, variant in {"float32": FLOAT32, **VARIANTS[device]}.items():
         with own_process() as pool:  # the GPU is free again afterwards
-            found[name] = pool.submit(score, str(paths.teacher), device, variant, pairs).result(TIMEOUT)
+            found[name] = pool.submit(score, str(paths.teacher), device, variant, readings).result(TIMEOUT)
     exact = loss(found["float32"], student)
-    print(f"{len(pairs)} answers, {len(exact)} tokens; loss in float32 {exact.mean():.5f}")
+    print(f"{len(readings)} answers, {len(exact)} tokens; loss in float32 {exact.mean():.5f}")
     for name in VARIANTS[device]:
         each, (sampled, common, kept) = loss(found[name], student), differences(found[name], found["float32"])
         print(f"{name}: log-probability of the answer's token: {spread([sampled])}")

@@ -32,7 +32,8 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import attention_cost, plan_micro_batches
 from hybrid_gkd.models.spec import model_spec, training_flops
 from hybrid_gkd.student.actor import Actor
-from hybrid_gkd.types import MiniBatch, Sequence, TrainSequence
+from hybrid_gkd.testing import make_sample
+from hybrid_gkd.types import MiniBatch, Sample
 
 TOPK = 64
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -61,7 +62,7 @@ def make_batch(args: argparse.Namespace, world_size: int) -> list[MiniBatch]:
     """One mini-batch, a share for each rank; the same number of tokens per rank whatever the number of ranks."""
     hidden, vocabulary = SHAPES[args.shape][0], SHAPES[args.shape][5]
     rng = np.random.default_rng(0)
-    share: list[TrainSequence] = []
+    share: list[Sample] = []
     room = args.micro_batches * args.micro_batch_tokens
     while True:
         prompt, response = int(rng.integers(64, 513)), int(rng.integers(64, 3585))
@@ -69,17 +70,15 @@ def make_batch(args: argparse.Namespace, world_size: int) -> list[MiniBatch]:
         if prompt + response > room:
             break
         room -= prompt + response
-        prompt_ids, response_ids = (rng.integers(0, vocabulary, n).astype(np.int32) for n in (prompt, response))
-        sequence = Sequence(
-            index=len(share), prompt_ids=prompt_ids, response_ids=response_ids, weight_version=0, finish_reason="stop"
-        )
-        share.append(TrainSequence(sequence=sequence, teacher=random_scores(rng, response, vocabulary, TOPK)))
+        prompt_ids, response_ids = (rng.integers(0, vocabulary, n).tolist() for n in (prompt, response))
+        teacher = random_scores(rng, response, vocabulary, TOPK)
+        share.append(make_sample(len(share), prompt=prompt_ids, completion=response_ids, teacher=teacher))
     everything = share * world_size
     plan = plan_micro_batches(
-        [s.sequence.num_tokens for s in everything], world_size, args.micro_batch_tokens, None, True,
+        [s.num_tokens for s in everything], world_size, args.micro_batch_tokens, None, True,
         attention_cost(hidden),
     )  # fmt: skip
-    num_tokens = sum(len(s.sequence.response_ids) for s in everything)
+    num_tokens = sum(s.num_trained for s in everything)
     return [
         MiniBatch(micro_batches=tuple(tuple(everything[i] for i in m) for m in bins), num_tokens=num_tokens)
         for bins in plan
@@ -134,10 +133,10 @@ def train(rank: int, world_size: int, variant: str, model: Path, args: argparse.
     )  # fmt: skip
     batches = make_batch(args, world_size)
     actor = Actor(configure(args, variant, model, world_size), device=device, num_updates=100)
-    sequences = [item.sequence for batch in batches for micro in batch.micro_batches for item in micro]
+    samples = [sample for batch in batches for micro in batch.micro_batches for sample in micro]
     flops = training_flops(
-        model_spec(str(model), trust_remote_code=False, override_config={}), [s.num_tokens for s in sequences],
-        sum(len(s.response_ids) for s in sequences),
+        model_spec(str(model), trust_remote_code=False, override_config={}), [s.num_tokens for s in samples],
+        sum(s.num_trained for s in samples),
     ) / world_size  # fmt: skip
     computed: list[int] = []
     actor.hf_model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: computed.append(ids[0].numel()))
@@ -146,8 +145,8 @@ def train(rank: int, world_size: int, variant: str, model: Path, args: argparse.
     computed_tokens, rate = sum(computed), matmul_rate(device)
     profile = profile_update(actor, batches[rank]) if args.profile and cuda else ""
     if rank == 0:
-        own = sum(item.sequence.num_tokens for micro in batches[0].micro_batches for item in micro)
-        total = sum(item.sequence.num_tokens for b in batches for micro in b.micro_batches for item in micro)
+        own = sum(sample.num_tokens for micro in batches[0].micro_batches for sample in micro)
+        total = sum(sample.num_tokens for sample in samples)
         results.put(
             {
                 "step": statistics.median(times[args.warmup :]), "first": times[0], "peak": peak, "flops": flops,

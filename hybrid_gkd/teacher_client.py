@@ -1,8 +1,8 @@
-"""The trainer's side of the teacher service: sequences in, futures of checked scores out.
+"""The trainer's side of the teacher service: readings in, futures of checked scores out.
 
-A background thread owns the sockets. It groups sequences into requests, keeps a bounded number of them in flight, and
+A background thread owns the sockets. It groups readings into requests, keeps a bounded number of them in flight, and
 sees each to its one outcome: scores that passed every check, or an error that names the server, the request, what was
-waited for and for how long. A sequence is never skipped.
+waited for and for how long. A reading is never skipped.
 
 One lock, that of `_changed`, guards everything. The thread holds it for a whole turn and lets go of it while it polls
 and while it resolves futures, whose callbacks may call the client. Who unblocks whom: `_wake` ends the poll through a
@@ -32,10 +32,11 @@ from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query
 from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting, as_sent
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
-from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.teacher.ranges import ranges_of
+from hybrid_gkd.types import Reading, TopK
 
 MAX_WAITING_TOKENS = 1 << 24
-"""Of sequences that are not in flight yet; `submit` waits when there are more."""
+"""Of readings that are not in flight yet; `submit` waits when there are more."""
 BUSY_WAIT_SECONDS = 0.2
 POLL_SECONDS = 0.2
 CLOSE_MILLISECONDS = 200
@@ -43,11 +44,11 @@ CLOSE_MILLISECONDS = 200
 
 
 class TeacherClient:
-    """Scores sequences with teacher servers of one model. A context manager; call `handshake` before `submit`.
+    """Scores readings with teacher servers of one model. A context manager; call `handshake` before `submit`.
 
     Args:
         endpoints: "host:port" of each server
-        topk: K, candidates per response token
+        topk: K, candidates per scored token
         temperature: of the teacher's distribution
         vocab_size: ids in replies are below it
         connect_timeout: seconds for the handshake with all servers
@@ -55,7 +56,7 @@ class TeacherClient:
         max_retries: further attempts after a reply that fails its checks or an engine failure; an unanswered
             attempt is repeated after request_timeout / (max_retries + 1)
         n_server_workers: requests in flight
-        num_microbatches: sequences per request at most
+        num_microbatches: readings per request at most
         keys: folder with this client's keys, where the servers have some
     """
 
@@ -81,7 +82,7 @@ class TeacherClient:
         self._served: dict[str, ModelInfo] = {}
         self._waiting = Waiting(num_microbatches)
         self._in_flight: dict[str, Request] = {}
-        self._finished: list[tuple[Future[TeacherTopK], TeacherTopK | TeacherError]] = []
+        self._finished: list[tuple[Future[TopK], TopK | TeacherError]] = []
         """To be resolved at the end of the turn."""
         self._metrics = TeacherMetrics()
         self._name, self._ids = uuid.uuid4().hex, itertools.count(1)
@@ -125,32 +126,31 @@ class TeacherClient:
         """The model of every server by address; empty before the handshake."""
         return self._served
 
-    def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
-        """Queue sequences for scoring; returns one future per sequence in the same order.
+    def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
+        """Queue readings for scoring; returns one future per reading in the same order.
 
-        Token ids may be arrays or lists of integers. Returns at once, or waits for room where very much is queued
-        already: TeacherTimeout after request_timeout. A future raises TeacherTimeout, BadTeacherReply, TeacherRefused
-        or TeacherMismatch.
+        Token ids and positions may be arrays or lists of integers; TeacherError for others. Returns at once, or waits
+        for room where very much is queued already: TeacherTimeout after request_timeout. A future raises
+        TeacherTimeout, BadTeacherReply, TeacherRefused or TeacherMismatch.
         """
-        futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
+        futures: list[Future[TopK]] = [Future() for _ in readings]
         with self._changed:
-            for sequence, future in zip(map(as_sent, sequences), futures, strict=True):
+            for reading, future in zip(map(as_sent, readings), futures, strict=True):
                 if not self._has_room():
                     self._wake()
-                if not self._wait_for(self._has_room, self._request_timeout, "room for more sequences"):
+                if not self._wait_for(self._has_room, self._request_timeout, "room for more readings"):
                     raise TeacherTimeout(
-                        f"{', '.join(self._endpoints)}: waited {self._request_timeout} to queue {len(sequences)} "
+                        f"{', '.join(self._endpoints)}: waited {self._request_timeout} to queue {len(readings)} "
                         f"sequences, {self._waiting.num_tokens} tokens are still waiting to be sent; {self.describe()}"
                     )
                 if self._needs is None:
                     raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
                 for address, model in self._served.items():  # what a server will not score is not sent
-                    if reason := protocol.sequence_refusal(sequence.prompt_ids, sequence.response_ids, model):
-                        refused = TeacherRefused(f"{address}: sequence {sequence.index} {reason}")
-                        self._finished.append((future, refused))
+                    if reason := protocol.reading_refusal(reading, model):
+                        self._finished.append((future, TeacherRefused(f"{address}: {reason}")))
                         break
                 else:
-                    self._waiting.add(sequence, future)
+                    self._waiting.add(reading, future)
         self._wake()
         return futures
 
@@ -234,8 +234,8 @@ class TeacherClient:
             self._failure = failure
             for request in list(self._in_flight.values()):
                 self._fail(request, failure)
-            for sequence, future, _ in self._waiting.take():
-                text = f"{', '.join(self._endpoints)}: sequence {sequence.index} waited to be sent: {failure}"
+            for reading, future, _ in self._waiting.take():
+                text = f"{', '.join(self._endpoints)}: {reading.name} waited to be sent: {failure}"
                 self._finished.append((future, type(failure)(text)))
             self._changed.notify_all()
         self._resolve()
@@ -328,7 +328,7 @@ class TeacherClient:
             return  # a second reply, or one after the deadline
         try:
             scores = protocol.unpack_result(
-                result, frames, topk=self._topk, vocab_size=self._vocab_size, response_lengths=request.response_lengths
+                result, frames, topk=self._topk, vocab_size=self._vocab_size, num_scored=request.num_scored
             )
         except TeacherError as error:
             self._metrics.bad_replies += 1
@@ -339,7 +339,7 @@ class TeacherClient:
         self._metrics.requests.append((request.started, time.monotonic()))
         self._metrics.steps.append(request.step)
         self._metrics.tokens += request.num_tokens
-        self._metrics.response_tokens += sum(request.response_lengths)
+        self._metrics.scored_tokens += sum(request.num_scored)
         self._finish(request, scores)
 
     def _on_error(self, connection: Connection, error: ScoreError) -> None:
@@ -370,7 +370,7 @@ class TeacherClient:
         error = type(error)(f"{request.describe(self._connections)}: {error}")
         self._finish(request, [error] * len(request.futures))
 
-    def _finish(self, request: Request, outcomes: ListLike[TeacherTopK | TeacherError]) -> None:
+    def _finish(self, request: Request, outcomes: ListLike[TopK | TeacherError]) -> None:
         del self._in_flight[request.id]
         self._finished += zip(request.futures, outcomes, strict=True)
 
@@ -385,7 +385,7 @@ class TeacherClient:
                 self._repeat(request, f"{request.connection.address} did not answer attempt {request.attempt}")
 
     def _form_requests(self) -> float:
-        """Move waiting sequences into flight; returns the seconds until the next group is due."""
+        """Move waiting readings into flight; returns the seconds until the next group is due."""
         while len(self._in_flight) < self._max_in_flight:
             now = time.monotonic()
             group, pause = self._waiting.take_group(now)
@@ -393,10 +393,10 @@ class TeacherClient:
                 return min(pause, POLL_SECONDS)
             pairs = [pair for pair in group if pair[1].set_running_or_notify_cancel()]
             if pairs:
-                sequences, futures, steps = zip(*pairs, strict=True)
+                readings, futures, steps = zip(*pairs, strict=True)
                 request_id = f"{self._name}-{next(self._ids)}"
                 self._in_flight[request_id] = Request(
-                    id=request_id, sequences=sequences, futures=futures, started=now,
+                    id=request_id, readings=readings, futures=futures, started=now,
                     deadline=now + self._request_timeout.seconds, step=steps[0],
                 )
         return POLL_SECONDS
@@ -412,11 +412,10 @@ class TeacherClient:
             timeout = min(max(0.0, request.deadline - now), protocol.MAX_TIMEOUT_SECONDS)
             message = ScoreRequest(
                 id=request.id, attempt=request.attempt + 1, timeout_seconds=timeout, topk=self._topk,
-                temperature=self._temperature, prompt_lengths=[len(each.prompt_ids) for each in request.sequences],
-                response_lengths=request.response_lengths,
+                temperature=self._temperature, lengths=[each.num_tokens for each in request.readings],
+                ranges=[ranges_of(each.positions) for each in request.readings],
             )
-            token_ids = protocol.request_array([(each.prompt_ids, each.response_ids) for each in request.sequences])
-            if not connection.send(message, [token_ids]):
+            if not connection.send(message, [protocol.request_array(request.readings)]):
                 continue  # disconnected this moment; the missing pongs or a reconnect settle it
             request.attempt += 1
             request.connection = request.last_connection = connection

@@ -6,7 +6,7 @@ the test says when the teacher answers:
 
     group, teacher = RecordingGroup(), LocalTeacher(scores, delay=None)
     trainer = MyTrainer(config, group=group, teacher=teacher, tokenizer=NumberTokenizer(), tracking=MetricRows(), ...)
-    ...  # in another thread, or from RecordingGroup's `respond`: teacher.answer(2, 4)
+    ...  # in another thread, or from RecordingGroup's `respond`: teacher.answer("row 3, sample 1")
     assert group.events == [("publish", 0), ("generate", 0, 8), ("update",), ("publish", 1)]
 """
 
@@ -17,7 +17,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
+    Reading,
     RewardText,
+    Sample,
+    SampleId,
     SamplingParams,
-    Sequence,
-    TeacherTopK,
-    TrainSequence,
+    Signal,
+    TopK,
+    generated,
 )
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
@@ -44,7 +47,7 @@ Respond = Callable[[GenerationRequest, int], np.ndarray]
 
 
 def tail_of(logprobs: np.ndarray) -> np.ndarray:
-    """What `TeacherTopK.tail_logprobs` is for made-up candidates [R, K]: the log of the mass that they leave, [R]."""
+    """What `TopK.tail_logprobs` is for made-up candidates [R, K]: the log of the mass that they leave, [R]."""
     with np.errstate(divide="ignore"):
         return np.log(np.maximum(0, 1 - np.exp(logprobs.astype(np.float64)).sum(1))).astype(np.float32)
 
@@ -96,6 +99,20 @@ def make_tiny_model(
     return folder
 
 
+def make_sample(
+    row: int = 0, *, prompt: Iterable[int] = (1,), completion: Iterable[int] = (2,),
+    loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0,
+    status: str = "stop", logprobs: np.ndarray | None = None, **signals: Signal,
+) -> Sample:
+    """Build a sample from lists of ids; `loss_mask` is of prompt and completion, None trains on the completion."""
+    prompt, tokens = [*prompt], np.array([*prompt, *completion], np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt) if loss_mask is None else np.array([*loss_mask], bool)
+    return Sample(
+        id=SampleId(batch, row, number), tokens=tokens, loss_mask=mask, status=status, logprobs=logprobs,
+        versions=np.full(mask.sum(), version, np.int32), signals=signals,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def single_process_group() -> Iterator[None]:
     """A torch.distributed process group of this process alone (gloo), which the sharded student needs."""
@@ -112,14 +129,14 @@ class RecordingGroup:
     """Stands in for `WorkerGroup`: two workers without a model, which keep what they are given.
 
     Args:
-        respond: what it raises ends the generation. By default it gives the request's seed and index, so that a
-            response tells which step it was drawn for.
+        respond: what it raises ends the generation. By default it gives the request's seed and row, so that a
+            completion tells which step it was drawn for.
 
     Attributes:
         events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
             number of sequences), with a critic ("values",) and ("update_critic",), and with a reward model
             ("reward_model", version, number of texts), in order.
-        trained: of every update, the sequences that were accumulated for it, by index.
+        trained: of every update, the samples that were accumulated for it, as requested or else by identity.
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
         saves_behind: set it for checkpoints that are written behind the next steps, until `snapshot_written` says so.
@@ -134,17 +151,19 @@ class RecordingGroup:
     def __init__(self, respond: Respond | None = None):
         self.description = [{"device": "cpu"}] * self.size
         self.events: list[tuple[Any, ...]] = []
-        self.trained: list[list[TrainSequence]] = []
+        self.trained: list[list[Sample]] = []
         self.accumulated: list[list[MiniBatch]] = []
         self.updates: list[list[list[MiniBatch]]] = []
         self.critic_updates: list[list[list[MiniBatch]]] = []
         self.saved: list[int] = []
         self.saves_behind = False
         self.num_forwards = 0
-        self._respond = respond or (lambda request, version: np.array([request.seed, request.index], np.int32))
+        self._respond = respond or (lambda request, version: np.array([request.seed, request.id.row], np.int32))
         self._version = -1
+        self._order: dict[SampleId, int] = {}
+        """Of all requests."""
         self._is_generating = False
-        self._waiting: list[TrainSequence] = []
+        self._waiting: list[Sample] = []
 
     def device_metrics(self, *, generating: bool = False) -> dict[str, float]:
         return {}
@@ -158,60 +177,59 @@ class RecordingGroup:
         self.events.append(("publish", weight_version))
         return {"publish": 0.0, "offload": 0.0}
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield the sequences one by one, the last request's first. One generation at a time."""
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
+        """Yield the samples one by one, the last request's first. One generation at a time."""
         assert not self._is_generating, "two generations at a time"
         self.events.append(("generate", self._version, len(requests)))
         self._is_generating = True
         time.sleep(0.002)
+        self._order |= {request.id: len(self._order) + place for place, request in enumerate(requests)}
         for request in reversed(requests):
-            sequence = Sequence(
-                index=request.index, prompt_ids=request.prompt_ids, weight_version=self._version,
-                response_ids=self._respond(request, self._version), finish_reason="stop",
-            )
-            yield [dataclasses.replace(sequence, logprobs=self._logprobs(sequence)) if sampling.logprobs else sequence]
+            new_ids = self._respond(request, self._version)
+            sample = generated(request, new_ids, version=self._version, status="stop", logprobs=None)
+            yield [dataclasses.replace(sample, logprobs=self._logprobs(sample)) if sampling.logprobs else sample]
         self._is_generating = False
 
-    def _logprobs(self, sequence: Sequence) -> np.ndarray:
-        return np.full(len(sequence.response_ids), np.log(0.25), np.float32)
+    def _logprobs(self, sample: Sample) -> np.ndarray:
+        return np.full(sample.num_trained, np.log(0.25), np.float32)
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
         self.accumulated.append(parts)
         self._waiting += [item for part in parts for micro in part.micro_batches for item in micro]
 
-    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+    def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
         self.updates.append(batches)
         self._waiting += [i for batch in batches for part in batch for micro in part.micro_batches for i in micro]
-        self.trained.append(sorted(self._waiting, key=lambda item: item.sequence.index))
+        self.trained.append(sorted(self._waiting, key=lambda sample: (self._order.get(sample.id, -1), sample.id)))
         self._waiting = []
         self.events.append(("update",))
         return [{"actor/loss": 1.0, "actor/lr": 0.1 * number} for number in range(len(batches[0]))]
 
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         self.num_forwards += 1
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.5), np.float32) for i in items}
+        return {i.id: np.full(i.num_trained, np.log(0.5), np.float32) for i in items}
 
-    def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_divergences(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         self.events.append(("divergences", self._version, len(items)))
         token = np.array([[0.5, 0.25]], np.float32)
-        return {item.sequence.index: token.repeat(len(item.sequence.response_ids), 0) for item in items}
+        return {item.id: token.repeat(item.num_trained, 0) for item in items}
 
-    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         self.events.append(("ref",))
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {i.sequence.index: np.full(len(i.sequence.response_ids), np.log(0.125), np.float32) for i in items}
+        return {i.id: np.full(i.num_trained, np.log(0.125), np.float32) for i in items}
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         texts = [text for share in micro_batches for micro_batch in share for text in micro_batch]
         self.events.append(("reward_model", self._version, len(texts)))
         return {text.index: float(len(text.token_ids)) for text in texts}
 
-    def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_values(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         self.events.append(("values",))
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        return {i.sequence.index: np.full(len(i.sequence.response_ids), 0.25, np.float32) for i in items}
+        return {i.id: np.full(i.num_trained, 0.25, np.float32) for i in items}
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
         self.critic_updates.append(batches)
@@ -268,30 +286,30 @@ class LocalGroup(RecordingGroup):
 
             self.critic = Critic(config, device=torch.device("cpu"), num_updates=num_updates)
 
-    def _logprobs(self, sequence: Sequence) -> np.ndarray:
-        return self.actor.compute_logprobs(((TrainSequence(sequence=sequence),),))[sequence.index]
+    def _logprobs(self, sample: Sample) -> np.ndarray:
+        return self.actor.compute_logprobs(((sample,),))[sample.id]
 
     def accumulate(self, parts: list[MiniBatch]) -> None:
         super().accumulate(parts)
         self.actor.accumulate(parts[0])
 
-    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
+    def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
         super().update(batches)
         return [self.actor.update(batch) for batch in batches[0]]
 
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         return self.actor.compute_logprobs(micro_batches[0])
 
-    def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_divergences(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         super().compute_divergences(micro_batches)
         return self.actor.compute_divergences(micro_batches[0])
 
-    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         if not self.config.has_reference_model:
             return self.actor.compute_ref_logprobs(micro_batches[0])
         return self.reference.compute_logprobs(micro_batches[0])
 
-    def compute_ref_topk(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, TeacherTopK]:
+    def compute_ref_topk(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, TopK]:
         if not self.config.has_reference_model:
             return self.actor.compute_ref_topk(micro_batches[0])
         return self.reference.compute_topk(micro_batches[0], num_ids=self.actor.num_ids)
@@ -300,7 +318,7 @@ class LocalGroup(RecordingGroup):
         super().compute_reward_scores(micro_batches)
         return self.reward_model.compute_scores(micro_batches[0])
 
-    def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
+    def compute_values(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
         return self.critic.compute_values(micro_batches[0])
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
@@ -309,38 +327,40 @@ class LocalGroup(RecordingGroup):
 
 
 class LocalTeacher:
-    """Stands in for `TeacherClient`: `score` gives a sequence's scores, and what it raises is the sequence's error.
+    """Stands in for `TeacherClient`: `score` gives a reading's scores, and what it raises is its error.
 
     An answer takes a random part of `delay` seconds, so that the order changes; None: it waits for `answer`.
     """
 
-    def __init__(self, score: Callable[[Sequence], TeacherTopK], delay: float | None = 0.0):
+    def __init__(self, score: Callable[[Reading], TopK], delay: float | None = 0.0):
         self._score, self._delay, self._random = score, delay, random.Random(0)
-        self.waiting: dict[int, tuple[Sequence, Future[TeacherTopK]]] = {}
+        self.waiting: dict[str, tuple[Reading, Future[TopK]]] = {}
+        """By the name of the reading, in the order of their coming."""
 
-    def submit(self, sequences: list[Sequence]) -> list[Future[TeacherTopK]]:
-        futures: list[Future[TeacherTopK]] = [Future() for _ in sequences]
-        for sequence, future in zip(sequences, futures, strict=True):
+    def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
+        futures: list[Future[TopK]] = [Future() for _ in readings]
+        for reading, future in zip(readings, futures, strict=True):
             if self._delay is None:
-                self.waiting[sequence.index] = sequence, future
+                assert reading.name not in self.waiting, f"{reading.name} is already waiting"
+                self.waiting[reading.name] = reading, future
             elif self._delay:
-                threading.Timer(self._random.uniform(0, self._delay), self._answer, [sequence, future]).start()
+                threading.Timer(self._random.uniform(0, self._delay), self._answer, [reading, future]).start()
             else:
-                self._answer(sequence, future)
+                self._answer(reading, future)
         return futures
 
-    def answer(self, *indices: int) -> None:
-        """Answer for these sequences, or for all that are waiting."""
-        for index in indices or list(self.waiting):
-            self._answer(*self.waiting.pop(index))
+    def answer(self, *names: str) -> None:
+        """Answer the readings of these names, or all that are waiting."""
+        for name in names or list(self.waiting):
+            self._answer(*self.waiting.pop(name))
 
     def describe(self) -> str:
         return "a stand-in"
 
-    def _answer(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
+    def _answer(self, reading: Reading, future: Future[TopK]) -> None:
         try:
             if future.set_running_or_notify_cancel():
-                future.set_result(self._score(sequence))
+                future.set_result(self._score(reading))
         except Exception as error:
             future.set_exception(error)
 

@@ -1,22 +1,23 @@
 """Records that cross a boundary: between processes, or between the stages of a step.
 
-Arrays are numpy's, so that this module needs no torch and Ray copies nothing: int32 ids, float32 everything else.
-Shapes: `prompt_ids` [P] prompt tokens, `response_ids` and all that is per response token [R], of K teacher candidates.
+Everything that is learned from is a `Sample` with `signals`; what it answers is a `Task`. Arrays are numpy's, so that
+this module needs no torch and Ray copies nothing: int32 ids, float32 everything else.
+Shapes: T tokens of a sample, R of them are trained on (not necessarily contiguous), K candidates per trained token.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One row of the prompt data, already tokenized."""
+class Task:
+    """One row of the data, already tokenized."""
 
     index: int
     """Position in the data set, all of its files together, from 0 on."""
@@ -43,6 +44,169 @@ class Prompt:
         return self.index + 1
 
 
+class SampleId(NamedTuple):
+    """Identity of a sample, unique in a run."""
+
+    batch: int
+    """Generation batch that it was drawn for, from 1 on; negative in a validation: -1 - the step that it follows."""
+    row: int
+    """`Task.index` of its task."""
+    number: int
+    """Which of the samples of its task in this batch, from 0 on."""
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Shared by all samples of one task in one batch."""
+        return self.batch, self.row
+
+    def __str__(self) -> str:
+        return f"row {self.row + 1}, sample {self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """The most likely tokens at each trained token of a sample, under a teacher or another policy.
+
+    Row r is the distribution of the r-th trained token given everything before it.
+    """
+
+    ids: np.ndarray
+    """[R, K], distinct within a row, most likely first."""
+    logprobs: np.ndarray
+    """[R, K], normalised over the whole vocabulary."""
+    tail_logprobs: np.ndarray
+    """[R], log of the mass on all other ids together; -inf where there is none."""
+    sampled_logprobs: np.ndarray
+    """[R], of the trained token itself."""
+
+
+Signal = np.ndarray | TopK
+"""One value per trained token, float32 [R], or the candidates of a policy."""
+SIGNALS = {
+    "teacher": "TopK of the teacher",
+    "advantages": "[R] how much better each token was than expected",
+    "old_logprobs": "[R] log-probabilities under the weights before the rollout's first mini-batch",
+    "reference": "[R] log-probabilities under the reference policy",
+    "reference_topk": "TopK of the reference policy, with actor.kl_loss_type=full",
+    "values": "[R] the critic's expectation before each token, before the rollout's first mini-batch",
+    "returns": "[R] what the critic is to learn in the place of the values",
+    "weights": "[R] factors of every term of the loss; 0: not trained on",
+    "weights/<term>": "[R] the same for one term, in the place of `weights`, where its samples are not all samples",
+    "sampled_weights": "[R] further factors of terms of the sampled token: its part of the importance weight",
+    "teacher_weights": "[R] further factors of the distillation term",
+}
+"""Names of the signals that terms, critic and metrics read. A sample that lacks one has weight 0 where it is read."""
+STATUSES = ("stop", "length", "paused", "given", "failed")
+"""stop: end-of-sequence token; length: max_response_length; paused: unfinished; given: not generated; failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trajectory for a task: what the student has read and written, and what is known of the tokens it learns from.
+
+    Example: prompt 5 6, completion 7 8 9, of which a tool wrote the 8:
+        tokens [5 6 7 8 9], loss_mask [0 0 1 0 1], R = 2
+    """
+
+    id: SampleId
+    tokens: np.ndarray
+    """int32 [T], prompt first; the end-of-sequence token included where the engine produced one."""
+    loss_mask: np.ndarray
+    """bool [T], True on the R tokens that are trained on; never the first token, which nothing predicts."""
+    versions: np.ndarray
+    """int32 [R], optimizer steps behind the weights that wrote each trained token; -1: given."""
+    status: str
+    """One of STATUSES."""
+    logprobs: np.ndarray | None = None
+    """float32 [R], of the trained tokens under the policy that wrote them; None unless requested, or given."""
+    signals: abc.Mapping[str, Signal] = field(default_factory=dict)
+    """By a name of SIGNALS."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        """R."""
+        return len(self.versions)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [R], of the trained tokens in `tokens`."""
+        return np.flatnonzero(self.loss_mask)
+
+    @property
+    def trained_ids(self) -> np.ndarray:
+        """int32 [R], the trained tokens."""
+        return self.tokens[self.loss_mask]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one; T where none is trained on."""
+        return int(self.loss_mask.argmax()) if self.num_trained else self.num_tokens
+
+    @property
+    def completion_ids(self) -> np.ndarray:
+        """int32 [T - prompt_length], everything behind the prompt, trained on or not."""
+        return self.tokens[self.prompt_length :]
+
+    def array(self, name: str) -> np.ndarray:
+        """A signal [R] that the sample has."""
+        found = self.signals[name]
+        assert isinstance(found, np.ndarray)
+        return found
+
+    def topk(self, name: str) -> TopK:
+        """A signal of candidates that the sample has."""
+        found = self.signals[name]
+        assert isinstance(found, TopK)
+        return found
+
+    def with_signals(self, **signals: Signal) -> Sample:
+        """Return a copy that also has these signals."""
+        return replace(self, signals={**self.signals, **signals})
+
+
+Pair = tuple[Task, Sample]
+"""A sample with its task."""
+
+
+def with_tasks(tasks: abc.Iterable[Task], samples: abc.Iterable[Sample]) -> list[Pair]:
+    """Return each sample with its task."""
+    by_row = {task.index: task for task in tasks}
+    return [(by_row[sample.id.row], sample) for sample in samples]
+
+
+def generated(
+    request: GenerationRequest, new_ids: np.ndarray, *, version: int, status: str, logprobs: np.ndarray | None = None
+) -> Sample:
+    """Return the sample of a request whose completion is `new_ids` int32 [R], written by one weight version."""
+    tokens = np.concatenate([request.prompt_ids, new_ids]).astype(np.int32, copy=False)
+    return Sample(
+        id=request.id, tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(request.prompt_ids),
+        versions=np.full(len(new_ids), version, np.int32), status=status, logprobs=logprobs,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a scorer reads for a sample: its own view of prompt and completion, and where the trained tokens are."""
+
+    token_ids: np.ndarray
+    """int32 [L]."""
+    positions: np.ndarray
+    """int64 [R], ascending and at least 1: the tokens whose predictions are asked for."""
+    name: str = ""
+    """For messages, such as "row 12, sample 3"."""
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of a response by the rollout engine."""
@@ -59,35 +223,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One response to draw."""
+    """One completion to draw."""
 
-    index: int
-    """Position of the sequence in its rollout: prompt i, sample j of n is i * n + j."""
+    id: SampleId
     prompt_ids: np.ndarray
+    """int32 [P]."""
     seed: int
     """Seed of this request alone, so that a response depends neither on its neighbours nor on the rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
-    """One prompt with one response."""
-
-    index: int
-    prompt_ids: np.ndarray
-    response_ids: np.ndarray
-    """The end-of-sequence token included where the engine produced one."""
-    weight_version: int
-    """Number of optimizer steps behind the weights that produced the response."""
-    finish_reason: str
-    """"stop" (end of sequence) or "length" (max_response_length)."""
-    logprobs: np.ndarray | None = None
-    """Of the sampled tokens in the rollout engine; None if not asked for."""
-    teacher_prompt_ids: np.ndarray | None = None
-    """What the teacher sees before the response; None: `prompt_ids`."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,56 +242,17 @@ class RewardText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherTopK:
-    """The teacher's scores of one response; row r is its distribution of response token r given everything before."""
-
-    ids: np.ndarray
-    """[R, K], distinct within a row, most likely first."""
-    logprobs: np.ndarray
-    """[R, K], normalised over the whole vocabulary."""
-    tail_logprobs: np.ndarray
-    """[R], log of the mass on all other ids together; -inf where there is none."""
-    sampled_logprobs: np.ndarray
-    """Of the response token itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSequence:
-    """A sequence with its learning signal: teacher scores (GKD), advantages (PPO) or both."""
-
-    sequence: Sequence
-    teacher: TeacherTopK | None = None
-    teacher_weight: float = 1.0
-    """Factor of the distillation term, beside the configured one."""
-    advantages: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None
-    """Under the weights before this rollout's first mini-batch, for a policy loss; None where that is the only one."""
-    ref_logprobs: np.ndarray | None = None
-    """Of the response tokens under the reference policy; None without one."""
-    ref_topk: TeacherTopK | None = None
-    """The reference policy's scores, with actor.kl_loss_type=full."""
-    loss_weights: np.ndarray | None = None
-    """Factors of the tokens' losses: importance weights and `loss_agg_mode`; None is 1, and 0 is not trained on."""
-    sampled_weights: np.ndarray | None = None
-    """Further factors of what is of the sampled token itself, a policy loss say: its share in the importance weight."""
-    values: np.ndarray | None = None
-    """Of the critic before this rollout's first mini-batch: what it expects before each token. None without one."""
-    returns: np.ndarray | None = None
-    """What the critic is to learn in the place of `values`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """All sequences of one training batch, in the order of their index."""
+    """All samples of one training batch."""
 
     step: int
     """The training step (1-based) that this rollout feeds."""
     epoch: int
-    prompts: tuple[Prompt, ...]
-    sequences: tuple[Sequence, ...]
-    """n of each prompt; sequence i belongs to prompt i // n."""
-    greedy: tuple[Sequence, ...] = ()
-    """The greedy answer to each prompt, where advantages are relative to it; else none."""
+    tasks: tuple[Task, ...]
+    samples: tuple[Sample, ...]
+    """Those of a task together, in the order of the tasks."""
+    greedy: tuple[Sample, ...] = ()
+    """The greedy completion of each task, in their order, where advantages are relative to it; else none."""
     extra_batches: int = 0
     """Generation batches that this rollout and those of the steps before took beyond one each."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -160,9 +263,9 @@ class Rollout:
 class MiniBatch:
     """A worker's share of an optimizer step. All get equally many micro-batches, some empty: each runs collectives."""
 
-    micro_batches: tuple[tuple[TrainSequence, ...], ...]
+    micro_batches: tuple[tuple[Sample, ...], ...]
     num_tokens: int
-    """Response tokens of the mini-batch over ALL workers: the denominator of the loss."""
+    """Trained tokens of the mini-batch over ALL workers: the denominator of the loss."""
 
 
 

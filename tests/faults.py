@@ -32,11 +32,11 @@ from hybrid_gkd.teacher.server import broker, worker
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
-from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
 VOCAB, TOPK = 1000, 8
 HANG_TOKEN = VOCAB - 1
-"""A worker that is started with --hang sleeps for an hour on a prompt that begins with it."""
+"""A worker that is started with --hang sleeps for an hour on a reading that begins with it."""
 STUDENT = {"tokenizer_hash": "h", "tokenizer_size": VOCAB, "max_sequence_length": 256}
 MODEL = protocol.ModelInfo(
     model="stand-in", backend="hf", vocab_size=VOCAB, num_embeddings=VOCAB, tokenizer_hash="h", max_topk=TOPK,
@@ -44,13 +44,13 @@ MODEL = protocol.ModelInfo(
 )  # fmt: skip
 
 
-def expected_scores(prompt_ids, response_ids, topk=TOPK):
-    """Scores that differ between any two sequences, positions and prompts."""
-    state = (np.cumsum(response_ids.astype(np.int64)) * 31 + int(prompt_ids.astype(np.int64).sum()) * 7) % VOCAB
+def expected_scores(reading, topk=TOPK):
+    """Scores that differ between any two readings and positions."""
+    state = (np.cumsum(reading.token_ids, dtype=np.int64)[reading.positions] * 31 + reading.positions * 7) % VOCAB
     ids = (state[:, None] + 13 * np.arange(topk)) % VOCAB
     logprobs = (-3.0 - (state[:, None] % 64) / 64 - np.arange(topk) / 8).astype(np.float16).astype(np.float32)
     sampled = -1.0 - state / VOCAB
-    return TeacherTopK(
+    return TopK(
         ids=ids.astype(np.int32), logprobs=logprobs, tail_logprobs=tail_of(logprobs),
         sampled_logprobs=sampled.astype(np.float32),
     )  # fmt: skip
@@ -67,7 +67,7 @@ class StandInEngine:
 
     @property
     def num_tokens(self):
-        return sum(len(prompt) + len(response) for job in self._jobs for prompt, response in job[1])
+        return sum(reading.num_tokens for job in self._jobs for reading in job[1])
 
     def add(self, *job):
         self._jobs.append(job)
@@ -80,12 +80,12 @@ class StandInEngine:
         jobs, self._jobs = [job[0] for job in self._jobs], []
         return jobs
 
-    def score(self, sequences, k, temperature):
-        if self._hangs and any(prompt[0] == HANG_TOKEN for prompt, _ in sequences):
+    def score(self, readings, k, temperature):
+        if self._hangs and any(reading.token_ids[0] == HANG_TOKEN for reading in readings):
             time.sleep(3600)
         time.sleep(self._delay)
-        scores = [expected_scores(prompt, response, k) for prompt, response in sequences]
-        if self._spoils and len(sequences[0][0]) > 1:  # all but the test request
+        scores = [expected_scores(reading, k) for reading in readings]
+        if self._spoils and readings[0].num_tokens > 2:  # all but the test request
             scores[-1].logprobs[-1, -1] = np.nan
         return scores
 
@@ -158,34 +158,33 @@ def connected(address: str, **options):
         yield client
 
 
-def make_sequences(rng: np.random.Generator, count: int, first: int = 0, length: int | None = None) -> list[Sequence]:
-    """Prompts and responses of `length` tokens each, by default of 1 to 39."""
-    return [
-        Sequence(
-            index=first + index,
-            prompt_ids=rng.integers(0, HANG_TOKEN, length or rng.integers(1, 40), dtype=np.int32),
-            response_ids=rng.integers(0, HANG_TOKEN, length or rng.integers(1, 40), dtype=np.int32),
-            weight_version=0,
-            finish_reason="stop",
-        )
-        for index in range(count)
-    ]
+def make_readings(
+    rng: np.random.Generator, count: int, first: int = 0, length: int | None = None, num_scored: int | None = None
+) -> list[Reading]:
+    """Of `length` tokens each, by default of 2 to 79, of which `num_scored` or any others are scored anywhere."""
+    readings = []
+    for index in range(first, first + count):
+        tokens = length or rng.integers(2, 80)
+        positions = 1 + rng.permutation(tokens - 1)[: num_scored or rng.integers(1, tokens)]
+        token_ids = rng.integers(0, HANG_TOKEN, tokens, dtype=np.int32)
+        readings.append(Reading(token_ids=token_ids, positions=np.sort(positions), name=str(index)))
+    return readings
 
 
-def expect(score: TeacherTopK, sequence: Sequence) -> None:
-    wanted = expected_scores(sequence.prompt_ids, sequence.response_ids)
+def expect(score: TopK, reading: Reading) -> None:
+    wanted = expected_scores(reading)
     np.testing.assert_array_equal(score.ids, wanted.ids)
     np.testing.assert_array_equal(score.logprobs, wanted.logprobs)
     np.testing.assert_array_equal(score.sampled_logprobs, wanted.sampled_logprobs)
 
 
 class Load:
-    """Sequences without end, in a thread; every score is compared with what it has to be."""
+    """Readings without end, in a thread; every score is compared with what it has to be."""
 
     def __init__(self, client: TeacherClient, seed: int = 0, size: int = 64):
         self._client, self._rng, self._size = client, np.random.default_rng(seed), size
         self._stopping = threading.Event()
-        self.deliveries: collections.Counter[int] = collections.Counter()
+        self.deliveries: collections.Counter[str] = collections.Counter()
         self.submitted = 0
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -194,11 +193,11 @@ class Load:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                batch = make_sequences(self._rng, self._size, first=self.submitted)
+                batch = make_readings(self._rng, self._size, first=self.submitted)
                 self.submitted += len(batch)
-                for sequence, future in zip(batch, self._client.submit(batch), strict=True):
-                    future.add_done_callback(lambda _, index=sequence.index: self.deliveries.update([index]))
-                    expect(future.result(TIMEOUT), sequence)
+                for reading, future in zip(batch, self._client.submit(batch), strict=True):
+                    future.add_done_callback(lambda _, name=reading.name: self.deliveries.update([name]))
+                    expect(future.result(TIMEOUT), reading)
         except BaseException as error:
             self.error = error
 
@@ -212,7 +211,7 @@ class Load:
         self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
         self.check()
-        assert self.deliveries.keys() == set(range(self.submitted))
+        assert self.deliveries.keys() == set(map(str, range(self.submitted)))
         assert set(self.deliveries.values()) == {1}
         return {"sequences": self.submitted, "lost": 0, "delivered twice": 0, "wrong": 0}
 
@@ -253,12 +252,8 @@ def kill_service_workers(num_kills: int, model_path: str, folder: Path) -> dict[
     options = ["--backend", "hf", "--device", "cpu", "--workers", "2"]
     rng = np.random.default_rng(0)
     batch = [
-        Sequence(
-            index=index, prompt_ids=rng.integers(0, 259, 30, dtype=np.int32),
-            response_ids=rng.integers(0, 259, 50, dtype=np.int32), weight_version=0, finish_reason="stop",
-        )
-        for index in range(64)
-    ]  # fmt: skip
+        Reading(token_ids=rng.integers(0, 259, 80, dtype=np.int32), positions=np.arange(30, 80)) for _ in range(64)
+    ]
     with TeacherProcess(model_path, log_path=folder / "teacher.log", options=options) as teacher:
         teacher.wait_ready()
         client = TeacherClient(
@@ -345,13 +340,13 @@ def stop_worker() -> dict[str, float]:
 def hang_engine(hedge_seconds: float = broker.HEDGE_SECONDS) -> dict[str, float]:
     """The engine of one worker hangs while its link answers pings; the request goes to the other one as well."""
     with Cluster(1, "--hang", hedge_seconds=hedge_seconds) as cluster, connected(cluster.address) as client:
-        sequence = make_sequences(np.random.default_rng(0), 1)[0]
-        sequence.prompt_ids[0] = HANG_TOKEN
+        (reading,) = make_readings(np.random.default_rng(0), 1)
+        reading.token_ids[0] = HANG_TOKEN
         started = time.monotonic()
-        (future,) = client.submit([sequence])
+        (future,) = client.submit([reading])
         wait_until(cluster.busy_workers, "for the worker to take the request")
         cluster.add_worker()
-        expect(future.result(TIMEOUT), sequence)
+        expect(future.result(TIMEOUT), reading)
         state = cluster.status()
         assert state.counters["hedged"] == 1
         assert state.num_workers == 2
@@ -380,9 +375,9 @@ def spoil_replies() -> dict[str, object]:
 def hang_only_engine() -> dict[str, object]:
     """Nobody else can take the request: it times out, and a while later the worker ends to be replaced."""
     with Cluster(1, "--hang", "--hung", "1") as cluster, connected(cluster.address, request_timeout=3.0) as client:
-        sequence = make_sequences(np.random.default_rng(0), 1)[0]
-        sequence.prompt_ids[0] = HANG_TOKEN
-        (future,) = client.submit([sequence])
+        (reading,) = make_readings(np.random.default_rng(0), 1)
+        reading.token_ids[0] = HANG_TOKEN
+        (future,) = client.submit([reading])
         error = future.exception(TIMEOUT)
         assert isinstance(error, TeacherTimeout), error
         assert cluster.address in str(error)
@@ -395,27 +390,27 @@ def deaf_client(num_requests: int) -> dict[str, float]:
     """A client that asks without end and never reads; the others are served and the broker does not grow."""
     rng = np.random.default_rng(0)
     with Cluster(1) as cluster, connected(cluster.address) as client, zmq.Context() as context:
-        batch = make_sequences(rng, 32)
-        for future, sequence in zip(client.submit(batch), batch, strict=True):
-            expect(future.result(TIMEOUT), sequence)
+        batch = make_readings(rng, 32)
+        for future, reading in zip(client.submit(batch), batch, strict=True):
+            expect(future.result(TIMEOUT), reading)
         memory = memory_mib(cluster.broker.pid)
         with context.socket(zmq.DEALER) as deaf:
             deaf.setsockopt(zmq.RCVHWM, 1)
             deaf.setsockopt(zmq.RCVBUF, 4096)
             deaf.setsockopt(zmq.LINGER, 0)
             deaf.connect(f"tcp://{cluster.address}")
-            pair = rng.integers(0, HANG_TOKEN, 16, dtype=np.int32), rng.integers(0, HANG_TOKEN, 496, dtype=np.int32)
+            token_ids = rng.integers(0, HANG_TOKEN, 512, dtype=np.int32)
             for index in range(num_requests):
                 request = protocol.ScoreRequest(
                     id=str(index), attempt=1, timeout_seconds=600.0, topk=TOPK, temperature=1.0,
-                    prompt_lengths=[16], response_lengths=[496],
+                    lengths=[512], ranges=[[16, 512]],
                 )  # fmt: skip
-                frames = protocol.encode(request, [protocol.request_array([pair])])
+                frames = protocol.encode(request, [token_ids])
                 assert deaf.poll(int(TIMEOUT * 1000), zmq.POLLOUT)
                 deaf.send_multipart(frames)
                 if index % 100 == 0:
-                    for future, sequence in zip(client.submit(batch), batch, strict=True):
-                        expect(future.result(TIMEOUT), sequence)
+                    for future, reading in zip(client.submit(batch), batch, strict=True):
+                        expect(future.result(TIMEOUT), reading)
             state = cluster.status()
             assert state.counters["undelivered"] > 0, state.counters
             growth = memory_mib(cluster.broker.pid) - memory

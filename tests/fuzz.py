@@ -22,18 +22,19 @@ from faults import (
     connected,
     expect,
     expected_scores,
-    make_sequences,
+    make_readings,
     memory_mib,
 )  # fmt: skip
 
 from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.ranges import ranges_of
 
 MAX_GROWTH_MIB = 64
 BURST = 500
 """Bad messages between two valid requests."""
 ODD = [
-    None, True, -1, 0, 1, 2**31, 2**63, 1e300, float("nan"), "", "x" * 300, b"\x80\x04.", [], [[]], {}, {"": 0},
-    ["int32"], [1] * 70000,
+    None, True, -1, 0, 1, 2**31, 2**63, 1e300, float("nan"), "", "x" * 300, b"\x80\x04.", [], {}, {"": 0},
+    ["int32"], [1] * 70000, [[]], [[3, 2]], [[1, 2**31 - 1]], [[0, 1]], [[1, 2] * 70000],
 ]  # fmt: skip
 SPARED = {"id"}
 """A forged id would be a right answer to another question; only keys keep such a sender out."""
@@ -103,18 +104,17 @@ def wire(message: protocol.AnyMessage, *arrays: np.ndarray) -> list[bytes]:
     return [bytes(frame) for frame in protocol.encode(message, arrays)]
 
 
-def score_request(sequence, **changes) -> list[bytes]:
+def score_request(reading, **changes) -> list[bytes]:
     fields = {
-        "id": f"r{sequence.index}", "attempt": 1, "timeout_seconds": 60.0, "topk": TOPK, "temperature": 1.0,
-        "prompt_lengths": [len(sequence.prompt_ids)], "response_lengths": [len(sequence.response_ids)],
+        "id": f"r{reading.name}", "attempt": 1, "timeout_seconds": 60.0, "topk": TOPK, "temperature": 1.0,
+        "lengths": [reading.num_tokens], "ranges": [ranges_of(reading.positions)],
     } | changes  # fmt: skip
-    array = protocol.request_array([(sequence.prompt_ids, sequence.response_ids)])
-    return wire(protocol.ScoreRequest(**fields), array)
+    return wire(protocol.ScoreRequest(**fields), reading.token_ids)
 
 
-def score_result(sequence, **changes) -> list[bytes]:
-    scores = expected_scores(sequence.prompt_ids, sequence.response_ids)
-    header = protocol.ScoreResult(**({"id": f"r{sequence.index}", "attempt": 1, "server": "fuzz"} | changes))
+def score_result(reading, **changes) -> list[bytes]:
+    scores = expected_scores(reading)
+    header = protocol.ScoreResult(**({"id": f"r{reading.name}", "attempt": 1, "server": "fuzz"} | changes))
     return wire(header, *protocol.result_arrays([scores]))
 
 
@@ -127,7 +127,7 @@ def server_socket(context: zmq.Context) -> tuple[zmq.Socket, str]:
 def fuzz_broker(num_messages: int, seed: int = 0) -> dict[str, float]:
     """Both ports get bad messages from connections that come and go, and bytes that are not even ZMTP."""
     mutator, rng = Mutator(seed), np.random.default_rng(seed)
-    examples = make_sequences(rng, 3)
+    examples = make_readings(rng, 3)
     to_client_port = [
         wire(protocol.Hello()), wire(protocol.Ping(number=1)), wire(protocol.Bye()), wire(protocol.StatusRequest()),
         *map(score_request, examples),
@@ -147,9 +147,9 @@ def fuzz_broker(num_messages: int, seed: int = 0) -> dict[str, float]:
                     for _ in range(BURST):
                         dealer.send_multipart(mutator.bad(good))
                     sent += BURST
-            batch = make_sequences(rng, 4)
-            for future, sequence in zip(client.submit(batch), batch, strict=True):
-                expect(future.result(TIMEOUT), sequence)
+            batch = make_readings(rng, 4)
+            for future, reading in zip(client.submit(batch), batch, strict=True):
+                expect(future.result(TIMEOUT), reading)
         growth = memory_mib(cluster.broker.pid) - memory
         state = cluster.status()
         assert cluster.broker.poll() is None
@@ -178,21 +178,21 @@ def fuzz_worker(num_messages: int, seed: int = 0) -> dict[str, float]:
             cluster.workers["fuzzed"] = process
             worker = _next_message(router, protocol.Register)[0]
             router.send_multipart([worker, *wire(protocol.Registered())])
-            good = [wire(protocol.Ping(number=1)), *map(score_request, make_sequences(rng, 3))]
+            good = [wire(protocol.Ping(number=1)), *map(score_request, make_readings(rng, 3))]
             memory, started, sent, answered = 0.0, time.monotonic(), 0, 0
             while sent < num_messages:
                 for _ in range(BURST):
                     router.send_multipart([worker, *mutator.bad(good)])
                 sent += BURST
-                (sequence,) = make_sequences(rng, 1, first=1000 + answered)
-                router.send_multipart([worker, *score_request(sequence, attempt=7)])
-                frames = _answer_to(router, f"r{sequence.index}", worker)
+                (reading,) = make_readings(rng, 1, first=1000 + answered)
+                router.send_multipart([worker, *score_request(reading, attempt=7)])
+                frames = _answer_to(router, f"r{reading.name}", worker)
                 answer = protocol.decode_header(frames[0])
                 (score,) = protocol.unpack_result(
                     answer, frames[1:], topk=TOPK, vocab_size=MODEL.vocab_size,
-                    response_lengths=[len(sequence.response_ids)],
+                    num_scored=[len(reading.positions)],
                 )  # fmt: skip
-                expect(score, sequence)
+                expect(score, reading)
                 answered += 1
                 memory = memory or memory_mib(process.pid)
             assert process.poll() is None
@@ -265,7 +265,7 @@ class BadServer:
                     self._answer(client, message, arrays)
 
     def _answer(self, client: bytes, request: protocol.ScoreRequest, arrays: list[bytes]) -> None:
-        scores = [expected_scores(*pair) for pair in protocol.unpack_request(request, arrays)]
+        scores = [expected_scores(reading) for reading in protocol.unpack_request(request, arrays)]
         result = protocol.ScoreResult(id=request.id, attempt=request.attempt, server="fuzz")
         good = wire(result, *protocol.result_arrays(scores))
         pong = wire(protocol.Pong(number=0, instance="fuzz", pending=[request.id]))
@@ -285,9 +285,9 @@ def fuzz_client(num_messages: int, seed: int = 0) -> dict[str, float]:
         with connected(server.address, max_retries=10**9, n_server_workers=32, num_microbatches=1) as client:
             memory, started, accepted = 0.0, time.monotonic(), 0
             while not server.done:
-                batch = make_sequences(rng, 32, length=8)
-                for future, sequence in zip(client.submit(batch), batch, strict=True):
-                    expect(future.result(TIMEOUT), sequence)
+                batch = make_readings(rng, 32, length=16, num_scored=8)
+                for future, reading in zip(client.submit(batch), batch, strict=True):
+                    expect(future.result(TIMEOUT), reading)
                     accepted += 1
                 memory = memory or memory_mib(os.getpid())
             metrics = client.drain_metrics()

@@ -163,10 +163,10 @@ def random_ids(*key, low, high):
 
 
 def make_prompts():
-    from hybrid_gkd.types import Prompt
+    from hybrid_gkd.types import Task
 
     ids = [random_ids(i, low=1, high=16) for i in range(PROMPTS)]
-    return [Prompt(index=i, token_ids=each, text=str(i), answer=str(i)) for i, each in enumerate(ids)]
+    return [Task(index=i, token_ids=each, text=str(i), answer=str(i)) for i, each in enumerate(ids)]
 
 
 def respond(request, version):
@@ -174,21 +174,21 @@ def respond(request, version):
     return random_ids(request.seed, version, low=1, high=16)
 
 
-def score(sequence):
+def score(reading):
     """Return teacher scores that are a function of the completion."""
     import numpy as np
 
     from hybrid_gkd.testing import tail_of
-    from hybrid_gkd.types import TeacherTopK
+    from hybrid_gkd.types import TopK
 
-    source = np.random.default_rng([9, *sequence.response_ids])
-    rows = len(sequence.response_ids)
+    source = np.random.default_rng([9, *reading.token_ids[reading.positions]])
+    rows = len(reading.positions)
     ids = np.stack([source.permutation(VOCAB)[:TOPK] for _ in range(rows)]).astype(np.int32)
     shares = source.dirichlet(np.full(TOPK + 2, 0.5), rows)
     logprobs = np.log(np.maximum(-np.sort(-shares[:, :TOPK], 1), 1e-5)).astype(np.float32)
     tail = tail_of(logprobs)
     sampled = np.log(shares[:, -1] + 1e-5).astype(np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+    return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
 
 
 def make_group(case, config, rank):
@@ -203,7 +203,7 @@ def make_group(case, config, rank):
         def accumulate(self, parts):
             super().accumulate([parts[rank]])
 
-        def update(self, batches):
+        def update(self, batches, *, last=True):
             metrics = super().update([batches[rank]])
             mini_batches = zip(*batches, strict=True)
             return [found | share_sizes(parts) for found, parts in zip(metrics, mini_batches, strict=True)]
@@ -216,7 +216,7 @@ def share_sizes(parts):
     """Return metrics of a mini-batch of which each rank has its share: how it was balanced and packed."""
     sizes = {}
     for rank, part in enumerate(parts):
-        tokens = [sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in part.micro_batches]
+        tokens = [sum(sample.num_tokens for sample in micro_batch) for micro_batch in part.micro_batches]
         sizes |= {f"rank_{rank}/micro_batches": float(len(tokens)), f"rank_{rank}/tokens": float(sum(tokens))}
         sizes[f"rank_{rank}/sequences"] = float(sum(map(len, part.micro_batches)))
         sizes[f"rank_{rank}/tokens_of_largest"] = float(max(tokens))

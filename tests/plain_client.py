@@ -9,7 +9,7 @@ import numpy as np
 import zmq
 import zmq.auth
 
-VERSION = 3
+VERSION = 4
 TYPES = {"int32": "<i4", "float16": "<f2", "float32": "<f4"}
 
 
@@ -72,16 +72,16 @@ class PlainClient:
         self.send("hello")
         return self.receive("welcome")[0]
 
-    def ask(self, request_id, sequences, topk, temperature=1.0, attempt=1):
-        ids = np.concatenate([np.concatenate(pair) for pair in sequences]).astype(np.int32)
+    def ask(self, request_id, readings, topk, temperature=1.0, attempt=1):
+        """`readings`: pairs of token ids and ranges of scored positions, [start, stop, start, stop, ...]."""
         self.send(
-            "score", [ids], id=request_id, attempt=attempt, timeout_seconds=self._timeout, topk=topk,
-            temperature=temperature, prompt_lengths=[len(prompt) for prompt, _ in sequences],
-            response_lengths=[len(response) for _, response in sequences],
+            "score", [np.concatenate([ids for ids, _ in readings]).astype(np.int32)], id=request_id, attempt=attempt,
+            timeout_seconds=self._timeout, topk=topk, temperature=temperature,
+            lengths=[len(ids) for ids, _ in readings], ranges=[ranges for _, ranges in readings],
         )  # fmt: skip
 
     def scores(self):
-        """(id, [(ids, log-probabilities, of the tail, of the response)] for each response row) or the error."""
+        """(id, [(ids, log-probabilities, of the tail, of the token itself)] for each scored token) or the error."""
         fields, arrays = self.receive("result", "error")
         if fields["kind"] == "error":
             return fields

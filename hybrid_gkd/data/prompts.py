@@ -15,7 +15,7 @@ import numpy as np
 
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,13 +68,13 @@ def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
     filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
     keep_messages: bool = False,
-) -> list[Prompt]:
-    """Every row as a Prompt, in order. `Prompt.index` counts the rows of all tables, the left-out ones included.
+) -> list[Task]:
+    """Every row as a Task, in order. `Task.index` counts the rows of all tables, the left-out ones included.
 
     With `teacher_template` a prompt has to fit behind both chat templates. Raises DataError for a row that a chat
     template refuses, and for prompts that are too long.
     """
-    prompts, problems, num_rows = list[Prompt](), list[DataError](), 0
+    prompts, problems, num_rows = list[Task](), list[DataError](), 0
     for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
         tokenize = functools.partial(tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where)
         all_ids = tokenize()
@@ -85,7 +85,7 @@ def make_prompts(
             continue
         for row, length in enumerate(lengths):
             if length <= max_prompt_length or not filter_overlong_prompts:
-                prompts.append(Prompt(
+                prompts.append(Task(
                     index=num_rows + row, token_ids=_truncate(all_ids[row], max_prompt_length, truncation),
                     teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
                     messages=table.messages[row] if keep_messages else None,

@@ -44,7 +44,7 @@ from hybrid_gkd.errors import TrainingError
 if TYPE_CHECKING:  # torch and transformers are imported where they are used: a cached demo needs neither
     from transformers import Qwen2Tokenizer
 
-    from hybrid_gkd.types import Sequence
+    from hybrid_gkd.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -244,8 +244,8 @@ def _make_model(
 
 
 def train_model(
-    name: str, folder: Path, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, batches: Iterator[list[Sequence]], *,
-    seed: int, device: str, probe: abc.Sequence[Sequence] = (),
+    name: str, folder: Path, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, batches: Iterator[list[Sample]], *,
+    seed: int, device: str, probe: abc.Sequence[Sample] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Make a model, train it on the batches and write it; what a manifest says of its training.
 
@@ -342,7 +342,7 @@ def _row(problem: Problem) -> Row:
 
 def _batches(
     recipe: GPUDemoRecipe, shape: ModelRecipe, tokenizer: Qwen2Tokenizer, seed: int, device: str
-) -> Iterator[list[Sequence]]:
+) -> Iterator[list[Sample]]:
     """The training batches of a model: new texts for every step, on a card made by processes beside it."""
     from torch.utils.data import DataLoader
 
@@ -351,7 +351,7 @@ def _batches(
     return iter(DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_it_is))
 
 
-def _as_it_is(batch: list[Sequence]) -> list[Sequence]:
+def _as_it_is(batch: list[Sample]) -> list[Sample]:
     return batch
 
 
@@ -364,7 +364,7 @@ class _Batches:
     def __len__(self) -> int:
         return self.shape.training.max_steps
 
-    def __getitem__(self, number: int) -> list[Sequence]:
+    def __getitem__(self, number: int) -> list[Sample]:
         from hybrid_gkd.demo import sft
 
         purpose = STREAM + self.shape.init_seed

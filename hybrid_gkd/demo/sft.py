@@ -28,9 +28,9 @@ from hybrid_gkd.demo.folders import Row
 from hybrid_gkd.demo.models import END, SFTRecipe, prompt_text
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.student.checkpoint_io import export_huggingface
-from hybrid_gkd.student.logprob_model import LogprobModel, pack_responses
+from hybrid_gkd.student.logprob_model import LogprobModel, pack_samples
 from hybrid_gkd.student.sharded_model import ShardedModel
-from hybrid_gkd.types import Sequence, TrainSequence
+from hybrid_gkd.types import Sample, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +61,17 @@ def alone(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sequence]:
+def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> list[Sample]:
     """Prompts behind the chat template, with their answers and the end-of-sequence token."""
     prompts = tokenizer([prompt_text(row["prompt"]) for row in rows], add_special_tokens=False).input_ids
     answers = tokenizer([row["answer"] + END for row in rows], add_special_tokens=False).input_ids
     return [
-        Sequence(
-            index=index, prompt_ids=np.array(prompt, np.int32), response_ids=np.array(answer, np.int32),
-            weight_version=0, finish_reason="stop",
+        Sample(
+            id=SampleId(batch=0, row=row, number=0), tokens=np.array([*prompt, *answer], np.int32),
+            loss_mask=np.arange(len(prompt) + len(answer)) >= len(prompt), versions=np.full(len(answer), -1, np.int32),
+            status="given",
         )
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
 
 
@@ -91,54 +92,54 @@ class SFT:
             num_updates=recipe.max_steps,
         )
 
-    def step(self, sequences: list[Sequence]) -> Tensor:
+    def step(self, samples: list[Sample]) -> Tensor:
         """One optimizer step; the mean negative log-probability of the answers' tokens, on the device.
 
         Raises DeviceMemoryError as `ShardedModel.step`.
         """
-        num_tokens = sum(len(s.response_ids) for s in sequences)
+        num_tokens = sum(sample.num_trained for sample in samples)
         loss = torch.zeros((), device=self.device)
-        micro_batches = self._micro_batches(sequences)
+        micro_batches = self._micro_batches(samples)
         for number, members in enumerate(micro_batches, start=1):
-            batch, rows, ids = pack_responses(members, self.device)
+            batch, rows, ids = pack_samples(members, self.device)
             self.model.model.set_reshard_after_backward(number == len(micro_batches))
             part, _ = self.model.model(batch, rows, ids[:, None], _negative, temperature=1.0)
             (part / num_tokens).backward()
             loss += part.detach() / num_tokens
         self.model.clip_grad_norm(1.0)
         self.model.step()
-        self.tokens += sum(s.num_tokens for s in sequences)
+        self.tokens += sum(sample.num_tokens for sample in samples)
         return loss
 
     @torch.no_grad()
-    def share_sure(self, sequences: list[Sequence]) -> float:
+    def share_sure(self, samples: list[Sample]) -> float:
         """Share of the answers whose every token has more than half of the probability after those before it.
 
         Greedy decoding gives these answers, so it is a lower bound of the share that it gets right.
         """
         sure = 0
-        for members in self._micro_batches(sequences):
-            batch, rows, ids = pack_responses(members, self.device)
+        for members in self._micro_batches(samples):
+            batch, rows, ids = pack_samples(members, self.device)
             logprobs, _ = self.model.model(batch, rows, ids[:, None], temperature=1.0)
-            above = (logprobs[:, 0] > math.log(0.5)).cpu().split([len(m.sequence.response_ids) for m in members])
+            above = (logprobs[:, 0] > math.log(0.5)).cpu().split([sample.num_trained for sample in members])
             sure += sum(bool(answer.all()) for answer in above)
         self.model.reshard()
-        return sure / len(sequences)
+        return sure / len(samples)
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
         export_huggingface(self.model, folder, tokenizer_path=str(self.folder), trust_remote_code=False)
 
-    def _micro_batches(self, sequences: list[Sequence]) -> list[tuple[TrainSequence, ...]]:
-        (plan,) = plan_micro_batches([s.num_tokens for s in sequences], 1, self.recipe.max_tokens, None, False)
-        return [tuple(TrainSequence(sequence=sequences[i]) for i in members) for members in plan]
+    def _micro_batches(self, samples: list[Sample]) -> list[tuple[Sample, ...]]:
+        (plan,) = plan_micro_batches([s.num_tokens for s in samples], 1, self.recipe.max_tokens, None, False)
+        return [tuple(samples[i] for i in members) for members in plan]
 
 
 def _negative(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
     return -logprobs[:, 0], {}
 
 
-def train(sft: SFT, name: str, batches: Iterable[list[Sequence]], probe: list[Sequence]) -> int:
+def train(sft: SFT, name: str, batches: Iterable[list[Sample]], probe: list[Sample]) -> int:
     """Train on one batch after another until the recipe says that it is enough; the number of steps.
 
     `probe`: the held-out answers of `SFTRecipe.stop_at`. Raises TrainingError: the loss is not finite.

@@ -14,7 +14,7 @@ from hybrid_gkd.models.spec import ModelSpec
 from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.scoring.reward_functions import RewardFunction
 from hybrid_gkd.scoring.reward_model import RewardTexts
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Facts:
     """For the reward model; None without one."""
     train_rows: list[Rows] = field(default_factory=list)
     val_rows: list[Rows] = field(default_factory=list)
-    train_prompts: list[Prompt] = field(default_factory=list)
-    val_prompts: list[Prompt] = field(default_factory=list)
+    train_prompts: list[Task] = field(default_factory=list)
+    val_prompts: list[Task] = field(default_factory=list)
     steps: int | None = None
     """Training steps of the whole run."""
     settings: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from hybrid_gkd.models.tokenizer import stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Sequence
+from hybrid_gkd.types import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,10 @@ def greedy_logprobs(
     deadline, found = time.monotonic() + seconds, list[float]()
     for _ in range(length):
         futures = teacher.submit([
-            Sequence(
-                index=index, prompt_ids=prompt, response_ids=np.zeros(1, np.int32), weight_version=0,
-                finish_reason="length",
+            Reading(
+                token_ids=np.append(prompt, np.int32(0)), positions=np.array([len(prompt)]), name=f"prompt {number}"
             )
-            for index, prompt in enumerate(prompts)
+            for number, prompt in enumerate(prompts, start=1)
         ])  # fmt: skip
         late = wait(futures, timeout=max(0.0, deadline - time.monotonic())).not_done
         if late:

@@ -27,7 +27,7 @@ from hybrid_gkd.scoring.reward_model import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.types import Sequence
+from hybrid_gkd.types import GenerationRequest, SampleId, generated
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
@@ -111,8 +111,9 @@ def reward_model(facts: Facts) -> str:
         other = "chat template"
     texts = RewardTexts(facts.tokenizer, own if other else None, limit)
     prompt = [*facts.train_prompts, *facts.val_prompts][0]
-    ids, nothing = prompt.token_ids, np.zeros(0, np.int32)
-    empty = Sequence(index=0, prompt_ids=ids, response_ids=nothing, weight_version=0, finish_reason="stop")
+    nothing = np.zeros(0, np.int32)
+    request = GenerationRequest(id=SampleId(1, prompt.index, 0), prompt_ids=prompt.token_ids, seed=0)
+    empty = generated(request, nothing, version=0, status="stop", logprobs=None)
     texts.tokens(prompt, empty)  # so that a template that refuses a chat says so now
     facts.reward_texts = texts
     read = f"texts are encoded anew for its {other}" if other else "reads the student's tokens"

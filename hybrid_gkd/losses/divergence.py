@@ -100,7 +100,7 @@ def jsd(
 
 
 def kl_both_ways(
-    teacher_logprobs: Tensor, student_logprobs: Tensor, teacher_tail: Tensor, student_tail: Tensor
+    teacher_logprobs: Tensor, student_logprobs: Tensor, teacher_tail: Tensor, student_tail: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`forward_kl` and `reverse_kl` with the bucket, [T] each, for little more than the price of one."""
     teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket", teacher_tail, student_tail)
@@ -160,7 +160,9 @@ def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Ten
     return log_ratio.square() / 2 + log_ratio if estimator == "k2" else log_ratio
 
 
-def tails_for(function: Callable[..., Tensor], teacher_tail: Tensor, student_tail: Tensor) -> dict[str, Tensor]:
+def tails_for(
+    function: Callable[..., Tensor], teacher_tail: Tensor, student_tail: Tensor | None
+) -> dict[str, Tensor | None]:
     """Both tails as keyword arguments of a divergence; one's own need not take `teacher_tail`."""
     parameters = inspect.signature(function).parameters.values()
     takes_it = any(each.name == "teacher_tail" or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -40,8 +40,8 @@ LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 def head_loss(
     hidden: Tensor, weight: Tensor, ids: Tensor, loss_fn: LossFunction, *, temperature: float = 1.0,
-    chunk_rows: int | None = None, with_entropy: bool = False, overlap_topk: int = 0, tail_topk: int = 0,
-    entropy_weights: Tensor | None = None,
+    chunk_rows: int | None = None, with_entropy: bool = False, overlap_topk: int = 0,
+    overlap_mask: Tensor | None = None, tail_topk: int = 0, entropy_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed.
 
@@ -55,6 +55,7 @@ def head_loss(
         with_entropy: also report "entropy", in nats.
         overlap_topk: k > 0: the first k columns of `ids` are the teacher's top k. Reports "overlap_ratio", the share
             of them that is in the student's own top k, over a sample of "overlap_rows" rows.
+        overlap_mask: bool [T], the rows that "overlap_ratio" and "overlap_rows" are of; None: all.
         tail_topk: k > 0: the first k columns of `ids` differ within a row. Inserts the log of the mass outside of them,
             exact however small it is, after column k - 1; -1e30 or so where there is nothing outside.
         entropy_weights: [T]: adds sum(entropy_weights * entropy) to the loss; they receive no gradient.
@@ -104,7 +105,7 @@ def head_loss(
             if needs_grad[1] and whole_dz is None:
                 grad_weight = _add_product(grad_weight, dz.T, hidden[rows])
         sums = dict(zip(parts, torch.cat(reports, 1).sum(1), strict=True)) if reports else {}
-        sums |= _overlap(sample, ids[::stride, :overlap_topk])
+        sums |= _overlap(sample, ids[::stride, :overlap_topk], None if overlap_mask is None else overlap_mask[::stride])
     return _AttachGradients.apply(total, hidden, weight, grad_hidden, grad_weight, whole_dz), sums
 
 
@@ -179,8 +180,9 @@ def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
     return buffer[:, :vocabulary]
 
 
-def _overlap(sample: list[Tensor], teacher_ids: Tensor) -> dict[str, Tensor]:
-    """The share of `teacher_ids` [n, k] that is in the top k of the logits [n, V], summed over rows; n.
+def _overlap(sample: list[Tensor], teacher_ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """The share of `teacher_ids` [n, k] that is in the top k of the logits [n, V], summed over rows, those of the mask
+    [n] if there is one; their number.
 
     An id whose logit equals the k-th largest counts as inside, however many there are.
     """
@@ -188,9 +190,11 @@ def _overlap(sample: list[Tensor], teacher_ids: Tensor) -> dict[str, Tensor]:
         return {}
     logits = torch.cat(sample)
     smallest = logits.topk(teacher_ids.shape[1], sorted=False).values.amin(1, keepdim=True)
-    inside = logits.gather(1, teacher_ids) >= smallest
+    shares = (logits.gather(1, teacher_ids) >= smallest).float().mean(1)
+    if mask is not None:
+        return {"overlap_ratio": (shares * mask).sum(), "overlap_rows": mask.float().sum()}
     num_rows = torch.full((), len(logits), dtype=torch.float32, device=logits.device)
-    return {"overlap_ratio": inside.float().mean(1).sum(), "overlap_rows": num_rows}
+    return {"overlap_ratio": shares.sum(), "overlap_rows": num_rows}
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The divergences of `distillation.loss_mode` and `actor.kl_loss_type`, the policy losses of `policy_loss.loss_mode`.
+"""The terms of a loss, the divergences of `distillation.loss_mode` and `actor.kl_loss_type`, the policy losses.
 
-A new one is a function in divergence.py or policy.py and a row here.
+A new one is a row here and a function: of a term in terms.py, else in divergence.py or policy.py.
 
 The configuration checks, the objective and the table in docs/losses.md follow from it. Needs no torch: the functions
 are imported when they are first used.
@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_gkd.runtime.imports import load_object
+
+TERMS = {"distillation": "teacher", "policy": "advantages", "reference": "reference", "value": "returns"}
+"""Summands of the losses of actor and critic -> the signal that a sample must have; with actor.kl_loss_type=full
+reference_topk in the place of reference."""
 
 
 @dataclass(frozen=True)

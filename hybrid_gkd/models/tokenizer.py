@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.runtime.imports import quick_imports
-from hybrid_gkd.types import Sequence
+from hybrid_gkd.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,9 +44,9 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
 
 
-def decode(tokenizer: Any, sequence: Sequence) -> str:
+def decode(tokenizer: Any, sample: Sample) -> str:
     """A response as text, without special tokens."""
-    return tokenizer.decode(sequence.response_ids.tolist(), skip_special_tokens=True)
+    return tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
 
 
 def first_line(error: BaseException) -> str:

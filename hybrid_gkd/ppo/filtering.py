@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import abc, defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -15,8 +16,8 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import answers_to_score
-from hybrid_gkd.scoring.rewards import Pair, Scorer
-from hybrid_gkd.types import Prompt, Rollout, Sequence
+from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.types import Pair, Rollout, Sample, Task
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,12 @@ GROUP_METRICS: dict[str, Callable[[Scorer, list[Pair]], list[float]]] = {
 """By `algorithm.filter_groups.metric`: of responses to their prompts, a number for each."""
 
 
-def groups_with_signal(values: list[float], n: int) -> list[int]:
-    """Positions of the groups whose values are not all the same; sample j of group i is at i * n + j."""
-    groups = np.array(values, np.float64).reshape(-1, n)
-    return [int(position) for position in np.flatnonzero(groups.min(axis=1) < groups.max(axis=1))]
+def groups_with_signal(samples: abc.Sequence[Sample], values: list[float]) -> list[tuple[int, int]]:
+    """Return the groups (`SampleId.group`) whose values are not all the same, in the order of the samples."""
+    groups: defaultdict[tuple[int, int], set[float]] = defaultdict(set)
+    for sample, value in zip(samples, values, strict=True):
+        groups[sample.id.group].add(value)
+    return [group for group, found in groups.items() if len(found) > 1]
 
 
 class Refill:
@@ -40,60 +43,60 @@ class Refill:
 
     def __init__(self, config: Config, scorer: Scorer, step: int):
         self.section, self.scorer, self.step = config.algorithm.filter_groups, scorer, step
-        self.size, self.n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+        self.size = config.data.train_batch_size
         self._batches: list[Rollout] = []
         self._num_with_signal = 0
         self._rewards: list[float] = []
         """Of all responses, also of those that are left out."""
-        self._prompts: list[Prompt] = []
-        self._sequences: list[Sequence] = []
-        self._greedy: list[Sequence] = []
+        self._num_groups = 0
+        """That were generated."""
+        self._tasks: list[Task] = []
+        self._samples: list[Sample] = []
+        self._greedy: list[Sample] = []
 
     @property
     def is_full(self) -> bool:
-        return len(self._prompts) == self.size
+        return len(self._tasks) == self.size
 
-    def add(self, batch: Rollout) -> list[Sequence]:
-        """Take a generation batch; the sequences of it that are kept, with their index in the rollout.
+    def add(self, batch: Rollout) -> list[Sample]:
+        """Take a generation batch; return the samples of it that are kept.
 
         Raises TrainingError: the batch was the last one allowed, and there are too few groups; and as `Scorer.scores`.
         """
-        pairs, count = answers_to_score(batch), len(batch.sequences)
+        pairs, count = answers_to_score(batch), len(batch.samples)
         self._rewards += self.scorer.rewards(pairs)[:count]
         values = GROUP_METRICS[self.section.metric](self.scorer, pairs)[:count]
         self._batches.append(batch)
-        found = groups_with_signal(values, self.n)
+        found = groups_with_signal(batch.samples, values)
         self._num_with_signal += len(found)
-        first = len(self._sequences)
-        for group in found[: self.size - len(self._prompts)]:
-            self._prompts.append(batch.prompts[group])
-            self._greedy += batch.greedy[group : group + 1]
-            self._sequences += batch.sequences[group * self.n : (group + 1) * self.n]
-        self._sequences = [dataclasses.replace(each, index=index) for index, each in enumerate(self._sequences)]
+        self._num_groups += len(batch.tasks)
+        chosen = found[: self.size - len(self._tasks)]
+        rows = {row for _, row in chosen}
+        kept = [sample for sample in batch.samples if sample.id.row in rows]
+        self._tasks += [task for task in batch.tasks if task.index in rows]
+        self._greedy += [sample for sample in batch.greedy if sample.id.row in rows]
+        self._samples += kept
         if not self.is_full:
             self._check_bound()
-        return self._sequences[first:]
+        return kept
 
     def rollout(self) -> Rollout:
         """Of a full batch."""
-        generated = len(self._rewards) // self.n
         metrics = {
             "training/num_gen_batches": float(len(self._batches)),
-            "training/groups_with_signal": self._num_with_signal / generated,
+            "training/groups_with_signal": self._num_with_signal / self._num_groups,
             "reward/all_groups": float(np.mean(self._rewards)),
         }
-        places = enumerate(self._greedy, len(self._sequences))
-        greedy = tuple(dataclasses.replace(each, index=index) for index, each in places)
         return dataclasses.replace(
-            self._batches[0], prompts=tuple(self._prompts), sequences=tuple(self._sequences), greedy=greedy,
+            self._batches[0], tasks=tuple(self._tasks), samples=tuple(self._samples), greedy=tuple(self._greedy),
             extra_batches=self._batches[-1].extra_batches, metrics=metrics,
         )
 
     def _check_bound(self) -> None:
         """Say that a further generation batch is needed. Raises TrainingError if there may be none."""
-        done, limit, generated = len(self._batches), self.section.max_num_gen_batches, len(self._rewards) // self.n
+        done, limit = len(self._batches), self.section.max_num_gen_batches
         found = (
-            f"{self._num_with_signal} of {generated} groups have responses that differ in {self.section.metric} "
+            f"{self._num_with_signal} of {self._num_groups} groups have responses that differ in {self.section.metric} "
             f"(algorithm.filter_groups.metric) after {done} of at most {limit} generation batches; a batch takes "
             f"{self.size}"
         )

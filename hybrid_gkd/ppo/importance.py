@@ -3,18 +3,17 @@
 Importance weights train on such responses as if the present student had drawn them; rejection leaves out what differs
 too much. The rules and their names are those of verl's rollout correction.
 
-Shapes: R response tokens of a sequence, N of a batch; a log-ratio is that of the student to what drew, log pi / mu.
+Shapes: R trained tokens of a sample, N of a batch; a log-ratio is that of the student to what drew, log pi / mu.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from hybrid_gkd.config import AlgorithmConfig, rejection_bounds
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.types import Sample
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios beyond it count as the limit, where a single token or response may not make the rest vanish."""
@@ -73,14 +72,14 @@ def effective_sample_size(weights: np.ndarray) -> float:
 
 
 def with_rollout_correction(
-    section: AlgorithmConfig, sequences: list[TrainSequence], logprobs: list[np.ndarray], *, of_sampled: bool
-) -> tuple[list[TrainSequence], dict[str, float]]:
-    """The sequences with weights from the student's log-probabilities of them, and metrics of the difference.
+    section: AlgorithmConfig, samples: list[Sample], logprobs: list[np.ndarray], *, of_sampled: bool
+) -> tuple[list[Sample], dict[str, float]]:
+    """Add weights from the student's log-probabilities to the samples; also return metrics of the difference.
 
     of_sampled: a term of the loss is of the sampled tokens (`Config.has_sampled_loss`); then the metrics are of its
     weights.
     """
-    drawn = [np.asarray(item.sequence.logprobs) for item in sequences]
+    drawn = [np.asarray(sample.logprobs) for sample in samples]
     log_ratios = [now.astype(np.float64) - then for now, then in zip(logprobs, drawn, strict=True)]
     together = np.concatenate(log_ratios)
     metrics = {
@@ -108,8 +107,8 @@ def with_rollout_correction(
         kept = [kept_tokens(each, bounds) for each in log_ratios]
         weights = [each * mask for each, mask in zip(weights, kept, strict=True)]
         metrics["actor/importance/rejected"] = float(1 - np.concatenate(kept).mean())
-    found = [
-        dataclasses.replace(sequence, loss_weights=each, sampled_weights=own)
-        for sequence, each, own in zip(sequences, weights, of_own, strict=True)
-    ]
-    return found, metrics
+    found = [sample.with_signals(weights=each) for sample, each in zip(samples, weights, strict=True)]
+    return [
+        sample if own is None else sample.with_signals(sampled_weights=own)
+        for sample, own in zip(found, of_own, strict=True)
+    ], metrics

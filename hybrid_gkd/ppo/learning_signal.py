@@ -5,13 +5,11 @@ Shapes: B prompts, n responses each, R_i tokens of response i.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from hybrid_gkd.config import ADV_ESTIMATORS, Config
 from hybrid_gkd.ppo.advantages import Arrays, load_estimator, token_rewards
-from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainSequence
+from hybrid_gkd.types import Pair, Rollout, Sample, with_tasks
 
 
 def needs_greedy_answers(config: Config) -> bool:
@@ -19,25 +17,23 @@ def needs_greedy_answers(config: Config) -> bool:
     return config.has_advantages and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy answer"
 
 
-def answers_to_score(rollout: Rollout) -> list[tuple[Prompt, Sequence]]:
-    """Each response of a rollout with its prompt, and behind them the greedy answers, where there are any."""
-    n = len(rollout.sequences) // len(rollout.prompts)
-    pairs = [(rollout.prompts[sequence.index // n], sequence) for sequence in rollout.sequences]
-    return pairs + list(zip(rollout.prompts, rollout.greedy, strict=False))
+def answers_to_score(rollout: Rollout) -> list[Pair]:
+    """Return each sample of a rollout with its task, and behind them the greedy ones, where there are any."""
+    return with_tasks(rollout.tasks, (*rollout.samples, *rollout.greedy))
 
 
 def with_advantages(
-    config: Config, rollout: Rollout, sequences: list[TrainSequence], scores: list[float],
+    config: Config, rollout: Rollout, samples: list[Sample], scores: list[float],
     values: Arrays | None = None, of_tokens: Arrays | None = None,
-) -> tuple[list[TrainSequence], dict[str, float]]:
-    """The sequences of a rollout with their advantages, and metrics.
+) -> tuple[list[Sample], dict[str, float]]:
+    """Return the samples of a rollout with their advantages, and metrics.
 
-    `scores` are those of `answers_to_score`; empty where responses as a whole have none. `values`, a critic's of each
-    response, go into the sequences, with what it is to learn in their place. `of_tokens`: rewards of the tokens of each
-    response, added to the scores; behind them perhaps those of the greedy answers.
+    `scores` are those of `answers_to_score`; empty where samples as a whole have none. `values`, a critic's of each
+    sample, become signals, with what it is to learn in their place. `of_tokens`: rewards of the trained tokens of each
+    sample, added to the scores; behind them perhaps those of the greedy ones.
     """
     section, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    lengths = [len(item.sequence.response_ids) for item in sequences]
+    lengths = [sample.num_trained for sample in samples]
     drawn, greedy = np.split(np.array(scores, np.float32), [len(lengths)])
     metrics = {"reward/mean": float(drawn.mean()), "reward/std": float(drawn.std())} if len(drawn) else {}
     rewards = token_rewards(drawn if len(drawn) else np.zeros(len(lengths)), lengths)
@@ -46,20 +42,23 @@ def with_advantages(
     baseline = values
     if rollout.greedy:
         of_greedy = (of_tokens or [])[len(lengths) :]
+        places = {each.id.group: place for place, each in enumerate(rollout.greedy)}
         baseline = [
-            greedy_baseline(length, greedy[i // n] if len(greedy) else 0.0, of_greedy[i // n] if of_greedy else None)
-            for i, length in enumerate(lengths)
+            greedy_baseline(
+                sample.num_trained, greedy[place] if len(greedy) else 0.0, of_greedy[place] if of_greedy else None
+            )
+            for sample, place in ((sample, places[sample.id.group]) for sample in samples)
         ]
     advantages, returns = load_estimator(section.adv_estimator)(rewards, n, baseline, section)
-    pairs = zip(sequences, advantages, strict=True)
-    sequences = [dataclasses.replace(item, advantages=np.asarray(each, np.float32)) for item, each in pairs]
+    pairs = zip(samples, advantages, strict=True)
+    samples = [sample.with_signals(advantages=np.asarray(each, np.float32)) for sample, each in pairs]
     if values is not None:
         assert returns is not None
-        targets = zip(sequences, values, returns, strict=True)
-        sequences = [dataclasses.replace(item, values=value, returns=each) for item, value, each in targets]
+        targets = zip(samples, values, returns, strict=True)
+        samples = [sample.with_signals(values=value, returns=each) for sample, value, each in targets]
     if len(greedy):
         metrics["reward/greedy"] = float(greedy.mean())
-    return sequences, metrics
+    return samples, metrics
 
 
 def greedy_baseline(length: int, score: float, of_tokens: np.ndarray | None) -> np.ndarray:
@@ -76,18 +75,16 @@ def greedy_baseline(length: int, score: float, of_tokens: np.ndarray | None) -> 
 
 
 def teacher_rewards(
-    config: Config, sequences: list[TrainSequence], factor: float
+    config: Config, samples: list[Sample], factor: float
 ) -> tuple[Arrays, dict[str, float]]:
     """factor (log p - log q) of each sampled token, float32 [R_i], and metrics; p of the teacher, q of the student.
 
     Their expected sum is -KL(q || p), for `distillation.as_reward`. `loss_max_clamp` limits a log-ratio before.
     """
     limit = config.distillation.loss_max_clamp
-    log_ratios = []
-    for item in sequences:
-        assert item.teacher is not None
-        assert item.old_logprobs is not None
-        log_ratios.append(item.teacher.sampled_logprobs.astype(np.float32) - item.old_logprobs)
+    log_ratios = [
+        sample.topk("teacher").sampled_logprobs.astype(np.float32) - sample.array("old_logprobs") for sample in samples
+    ]
     together = np.concatenate(log_ratios)
     metrics = {"reward/teacher": float(together.mean())}
     if limit is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_gkd.config import Config, OptimConfig
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.student.checkpoint_store import TrainerState, load_state
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 
 ARR = "actor_rollout_ref"
 SAME_BATCHES = (
@@ -104,7 +104,7 @@ def _flat(section: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def contents_of(prompts: Collection[Prompt], *, answers: bool) -> dict[str, Any]:
+def contents_of(prompts: Collection[Task], *, answers: bool) -> dict[str, Any]:
     """A setting of its own: files may keep their names and change. Of the texts, since a chat template may tell the
     date; with `answers` also of what rewards compare responses with."""
     texts = {"prompts": [prompt.text for prompt in prompts]}

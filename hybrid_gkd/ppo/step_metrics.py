@@ -39,21 +39,21 @@ def step_metrics(
     models = ("reward", "reward_model", "values", "update_critic", "ref", "update_actor")
     parts = (gen, "wait_prev_teacher", *models, "sync_rollout_weights")
     seconds = sum(measured.get(f"timing/{part}", 0.0) for part in parts)
-    lengths = np.array([len(s.response_ids) for s in rollout.sequences])
-    prompts = np.array([len(p.token_ids) for p in rollout.prompts])
+    lengths = np.array([s.num_trained for s in rollout.samples])
+    prompts = np.array([len(task.token_ids) for task in rollout.tasks])
     metrics = {
         **measured,
         **rollout.metrics,
         "timing/step": seconds,
-        "perf/tokens_per_second": sum(s.num_tokens for s in rollout.sequences) / seconds,
+        "perf/tokens_per_second": sum(s.num_tokens for s in rollout.samples) / seconds,
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": float(np.mean([s.finish_reason == "length" for s in rollout.sequences])),
+        "response_length/clip_ratio": float(np.mean([s.status == "length" for s in rollout.samples])),
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "training/epoch": float(rollout.epoch),
-        "training/staleness": float(rollout.step - 1 - min(s.weight_version for s in rollout.sequences)),
+        "training/staleness": float(rollout.step - 1 - min(s.versions.min() for s in rollout.samples)),
     }
     for update in ("timing/update_actor", "timing/update_critic"):
         if f"{update}/compute" in measured:
@@ -61,7 +61,7 @@ def step_metrics(
             metrics[f"{update}/other"] = max(0.0, measured[update] - known)
     compute, peak = measured.get("timing/update_actor/compute", 0.0), peak_flops(devices)
     if compute and peak and not spec().has_experts:
-        flops = training_flops(spec(), [s.num_tokens for s in rollout.sequences], int(lengths.sum()))
+        flops = training_flops(spec(), [s.num_tokens for s in rollout.samples], int(lengths.sum()))
         metrics["perf/mfu"] = config.actor_rollout_ref.actor.ppo_epochs * flops / compute / peak
     return metrics
 

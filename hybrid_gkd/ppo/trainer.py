@@ -1,13 +1,12 @@
 """The loop: generate, update, publish, validate, report, save.
 
-`PPOTrainer` is a complete trainer on a reward, with a critic where the advantages need one. Subclasses replace
-`_update_actor`, which owns the whole learning signal.
+`PPOTrainer` is a complete trainer on a reward, with a critic where the advantages need one. Subclasses override
+`_update_actor` alone, which owns the whole learning signal; what it may use is listed in the class's docstring.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -37,8 +36,8 @@ from hybrid_gkd.scoring.critic import CriticTurn
 from hybrid_gkd.scoring.reference import ReferenceTurn
 from hybrid_gkd.scoring.rewards import Reward, Scorer
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
-from hybrid_gkd.types import Prompt, Rollout, Sequence, TrainerLog, TrainSequence
-from hybrid_gkd.workers.batches import Batches
+from hybrid_gkd.types import Pair, Rollout, Sample, Task, TrainerLog, with_tasks
+from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,11 +70,24 @@ class PPOTrainer:
         stop_requested: asked once a step; where it is true, training ends there, and the step is saved.
 
     Raises DataError: fewer prompts than one batch; CheckpointError: it cannot be loaded or belongs to other data.
+
+    For subclasses, whose `_update_actor` gets a rollout and returns the metrics of the optimizer steps on it:
+
+        with_advantages         rewards, values and advantages of a rollout; the critic's update
+        with_old_logprobs       log-probabilities under the weights before the rollout's first mini-batch
+        with_corrections        the same where a policy loss needs them, and importance weights
+        with_reference          the reference policy's log-probabilities, where the loss needs them
+        train                   all optimizer steps on samples that have their signals
+        train_mini_batches      some of them, each on a whole mini-batch of `batches.mini_batches`
+        train_mini_batch        one of them, on the last part of a mini-batch
+        batches, group, clock   how samples are cut, the workers, spans for the time of each phase
+        generation.on_finished  called with samples as they leave the rollout engine
+        validators              called with the samples of a validation
     """
 
     def __init__(
-        self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Prompt],
-        val_prompts: list[Prompt], reward: Scorer | Reward | None, tracking: TrainerLog, store: CheckpointStore,
+        self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Task],
+        val_prompts: list[Task], reward: Scorer | Reward | None, tracking: TrainerLog, store: CheckpointStore,
         resume_from: Path | None = None, settings: dict[str, Any] | None = None, clock: Clock | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
@@ -98,8 +110,8 @@ class PPOTrainer:
         """Of the whole run, also a resumed one: the validation before training, and the first step."""
         self.last_metrics: dict[str, float] = {}
         """Of the newest step, with its validation where it had one; empty before the first."""
-        self.validators: list[Callable[[list[Sequence]], dict[str, list[np.ndarray]]]] = []
-        """Called with the answers of a validation; give by name a value for every token of each, [R], whose means are
+        self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
+        """Called with the samples of a validation; give by name a value for every token of each, [R], whose means are
         reported. They may compute with the student: the engine gets its weights back afterwards."""
         self._rollouts = RolloutsAhead(
             lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
@@ -190,70 +202,81 @@ class PPOTrainer:
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
         """Rewards, values, advantages, the critic's update, old log-probabilities, PPO's objective. All metrics."""
-        sequences, metrics = self._with_advantages(rollout)
+        samples, metrics = self.with_advantages(rollout)
         if rollout.step <= self.config.trainer.critic_warmup:
             return metrics
-        sequences = self.reference.with_logprobs(sequences)
+        samples = self.with_reference(samples)
         with self.clock.span("update_actor"):
-            sequences, weights = self._with_logprobs(sequences)
-            return self._train(sequences) | metrics | weights
+            samples, weights = self.with_corrections(samples)
+            return self.train(samples) | metrics | weights
 
-    def _with_advantages(
-        self, rollout: Rollout, sequences: list[TrainSequence] | None = None, of_tokens: Arrays | None = None
-    ) -> tuple[list[TrainSequence], dict[str, float]]:
-        """The sequences of a rollout, of which `sequences` may know more, with advantages; metrics.
+    def with_advantages(
+        self, rollout: Rollout, samples: list[Sample] | None = None, of_tokens: Arrays | None = None
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Return the samples of a rollout, of which `samples` may have more signals, with advantages; metrics.
 
-        Of rewards of the responses, `of_tokens` and a critic's values; see the function `with_advantages`.
+        Of rewards of the samples, `of_tokens` and a critic's values; see the function `with_advantages`.
         """
-        sequences = sequences or [TrainSequence(sequence=sequence) for sequence in rollout.sequences]
+        samples = samples or [*rollout.samples]
         scores, metrics = list[float](), dict[str, float]()
         if of_tokens is None or self.config.trains_on_rewards:
             assert self.scorer is not None
             pairs = answers_to_score(rollout)
-            scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.sequences)])
+            scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.samples)])
         if self.config.algorithm.use_kl_in_reward:
             with self.clock.span("update_actor"):
-                sequences = self._with_old_logprobs(sequences)
-            sequences, of_tokens, found = self.reference.penalised(sequences, of_tokens)
+                samples = self.with_old_logprobs(samples)
+            samples, of_tokens, found = self.reference.penalised(samples, of_tokens)
             metrics |= found
         values = None if self.critic is None else self.critic.values(rollout)
-        sequences, found = with_advantages(self.config, rollout, sequences, scores, values, of_tokens)
+        samples, found = with_advantages(self.config, rollout, samples, scores, values, of_tokens)
         if self.critic is None:
-            return sequences, metrics | found
+            return samples, metrics | found
         with self._changing_weights(steps=num_critic_updates(self.config, 1)):
-            return sequences, metrics | found | self.critic.update(sequences)
+            return samples, metrics | found | self.critic.update(samples)
 
-    def _with_logprobs(
-        self, sequences: list[TrainSequence], *, policy_loss: bool = True
-    ) -> tuple[list[TrainSequence], dict[str, float]]:
-        """The same with old log-probabilities, for a policy loss in several steps, and importance weights; metrics."""
+    def with_reference(self, samples: list[Sample]) -> list[Sample]:
+        """Add the reference policy's log-probabilities where the loss needs them."""
+        return self.reference.with_logprobs(samples)
+
+    def with_corrections(
+        self, samples: list[Sample], *, policy_loss: bool = True
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too."""
         section, policy_loss = self.config.algorithm, policy_loss and num_updates(self.config, 1) > 1
         if not (section.compares_logprobs or policy_loss):
-            return sequences, {}
-        known = self._with_old_logprobs(sequences)
-        sequences, logprobs = known if policy_loss else sequences, [np.asarray(item.old_logprobs) for item in known]
+            return samples, {}
+        known = self.with_old_logprobs(samples)
+        samples, logprobs = known if policy_loss else samples, [sample.array("old_logprobs") for sample in known]
         if not section.compares_logprobs:
-            return sequences, {}
-        return with_rollout_correction(section, sequences, logprobs, of_sampled=self.config.has_sampled_loss)
+            return samples, {}
+        return with_rollout_correction(section, samples, logprobs, of_sampled=self.config.has_sampled_loss)
 
-    def _with_old_logprobs(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
-        """The same with log-probabilities of the sampled tokens under the present weights, unless they have them."""
-        if all(item.old_logprobs is not None for item in sequences):
-            return sequences
-        found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(sequences)])
-        return [dataclasses.replace(item, old_logprobs=found[item.sequence.index]) for item in sequences]
+    def with_old_logprobs(self, samples: list[Sample]) -> list[Sample]:
+        """Add log-probabilities of the trained tokens under the present weights, unless they are there."""
+        if all("old_logprobs" in sample.signals for sample in samples):
+            return samples
+        found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(samples)])
+        return [sample.with_signals(old_logprobs=found[sample.id]) for sample in samples]
 
-    def _train(self, sequences: list[TrainSequence], *, num_tokens: int | None = None) -> dict[str, float]:
-        """`ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each.
+    def train(self, samples: list[Sample]) -> dict[str, float]:
+        """Take `ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each."""
+        mini_batches = self.batches.mini_batches(samples)
+        return mean_metrics(self.train_mini_batches(mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs))
 
-        `num_tokens`: response tokens of the only mini-batch, where `sequences` is its last part, whose `loss_weights`
-        are those of the whole.
+    def train_mini_batches(self, mini_batches: list[list[Sample]]) -> list[dict[str, float]]:
+        """Take an optimizer step on each mini-batch; return the metrics of each."""
+        with self._changing_weights(steps=len(mini_batches)):
+            return self.group.update(self.batches.shares(mini_batches))
+
+    def train_mini_batch(self, part: list[Sample], num_tokens: int, *, last: bool) -> dict[str, float]:
+        """Take an optimizer step on a mini-batch of `num_tokens` trained tokens, of which `part` is the last part.
+
+        `last`: no other step follows in this update.
         """
-        shares = self.batches.epochs(sequences, num_tokens)
-        with self._changing_weights(steps=len(shares[0])):
-            updates = self.group.update(shares)
-        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        return metrics | {"actor/lr": updates[-1]["actor/lr"]}
+        shares = [[each] for each in self.batches.parts(part, num_tokens)]
+        with self._changing_weights(steps=1):
+            return self.group.update(shares, last=last)[0]
 
     @contextlib.contextmanager
     def _changing_weights(self, *, steps: int) -> Iterator[None]:
@@ -275,17 +298,16 @@ class PPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         """Answer the validation prompts; what ppo/validation.py and the validators say of the answers."""
-        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         token_values: dict[str, list[np.ndarray]] = {}
         with self.clock.span("testing"):
-            found = self.generation.answers(self.val_prompts)
+            found = self.generation.answers(self.val_prompts, self.step)
+            pairs = with_tasks(self.val_prompts, found)
             for validator in self.validators:
-                token_values |= validator(found)
-            pairs = [(self.val_prompts[sequence.index // n], sequence) for sequence in found]
+                token_values |= validator(pairs)
             scores = {} if self.scorer is None else self.scorer.of_validation(pairs)
         answers = Answers(
-            prompts=self.val_prompts, sequences=found, token_values=token_values,
-            texts=[decode(self.tokenizer, sequence) for sequence in found], **scores,
+            tasks=self.val_prompts, samples=found, token_values=token_values,
+            texts=[decode(self.tokenizer, sample) for sample in found], **scores,
         )  # fmt: skip
         shown = sample_generations(answers, self.config.trainer.log_val_generations)
         self.tracking.log_generations(shown, self.step)
@@ -303,7 +325,7 @@ class PPOTrainer:
         return every != 0 and (last or (every > 0 and self.step % every == 0))
 
     def _step_metrics(self, rollout: Rollout, generating: bool) -> dict[str, float]:
-        self.tracking.log_lengths([len(sequence.response_ids) for sequence in rollout.sequences], self.step)
+        self.tracking.log_lengths([sample.num_trained for sample in rollout.samples], self.step)
         devices = [worker["device"] for worker in self.group.description]
         measured = self.clock.take() | self.group.device_metrics(generating=generating)
         return step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)

@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 
 from hybrid_gkd.scoring.builtin_rewards import final_number
-from hybrid_gkd.types import Generation, Prompt, Sequence
+from hybrid_gkd.types import Generation, Sample, Task
 
 QUARTERS = 4
 
@@ -23,10 +23,10 @@ QUARTERS = 4
 class Answers:
     """The answers of a validation."""
 
-    prompts: list[Prompt]
+    tasks: list[Task]
     """[P]."""
-    sequences: list[Sequence]
-    """[P * n]; answer j of prompt i is i * n + j."""
+    samples: list[Sample]
+    """[P * n]; sample j of task i is i * n + j."""
     texts: list[str]
     """[P * n], the responses as text."""
     rewards: list[float] | None = None
@@ -40,20 +40,20 @@ class Answers:
 
     @property
     def n(self) -> int:
-        return len(self.sequences) // len(self.prompts)
+        return len(self.samples) // len(self.tasks)
 
 
-def source_of(prompt: Prompt) -> str:
+def source_of(task: Task) -> str:
     """The data source that a row names, or else the file that it is from."""
-    return prompt.data_source or prompt.file
+    return task.data_source or task.file
 
 
 def validation_metrics(answers: Answers) -> dict[str, float]:
     """`val/*` of all answers and, where there are several data sources, `val/<data source>/*` of each."""
     rows_of: defaultdict[str, list[int]] = defaultdict(list)
-    for row, prompt in enumerate(answers.prompts):
-        rows_of[source_of(prompt)].append(row)
-    groups = {"val": list(range(len(answers.prompts)))}
+    for row, task in enumerate(answers.tasks):
+        rows_of[source_of(task)].append(row)
+    groups = {"val": list(range(len(answers.tasks)))}
     if len(rows_of) > 1:
         groups |= {f"val/{source}": rows for source, rows in rows_of.items()}
     found = {group: _metrics(answers, rows) for group, rows in groups.items()}
@@ -64,11 +64,11 @@ def _metrics(answers: Answers, rows: list[int]) -> dict[str, float]:
     """Of the answers to some of the prompts."""
     n = answers.n
     chosen = [row * n + sample for row in rows for sample in range(n)]
-    sequences = [answers.sequences[index] for index in chosen]
+    samples = [answers.samples[index] for index in chosen]
     metrics = {
         "num_prompts": float(len(rows)),
-        "response_length": float(np.mean([len(sequence.response_ids) for sequence in sequences])),
-        "response_length/clip_ratio": float(np.mean([sequence.finish_reason == "length" for sequence in sequences])),
+        "response_length": float(np.mean([sample.num_trained for sample in samples])),
+        "response_length/clip_ratio": float(np.mean([sample.status == "length" for sample in samples])),
     }
     for name, values in answers.token_values.items():
         metrics |= by_quarter(name, [values[index] for index in chosen])
@@ -81,7 +81,7 @@ def _metrics(answers: Answers, rows: list[int]) -> dict[str, float]:
 
 
 def _finals(answers: Answers, chosen: list[int]) -> list[Hashable]:
-    return [final_answer(answers.texts[index], answers.prompts[index // answers.n].answer or "") for index in chosen]
+    return [final_answer(answers.texts[index], answers.tasks[index // answers.n].answer or "") for index in chosen]
 
 
 def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
@@ -176,14 +176,14 @@ def sample_generations(answers: Answers, num_prompts: int) -> list[Generation]:
     """All answers to so many prompts, as equally many of each data source as there are, for people to read."""
     taken: Counter[str] = Counter()
     order = []
-    for row, prompt in enumerate(answers.prompts):
-        taken[source_of(prompt)] += 1
-        order.append((taken[source_of(prompt)], row))
-    rewards: abc.Sequence[float | None] = answers.rewards or [None] * len(answers.sequences)
+    for row, task in enumerate(answers.tasks):
+        taken[source_of(task)] += 1
+        order.append((taken[source_of(task)], row))
+    rewards: abc.Sequence[float | None] = answers.rewards or [None] * len(answers.samples)
     return [
         Generation(
-            prompt=answers.prompts[row].text, response=answers.texts[index], answer=answers.prompts[row].answer,
-            reward=rewards[index], data_source=source_of(answers.prompts[row]), sample=index - row * answers.n,
+            prompt=answers.tasks[row].text, response=answers.texts[index], answer=answers.tasks[row].answer,
+            reward=rewards[index], data_source=source_of(answers.tasks[row]), sample=index - row * answers.n,
         )
         for row in sorted(row for _, row in sorted(order)[:num_prompts])
         for index in range(row * answers.n, (row + 1) * answers.n)

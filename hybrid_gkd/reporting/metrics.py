@@ -77,7 +77,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/latency_p99": ("seconds", "The same, 99th percentile"),
     "teacher/tokens_per_second": ("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
     "teacher/retries": ("", "Requests that were sent again"),
-    "teacher/bytes_per_token": ("bytes/token", "Size of the replies per response token"),
+    "teacher/bytes_per_token": ("bytes/token", "Size of the replies per scored token"),
     "teacher/queue_length": ("requests", "Requests of all clients that waited for a teacher worker, mean"),
     "teacher/engine_busy": ("fraction", "Part of the last ten seconds with a request, mean over workers"),
     "teacher/hidden_fraction": (

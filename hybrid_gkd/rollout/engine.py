@@ -1,19 +1,22 @@
-"""Rollout engines: their interface, and the table of them.
+"""Rollout engines: their interface, the loop that drives them, and the table of them.
 
-An engine runs in the worker's own process and draws responses with the actor's weights, which `load_weights` copies
+An engine runs in the worker's own process and draws completions with the actor's weights, which `load_weights` copies
 in. `actor_rollout_ref.rollout.name` names one of ROLLOUT_ENGINES, or a class of the user's own as `my_module:MyEngine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.runtime.imports import is_import_path, load_object
-from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
+from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams, generated
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +28,18 @@ ROLLOUT_ENGINES = {
     "hf": "hybrid_gkd.rollout.hf:HFRolloutEngine",
 }
 """Name -> the class, which is imported where it is used."""
+PROGRESS_SECONDS = 1.0
+"""How often `generate` shows progress while no sample finishes, if the engine has computed tokens since."""
+TOGETHER_SECONDS = 0.01
+"""Samples that finish within it are yielded together: each time costs the host a part of a decode step."""
 
 
 class RolloutEngine(Protocol):
-    """The interface of an engine. A subclass inherits the memory management of an engine that never sleeps.
+    """The interface of an engine. Every request that is added comes back once, as a sample of `step` or of `pause`.
 
     The constructor takes the whole configuration and, as keywords, `device` (torch.device) and `stop_token_ids` (ids
-    that end a response); all workers of the pool call it at the same time.
+    that end a completion); all workers of the pool call it at the same time. The ranks of a tensor-parallel engine are
+    called in the same order with the same arguments. A subclass inherits what an engine needs that never sleeps.
     """
 
     description: str
@@ -40,18 +48,41 @@ class RolloutEngine(Protocol):
     """Type of the engine's weights: publish in it."""
     weight_bytes: int
     """Size of the weights on this device."""
+    weight_version: int | None = None
+    """Optimizer steps behind the weights; None: they are undefined until `load_weights`."""
+    can_pause: bool = False
+    """Whether `pause` can interrupt a sample; without, `step` finishes every sample that it begins."""
     can_sleep: bool = False
     """Whether `sleep` and the wakes do anything."""
 
-    def generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
-    ) -> Iterator[list[Sequence]]:
-        """Yield sequences as they finish; an empty list now and then shows progress while none does."""
+    def add(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        """Take requests, at any time, also while others are being generated."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens, prompts included, of the unfinished requests: as long as it changes, the engine makes progress.
+
+        An engine that finishes samples in every step need not count.
+        """
+        return 0
+
+    def step(self) -> list[Sample]:
+        """Compute for a short time and return the samples that have finished: status "stop" or "length"."""
+
+    def pause(self) -> list[Sample]:
+        """Abort everything unfinished and return it as far as it was written: status "paused", R = 0 if not begun.
+
+        The engine is empty and usable afterwards. A sample is continued by a request whose prompt is its tokens.
+        """
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take full tensors under their Hugging Face names, buffers that a folder has among them.
 
-        All of them have to be taken: gathering is collective.
+        All of them have to be taken: gathering is collective. The engine is empty (`pause`).
         """
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -72,6 +103,46 @@ class RolloutEngine(Protocol):
     def wake_kv_cache(self) -> None:
         """Take memory for the KV cache."""
         return
+
+    def sample(
+        self, request: GenerationRequest, new_ids: Sequence[int] | np.ndarray, *, status: str,
+        logprobs: Sequence[float] | np.ndarray | None,
+    ) -> Sample:
+        """Return the sample of a request for which the loaded weights have written `new_ids` [R], with `logprobs`."""
+        assert self.weight_version is not None, "the engine's weights are undefined until they are published"
+        return generated(
+            request, np.asarray(new_ids, np.int32), version=self.weight_version, status=status,
+            logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
+        )
+
+
+def generate(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: SamplingParams
+) -> Iterator[list[Sample]]:
+    """Yield the samples of an empty engine's requests as they finish; an empty list shows progress while none does.
+
+    An engine that computes nothing shows none, so that the caller's timeout ends the generation.
+
+    Raises:
+        WorkerError: the engine has nothing left to do, and samples are missing.
+    """
+    assert engine.weight_version is not None, "the engine's weights are undefined until they are published"
+    engine.add(requests, sampling)
+    missing, finished = len(requests), list[Sample]()
+    last_progress, computed = time.monotonic(), 0
+    while missing:
+        if not engine.has_unfinished:
+            raise WorkerError(f"the rollout engine lost {missing} of {len(requests)} samples")
+        found = engine.step()
+        finished += found
+        missing -= len(found)
+        waited, advances = time.monotonic() - last_progress, False
+        if not finished and waited > PROGRESS_SECONDS:
+            before, computed = computed, engine.computed_tokens
+            advances = computed != before
+        if advances or (finished and (waited > TOGETHER_SECONDS or not missing)):
+            yield finished
+            last_progress, finished = time.monotonic(), []
 
 
 def resolve_engine(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,14 +15,14 @@ from hybrid_gkd.offload.budget import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import refuse_unset, verify
 from hybrid_gkd.rollout.weights import num_bytes
-from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
+from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams
 
 
 class HFRolloutEngine(RolloutEngine):
     """transformers' `generate` on a copy of the student: slow, but runs wherever torch does.
 
-    Responses are drawn batch by batch with one seed per batch, so unlike with vLLM they depend on which
-    requests share a batch. Its memory is not managed: it never sleeps.
+    A step generates one batch to its end, with one seed: so unlike with vLLM, completions depend on which requests are
+    added together. Its memory is not managed: it never sleeps.
     """
 
     description = "hf (transformers generation)"
@@ -40,18 +41,31 @@ class HFRolloutEngine(RolloutEngine):
         ).to(device).eval()
         self.model.generation_config = GenerationConfig()  # the model's would fill what a request leaves open
         self.weight_bytes = num_bytes(self.model)
+        self.batches = deque[tuple[Sequence[GenerationRequest], SamplingParams]]()
+        """Not begun."""
+
+    def add(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        by_length = sorted(requests, key=lambda request: len(request.prompt_ids))
+        starts = range(0, len(by_length), self.max_num_seqs)
+        self.batches += [(by_length[start : start + self.max_num_seqs], sampling) for start in starts]
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.batches)
+
+    def step(self) -> list[Sample]:
+        return self._generate_batch(*self.batches.popleft()) if self.batches else []
+
+    def pause(self) -> list[Sample]:
+        waiting = [(request, sampling) for batch, sampling in self.batches for request in batch]
+        self.batches.clear()
+        return [
+            self.sample(request, [], status="paused", logprobs=[] if sampling.logprobs else None)
+            for request, sampling in waiting
+        ]
 
     @torch.no_grad()
-    def generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
-    ) -> Iterator[list[Sequence]]:
-        by_length = sorted(requests, key=lambda request: (len(request.prompt_ids), request.index))
-        for start in range(0, len(by_length), self.max_num_seqs):
-            yield self._generate_batch(by_length[start : start + self.max_num_seqs], sampling, weight_version)
-
-    def _generate_batch(
-        self, batch: list[GenerationRequest], sampling: SamplingParams, weight_version: int
-    ) -> list[Sequence]:
+    def _generate_batch(self, batch: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Sample]:
         from transformers import GenerationConfig
 
         width = max(len(request.prompt_ids) for request in batch)
@@ -79,25 +93,25 @@ class HFRolloutEngine(RolloutEngine):
         if sampling.logprobs:
             logits = torch.stack(output.logits, dim=1).float() / (sampling.temperature or 1.0)
             logprobs = logits.log_softmax(-1).gather(-1, output.sequences[:, width:, None])[..., 0].cpu().numpy()
-        sequences = []
+        samples = []
         for row, request in enumerate(batch):
             ends = np.flatnonzero(np.isin(tokens[row], self.stop_token_ids))
             length = int(ends[0]) + 1 if len(ends) else tokens.shape[1]
-            sequences.append(
-                Sequence(
-                    index=request.index, prompt_ids=request.prompt_ids, response_ids=tokens[row, :length],
-                    weight_version=weight_version, finish_reason="stop" if len(ends) else "length",
+            samples.append(
+                self.sample(
+                    request, tokens[row, :length], status="stop" if len(ends) else "length",
                     logprobs=None if logprobs is None else logprobs[row, :length],
                 )
             )
-        return sequences
+        return samples
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = self.model.state_dict(keep_vars=True)
         for name, tensor in weights:
             own.pop(name).copy_(tensor)
         refuse_unset(set(own))
+        self.weight_version = version
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = self.model.state_dict(keep_vars=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,18 +21,19 @@ from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
 from hybrid_gkd.rollout.weights import num_bytes
-from hybrid_gkd.types import GenerationRequest, SamplingParams, Sequence
+from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 1.0
-"""How often a generation in which no sequence finishes reports progress, if it has computed tokens since."""
-TOGETHER_SECONDS = 0.01
-"""Sequences that end within it are handed on together: each time costs the host a part of a decode step."""
-
 
 class VLLMRolloutEngine(RolloutEngine):
-    """vLLM's offline engine, stepped by hand, in this process and this process group. Seeds all random states."""
+    """vLLM's offline engine, stepped by hand, in this process and this process group. Seeds all random states.
+
+    Before a step vLLM gets as many tokens of prompts as the step can take, so that the device computes while the host
+    prepares the others. What a step computes is what it would if vLLM had all requests.
+    """
+
+    can_pause = True
 
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
         llm_class = vllm_compat.import_llm(device.type)
@@ -87,6 +88,11 @@ class VLLMRolloutEngine(RolloutEngine):
         self.on_cpu, self.model_type = device.type == "cpu", hf_config.model_type
         if rollout.verify_weights:
             self.layout: VLLMLayout = self.llm.apply_model(VLLMLayout)[0]
+        self.waiting = deque[tuple[GenerationRequest, SamplingParams]]()
+        """Requests that vLLM has not got yet."""
+        self.running: dict[str, GenerationRequest] = {}
+        """Those that it has, by their names there."""
+        self.names = map(str, itertools.count())
 
     def _install_scheduler(self, engine_kwargs: dict[str, Any]) -> Any:
         """vLLM's scheduler with the short path for decode steps; None where it stays as vLLM has made it."""
@@ -105,68 +111,65 @@ class VLLMRolloutEngine(RolloutEngine):
             return None
         return runner.model_runner(self.engine)
 
-    def generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, weight_version: int
-    ) -> Iterator[list[Sequence]]:
-        from vllm import SamplingParams as VLLMSamplingParams
+    def add(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        self.waiting += [(request, sampling) for request in requests]
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting) or self.engine.has_unfinished_requests()
+
+    @property
+    def computed_tokens(self) -> int:
+        return vllm_compat.computed_tokens(self.engine)
+
+    def step(self) -> list[Sample]:
+        self._feed()
+        return [self._finish(output) for output in self.engine.step() if output.finished]
+
+    def _feed(self) -> None:
+        left = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
+        while self.waiting and left > 0:
+            request, sampling = self.waiting.popleft()
+            name, prompt_ids = next(self.names), request.prompt_ids.tolist()
+            self.running[name] = request
+            self.engine.add_request(name, {"prompt_token_ids": prompt_ids}, self._parameters(request, sampling))
+            left -= len(prompt_ids)
+
+    def _parameters(self, request: GenerationRequest, sampling: SamplingParams) -> Any:
         from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
-        def parameters(request: GenerationRequest) -> Any:
-            return VLLMSamplingParams(
-                max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-                top_k=sampling.top_k, seed=request.seed, stop_token_ids=[*self.stop_token_ids], detokenize=False,
-                logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
-                output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
-            )
-
-        prompts = {str(request.index): request for request in requests}
-        asked = ((str(each.index), each.prompt_ids.tolist(), parameters(each)) for each in requests)
-        last_progress, computed, finished = time.monotonic(), 0, list[Sequence]()
-        for outputs in self.steps(asked):
-            finished += [
-                self._to_sequence(prompts.pop(output.request_id), output.outputs[0], weight_version)
-                for output in outputs if output.finished
-            ]
-            waited, advances = time.monotonic() - last_progress, False
-            if not finished and waited > PROGRESS_SECONDS:
-                before, computed = computed, vllm_compat.computed_tokens(self.engine)
-                advances = computed != before
-            if advances or (finished and (waited > TOGETHER_SECONDS or not prompts)):
-                yield finished
-                last_progress, finished = time.monotonic(), []
-        if prompts:
-            raise WorkerError(f"the rollout engine lost {len(prompts)} of {len(requests)} sequences")
-
-    def steps(self, requests: Iterable[tuple[str, list[int], Any]]) -> Iterator[list[Any]]:
-        """The outputs of each engine step, for requests of a name, a prompt and vLLM's sampling parameters.
-
-        Before a step the engine gets as many tokens of prompts as it can take, so that the device computes while the
-        host prepares the others. What a step computes is what it would if the engine had all requests.
-        """
-        left, most = iter(requests), self.engine.vllm_config.scheduler_config.max_num_batched_tokens
-        while True:
-            tokens = 0
-            for name, prompt_ids, parameters in left:
-                self.engine.add_request(name, {"prompt_token_ids": prompt_ids}, parameters)
-                tokens += len(prompt_ids)
-                if tokens >= most:
-                    break
-            if not self.engine.has_unfinished_requests():
-                return
-            yield self.engine.step()
-
-    def _to_sequence(self, request: GenerationRequest, output: Any, weight_version: int) -> Sequence:
-        logprobs = None
-        if output.logprobs is not None and self.scheduler is not None:
-            logprobs = self.scheduler.take_logprobs(str(request.index))
-        elif output.logprobs is not None:
-            logprobs = np.asarray(output.logprobs.logprobs, np.float32)
-        return Sequence(
-            index=request.index, prompt_ids=request.prompt_ids, response_ids=np.asarray(output.token_ids, np.int32),
-            weight_version=weight_version, finish_reason=str(output.finish_reason), logprobs=logprobs,
+        return VLLMSamplingParams(
+            max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, seed=request.seed, stop_token_ids=[*self.stop_token_ids], detokenize=False,
+            logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _finish(self, output: Any) -> Sample:
+        name, completion = output.request_id, output.outputs[0]
+        logprobs = None
+        if completion.logprobs is not None:
+            scheduler, kept = self.scheduler, completion.logprobs.logprobs
+            logprobs = kept if scheduler is None else scheduler.take_logprobs(name)
+        return self.sample(
+            self.running.pop(name), completion.token_ids, status=str(completion.finish_reason), logprobs=logprobs
+        )
+
+    def pause(self) -> list[Sample]:
+        written = vllm_compat.abort_unfinished(self.engine)
+        paused = [
+            self.sample(self.running[name], new_ids, status="paused", logprobs=logprobs)
+            for name, (new_ids, logprobs) in written.items()
+        ] + [
+            self.sample(request, [], status="paused", logprobs=[] if sampling.logprobs else None)
+            for request, sampling in self.waiting
+        ]
+        self.running.clear()
+        self.waiting.clear()
+        return paused
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self.copies_in_place:
             self.llm.apply_model(lambda model: model.load_weights(iter(weights)))
         else:
@@ -177,6 +180,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self.llm.collective_rpc("reload_weights", kwargs=arguments)
         if not self.llm.reset_prefix_cache():
             raise WorkerError("the prefix cache could not be reset: requests are still running")
+        self.weight_version = version
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         verify(weights, self.layout.places, self.layout.pairs)
@@ -185,6 +189,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if self.runner is not None:
             self.runner.forget_sampling()
         self.llm.sleep(level=2)
+        self.weight_version = None
 
     def sleeping_bytes(self) -> tuple[int, int]:
         return vllm_compat.sleeping_bytes()

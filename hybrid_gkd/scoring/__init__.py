@@ -1,1 +1,1 @@
-"""What is known of answers before they are learned from: rewards, reference, values."""
+"""Scorers: samples in, signals out."""

@@ -2,12 +2,11 @@
 
 The penalty, its estimates and its two controllers are verl's (`algorithm.use_kl_in_reward`).
 
-Shapes: R response tokens of a sequence; a log-ratio is log q - log p, q of the student and p of the reference.
+Shapes: R trained tokens of a sample; a log-ratio is log q - log p, q of the student and p of the reference.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config, KLCtrlConfig
 from hybrid_gkd.runtime.spans import Clock
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.types import Sample
 from hybrid_gkd.workers.batches import Batches
 
 if TYPE_CHECKING:
@@ -43,16 +42,16 @@ class ReferenceTurn:
         self.coef = self._next_coef = self.section.kl_coef
         """Of the KL in the rewards, in the present step."""
 
-    def with_logprobs(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
-        """The same with the reference's log-probabilities, unless they have them, where the loss needs them."""
-        return self._scored(sequences) if self.config.actor_rollout_ref.actor.use_kl_loss else sequences
+    def with_logprobs(self, samples: list[Sample]) -> list[Sample]:
+        """Add the reference's log-probabilities, unless they are there, where the loss needs them."""
+        return self._scored(samples) if self.config.actor_rollout_ref.actor.use_kl_loss else samples
 
     def penalised(
-        self, sequences: list[TrainSequence], of_tokens: list[np.ndarray] | None
-    ) -> tuple[list[TrainSequence], list[np.ndarray], dict[str, float]]:
-        """The sequences, which have old log-probabilities; the rewards of their tokens, or zeros, less coef times the
-        KL, float32 [R] each (behind them, those of greedy answers stay as they are, as in verl); metrics."""
-        scored, estimate = self._scored(sequences), ESTIMATES[self.config.algorithm.kl_penalty]
+        self, samples: list[Sample], of_tokens: list[np.ndarray] | None
+    ) -> tuple[list[Sample], list[np.ndarray], dict[str, float]]:
+        """Return the samples, which have old log-probabilities; the rewards of their tokens, or zeros, less coef times
+        the KL, float32 [R] each (behind them, those of greedy ones stay as they are, as in verl); metrics."""
+        scored, estimate = self._scored(samples), ESTIMATES[self.config.algorithm.kl_penalty]
         kls = [estimate(_log_ratio(item)) for item in scored]
         kl = float(np.mean([each.mean() for each in kls]))
         metrics = {"reward/kl": kl, "reward/kl_coef": self.coef}
@@ -60,7 +59,7 @@ class ReferenceTurn:
         rewards = of_tokens or [np.zeros(len(each), np.float32) for each in kls]
         left = [(reward - self.coef * each).astype(np.float32) for reward, each in zip(rewards, kls, strict=False)]
         uses_them = self.config.actor_rollout_ref.actor.use_kl_loss
-        return scored if uses_them else sequences, left + rewards[len(kls) :], metrics
+        return scored if uses_them else samples, left + rewards[len(kls) :], metrics
 
     def end_step(self) -> None:
         """The step is taken: the controller's coefficient is that of the next one."""
@@ -76,17 +75,17 @@ class ReferenceTurn:
         if state is not None and self.config.algorithm.adapts_kl_coef:
             self.coef = self._next_coef = state
 
-    def _scored(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
-        if all(item.ref_logprobs is not None for item in sequences):
-            return sequences
-        plan = [tuple(share) for share in self.batches.plan(sequences)]
+    def _scored(self, samples: list[Sample]) -> list[Sample]:
+        if all("reference" in sample.signals for sample in samples):
+            return samples
+        plan = [tuple(share) for share in self.batches.plan(samples)]
         with self.clock.span("ref"):
             if not self.config.ref_topk:
                 found = self.group.compute_ref_logprobs(plan)
-                return [dataclasses.replace(item, ref_logprobs=found[item.sequence.index]) for item in sequences]
+                return [sample.with_signals(reference=found[sample.id]) for sample in samples]
             scores = self.group.compute_ref_topk(plan)
-        pairs = [(item, scores[item.sequence.index]) for item in sequences]
-        return [dataclasses.replace(item, ref_logprobs=s.sampled_logprobs, ref_topk=s) for item, s in pairs]
+        pairs = [(sample, scores[sample.id]) for sample in samples]
+        return [sample.with_signals(reference=s.sampled_logprobs, reference_topk=s) for sample, s in pairs]
 
 
 def next_coefficient(section: KLCtrlConfig, coef: float, kl: float, num_sequences: int) -> float:
@@ -103,10 +102,8 @@ def next_coefficient(section: KLCtrlConfig, coef: float, kl: float, num_sequence
     return coef * (1 + error * num_sequences / section.horizon)
 
 
-def _log_ratio(item: TrainSequence) -> np.ndarray:
-    assert item.old_logprobs is not None
-    assert item.ref_logprobs is not None
-    return item.old_logprobs.astype(np.float64) - item.ref_logprobs
+def _log_ratio(sample: Sample) -> np.ndarray:
+    return sample.array("old_logprobs").astype(np.float64) - sample.array("reference")
 
 
 def _k3(log_ratio: np.ndarray) -> np.ndarray:

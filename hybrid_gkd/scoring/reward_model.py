@@ -16,7 +16,7 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.models.tokenizer import decode, first_line
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import Score
-from hybrid_gkd.types import Prompt, RewardText, Sequence
+from hybrid_gkd.types import Pair, RewardText, Sample, Task
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
@@ -38,19 +38,19 @@ class RewardTexts:
     max_length: int | None = None
     """Tokens that it reads; None: any number."""
 
-    def tokens(self, prompt: Prompt, sequence: Sequence) -> np.ndarray:
+    def tokens(self, task: Task, sample: Sample) -> np.ndarray:
         """Of the whole text, int32 [T]. Raises DataError: its chat template refuses the chat."""
         if self.own is None:
-            return np.concatenate([sequence.prompt_ids, sequence.response_ids])
-        assert prompt.messages is not None
-        chat = [*prompt.messages, {"role": "assistant", "content": decode(self.tokenizer, sequence)}]
+            return sample.tokens
+        assert task.messages is not None
+        chat = [*task.messages, {"role": "assistant", "content": decode(self.tokenizer, sample)}]
         if not self.own.chat_template:
             return np.array(self.own("\n".join(message["content"] for message in chat)).input_ids, np.int32)
         try:
             text = self.own.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
         except Exception as error:  # a template is a program, which refuses roles or their order in its own way
             reason = f"the chat template of reward_model.model.path refuses it: {first_line(error)}"
-            raise DataError(f"row {prompt.row} of the data: {reason}") from error
+            raise DataError(f"row {task.row} of the data: {reason}") from error
         return np.array(self.own(text, add_special_tokens=False).input_ids, np.int32)
 
 
@@ -67,7 +67,7 @@ class RewardModelTurn:
         """Around the scores of a training step, for its times."""
         return self.clock.span("reward_model")
 
-    def scores(self, pairs: list[tuple[Prompt, Sequence]]) -> list[Score]:
+    def scores(self, pairs: list[Pair]) -> list[Score]:
         """Of responses to their prompts. Raises TrainingError: a score is not finite; DataError as `tokens`."""
         whole = [self.texts.tokens(*pair) for pair in pairs]
         texts = [ids[: self.texts.max_length] for ids in whole]
@@ -79,9 +79,9 @@ class RewardModelTurn:
                 "its positions), and the longest has %d", sum(cut), len(cut), self.texts.max_length, longest,
             )  # fmt: skip
         found = self.group.compute_reward_scores(self._plan(texts))
-        for index, (prompt, _) in enumerate(pairs):
+        for index, (task, _) in enumerate(pairs):
             if not math.isfinite(found[index]):
-                raise TrainingError(f"row {prompt.row} of the data: the reward model's score is {found[index]}")
+                raise TrainingError(f"row {task.row} of the data: the reward model's score is {found[index]}")
         return [Score(found[index], {TRUNCATED: float(each)}) for index, each in enumerate(cut)]
 
     def _plan(self, texts: list[np.ndarray]) -> list[tuple[tuple[RewardText, ...], ...]]:

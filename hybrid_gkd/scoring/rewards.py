@@ -26,7 +26,7 @@ from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.scoring.builtin_rewards import Response, overlong_penalty
 from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, one_by_one
-from hybrid_gkd.types import Prompt, Sequence
+from hybrid_gkd.types import Pair, SampleId
 
 if TYPE_CHECKING:
     from hybrid_gkd.scoring.reward_model import RewardModelTurn
@@ -39,7 +39,6 @@ LATE_SECONDS = 60.0
 replaced."""
 SAID = 3
 """Failures of a function that are logged for a rollout, one by one."""
-Pair = tuple[Prompt, Sequence]
 Reward = Callable[[str, str], float]
 
 
@@ -81,9 +80,8 @@ class Scorer:
         self._weights = {name: weight for name, weight in config.reward_weights.items() if name in known}
         self._pool: RewardPool | None = None
         self._lock = threading.Lock()  # a rollout may be generated in another thread while one is scored
-        self._entries: dict[tuple[int, int], _Entry] = {}
-        """By row and the identity of the array of a response's ids, which copies of a sequence share; as long as it
-        exists."""
+        self._entries: dict[SampleId, _Entry] = {}
+        """Of the samples whose tokens, which copies of a sample share, still exist."""
 
     @classmethod
     def of(cls, function: Reward, tokenizer: Any, config: Config, clock: Clock) -> Scorer:
@@ -204,16 +202,15 @@ class Scorer:
         return metrics
 
     def _entry(self, pair: Pair) -> _Entry:
-        prompt, sequence = pair
-        key = prompt.index, id(sequence.response_ids)
+        task, sample = pair
+        key = sample.id
         if key not in self._entries:
             response = Response(
-                text=decode(self.tokenizer, sequence), answer=prompt.answer, data_source=prompt.data_source,
-                extra_info=prompt.extra_info,
-                share_of_limit=len(sequence.response_ids) / self.config.data.max_response_length,
+                text=decode(self.tokenizer, sample), answer=task.answer, data_source=task.data_source,
+                extra_info=task.extra_info, share_of_limit=sample.num_trained / self.config.data.max_response_length,
             )  # fmt: skip
-            alive = weakref.ref(sequence.response_ids, lambda _: self._entries.pop(key, None))
-            self._entries[key] = _Entry(prompt.row, response, alive)
+            alive = weakref.ref(sample.tokens, lambda _: self._entries.pop(key, None))
+            self._entries[key] = _Entry(task.row, response, alive)
         return self._entries[key]
 
     def _submit(self, function: RewardFunction, entries: list[_Entry]) -> None:
@@ -270,4 +267,4 @@ class Scorer:
 
     def _penalty(self, pair: Pair) -> float:
         limit = self.config.data.max_response_length
-        return overlong_penalty(len(pair[1].response_ids), limit, self.section.overlong_buffer)
+        return overlong_penalty(pair[1].num_trained, limit, self.section.overlong_buffer)

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.types import Sample, TopK
 
 ANSWERS, TOKENS = 3, 200
 """Answers of a validation whose tokens are kept, and tokens from the beginning of each."""
 
 
 def token_scores(
-    sequence: Sequence, teacher: TeacherTopK, found: np.ndarray, decode: Callable[[list[int]], str]
+    sample: Sample, teacher: TopK, found: np.ndarray, decode: Callable[[list[int]], str]
 ) -> list[list[Any]]:
     """A row for each token: its text, KL(teacher, student) in nats, the teacher's s most likely tokens and those s of
     the teacher's candidates that the student finds most likely; a candidate is text, the teacher's probability, the
@@ -27,7 +27,7 @@ def token_scores(
     shown = (found.shape[1] - 2) // 3
     text_of = functools.cache(lambda token: decode([token]))
     rows = []
-    for at, token in enumerate(sequence.response_ids[:TOKENS].tolist()):
+    for at, token in enumerate(sample.trained_ids[:TOKENS].tolist()):
         ids, own = teacher.ids[at].tolist(), np.exp(teacher.logprobs[at].astype(np.float64))
         of_teacher, of_student, columns = found[at, 2:].reshape(3, shown)
         pairs = [*enumerate(of_teacher), *zip(columns.astype(int).tolist(), of_student, strict=True)]

@@ -1,26 +1,62 @@
 """The actor: a sharded model with the objective of distillation or PPO. Knows neither Ray nor vLLM.
 
-Shapes: R response tokens of a micro-batch, K ids per response token.
+Shapes: R trained tokens of a micro-batch, K candidates per trained token.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_gkd.config import Config
-from hybrid_gkd.losses.objective import Objective, Targets
-from hybrid_gkd.student.logprob_model import LogprobModel, concat, pack_responses, sampled_logprobs, top_candidates
+from hybrid_gkd.config import ActorConfig, Config, DistillationConfig
+from hybrid_gkd.losses import table, terms
+from hybrid_gkd.losses.objective import Objective
+from hybrid_gkd.student.logprob_model import (
+    LogprobModel,
+    by_sample,
+    concat,
+    count_tokens,
+    join_signals,
+    pack_samples,
+    sampled_logprobs,
+    top_candidates,
+)
 from hybrid_gkd.student.trained_model import TrainedModel
-from hybrid_gkd.types import TeacherTopK, TrainSequence
+from hybrid_gkd.types import Sample, SampleId, TopK
 
 SHOWN_CANDIDATES = 5
 """Of teacher and student, at a token of a held-out answer."""
+HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
+"""What the head calls them -> what they are reported as."""
+
+
+def make_objective(loss: DistillationConfig, actor: ActorConfig) -> Objective:
+    """The terms of a run's loss, in the order in which they are added up."""
+    row = table.policy_loss(actor.policy_loss.loss_mode)
+    bounds = {f"clip_ratio_{side}": getattr(actor, f"clip_ratio_{side}") for side in ("low", "high")}
+    options = {key: actor.clip_ratio if value is None else value for key, value in bounds.items()}
+    options["clip_ratio_c"] = math.inf if actor.clip_ratio_c is None else actor.clip_ratio_c
+    policy = terms.policy_loss(row, {key: options[key] for key in row.options})
+    chosen, on_rewards = [], not loss.enabled or loss.use_task_rewards or loss.as_reward
+    if loss.enabled:
+        chosen.append(terms.distillation(
+            table.weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn),
+            tail=loss.tail, beta=loss.beta,
+            estimator=loss.loss_mode, policy=policy if loss.use_policy_gradient else None,
+            # As a reward it is in the advantages; the divergence is only reported then.
+            coefficient=0.0 if loss.as_reward else loss.distillation_loss_coef,
+            limit=None if loss.as_reward else loss.loss_max_clamp,
+        ))  # fmt: skip
+    if on_rewards:
+        chosen.append(terms.policy(policy))
+    if actor.use_kl_loss:
+        chosen.append(terms.reference(table.KL_LOSSES[actor.kl_loss_type], actor.kl_loss_coef))
+    of_sequences = row.of_sequences and (on_rewards or loss.use_policy_gradient)
+    return Objective(chosen, of_sequences=of_sequences, entropy_coeff=actor.entropy_coeff)
 
 
 class Actor(TrainedModel):
@@ -30,7 +66,7 @@ class Actor(TrainedModel):
 
     def __init__(self, config: Config, *, device: torch.device, num_updates: int):
         arr = config.actor_rollout_ref
-        self.objective = Objective(config.distillation, arr.actor)
+        self.objective = make_objective(config.distillation, arr.actor)
         self.topk = config.distillation.topk if config.distillation.enabled else 0
         self.ref_topk = config.ref_topk
         self.sampling_temperature = arr.rollout.temperature
@@ -41,53 +77,39 @@ class Actor(TrainedModel):
             optim=arr.actor.optim, num_updates=num_updates, grad_clip=arr.actor.grad_clip, seed=config.trainer.seed,
         )
 
-    def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""
-        batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
-        ids, targets = self._targets(micro_batch, sampled_ids)
-        candidates = targets.teacher_logprobs if targets.ref_topk_logprobs is None else targets.ref_topk_logprobs
-        topk = 0 if candidates is None else candidates.shape[1]
-        options: dict[str, Any] = {"entropy_weights": self.objective.entropy_weights(targets, len(rows), self.device)}
-        if self.objective.of_sequences and targets.old_logprobs is not None:
-            lengths = [len(item.sequence.response_ids) for item in micro_batch]
-            numbers = np.repeat(np.arange(len(lengths)), lengths)
-            targets = replace(targets, sequence=concat([numbers], self.device, torch.int64))
+    def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the trained tokens of a micro-batch: of the loss, of the metrics by name, and of `_reported`."""
+        batch, rows, sampled_ids = pack_samples(micro_batch, self.device)
+        ids, topk, signals = self._signals(micro_batch, sampled_ids)
+        options: dict[str, Any] = {"entropy_weights": self.objective.entropy_weights(signals, len(rows), self.device)}
+        if self.objective.of_sequences and "old_logprobs" in signals:
+            lengths = [sample.num_trained for sample in micro_batch if sample.num_trained]
+            numbers = concat([np.repeat(np.arange(len(lengths)), lengths)], self.device, torch.int64)
             options["prepare"] = lambda sampled: self.objective.loss_fn(
-                self.objective.with_sequence_ratios(targets, sampled)
+                self.objective.with_sequence_ratios(signals, numbers, sampled)
             )
-        return self.model(
-            batch, rows, ids, self.objective.loss_fn(targets), temperature=self.temperature, topk=topk,
-            with_overlap=self.topk > 0, **options,
+        loss, sums = self.model(
+            batch, rows, ids, self.objective.loss_fn(signals), temperature=self.temperature, topk=topk,
+            with_overlap=self.topk > 0, overlap_mask=signals.get("has.teacher"), **options,
         )
+        counts = {
+            _count(names): count_tokens(micro_batch, names, self.device)
+            for names in set(self.objective.reported.values())
+        }
+        return loss, {HEAD_METRICS.get(name, name): value for name, value in sums.items()} | counts
 
-    def _targets(self, micro_batch: tuple[TrainSequence, ...], sampled_ids: Tensor) -> tuple[Tensor, Targets]:
-        """The ids [R, K] whose log-probabilities the loss needs, and the tensors that it compares them with."""
-        joined = functools.partial(concat, device=self.device)
-        columns, values = [], dict[str, Tensor]()
-        teacher = [item.teacher for item in micro_batch if item.teacher is not None]
-        if self.topk and teacher:
-            columns.append(joined([t.ids for t in teacher], dtype=torch.int64))
-            values["teacher_logprobs"] = joined([t.logprobs for t in teacher])
-            values["teacher_tail"] = joined([t.tail_logprobs for t in teacher])
-            values["teacher_sampled"] = joined([t.sampled_logprobs for t in teacher])
-            if any(item.teacher_weight != 1 for item in micro_batch):
-                factors = [np.full(len(i.sequence.response_ids), i.teacher_weight, np.float32) for i in micro_batch]
-                values["teacher_weights"] = joined(factors)
-        reference = [item.ref_topk for item in micro_batch if item.ref_topk is not None]
-        if reference:
-            columns.append(joined([each.ids for each in reference], dtype=torch.int64))
-            values["ref_topk_logprobs"] = joined([each.logprobs for each in reference])
-            values["ref_tail"] = joined([each.tail_logprobs for each in reference])
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "loss_weights", "sampled_weights"):
-            found = [value for item in micro_batch if (value := getattr(item, name)) is not None]
-            if found:
-                values[name] = joined(found)
+    def _signals(self, micro_batch: tuple[Sample, ...], sampled_ids: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """The ids [R, ...] whose log-probabilities the loss needs, of how many the head sums the mass outside, and the
+        signals that it compares them with."""
+        signals = join_signals(micro_batch, self.objective.signals, self.device)
+        columns = [signals[f"{name}.ids"] for name in self.objective.candidates if f"{name}.ids" in signals]
+        topk = columns[0].shape[1] if columns else 0
         if self.objective.uses_sampled or not columns:
             columns.append(sampled_ids[:, None])
-        return torch.cat(columns, 1), Targets(**values)
+        return torch.cat(columns, 1), topk, signals
 
-    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
+    def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
+        """Of each sample float32 [R], the log-probabilities of its trained tokens at the sampling temperature."""
         self._seed()
         temperature = self.sampling_temperature
         found = sampled_logprobs(self.model, micro_batches, temperature=temperature, device=self.device)
@@ -95,33 +117,31 @@ class Actor(TrainedModel):
         return found
 
     @torch.no_grad()
-    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R, 2 + 3 s], at every response token, at `distillation.temperature`.
+    def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
+        """Of each sample, all of them scored, float32 [R, 2 + 3 s], at `distillation.temperature`.
 
         First forward and reverse KL between teacher and student, nats, on the teacher's top k and the tail; the rest
         compares their s most likely candidates, see `Objective.keep_divergences`. s is 5, or k where that is less.
         """
         self._seed()
-        result: dict[int, np.ndarray] = {}
+        result: dict[SampleId, np.ndarray] = {}
         for micro_batch in micro_batches:
-            batch, rows, sampled_ids = pack_responses(micro_batch, self.device)
-            ids, targets = self._targets(micro_batch, sampled_ids)
+            batch, rows, sampled_ids = pack_samples(micro_batch, self.device)
+            ids, topk, signals = self._signals(micro_batch, sampled_ids)
             found = torch.zeros(len(rows), 2 + 3 * min(SHOWN_CANDIDATES, self.topk), device=self.device)
-            loss_fn, topk = self.objective.keep_divergences(targets, found), self.topk if micro_batch else 0
+            loss_fn = self.objective.keep_divergences(signals, found)
             self.model(batch, rows, ids, loss_fn, temperature=self.temperature, topk=topk)
-            lengths = [len(item.sequence.response_ids) for item in micro_batch]
-            for item, values in zip(micro_batch, found.cpu().split(lengths), strict=True):
-                result[item.sequence.index] = values.numpy()
+            result |= by_sample(micro_batch, found)
         self.reshard()
         return result
 
-    def compute_ref_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """As `compute_logprobs`, of the model below the LoRA adapters: a reference that needs no second model."""
         assert self.adapters is not None, "a student without adapters has no other weights"
         with self.adapters.left_out():
             return self.compute_logprobs(micro_batches)
 
-    def compute_ref_topk(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, TeacherTopK]:
+    def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         """As `compute_ref_logprobs`, with the `ref.topk` most likely tokens."""
         assert self.adapters is not None, "a student without adapters has no other weights"
         self._seed()
@@ -138,14 +158,12 @@ class Actor(TrainedModel):
         """Rows of its head."""
         return int(self.model.model.config.get_text_config().vocab_size)
 
-    def _names(self) -> list[str]:
-        overlap = ["overlap_ratio", "overlap_rows"] if self.topk else []
-        return ["actor/loss", "entropy", *self.objective.reported, *overlap]
+    def _reported(self) -> dict[str, str | None]:
+        overlap = {HEAD_METRICS["overlap_ratio"]: "overlap_rows"} if self.topk else {}
+        of_signals = {name: _count(signals) for name, signals in self.objective.reported.items()}
+        return {"actor/loss": None, "actor/entropy": None, **of_signals, **overlap}
 
-    def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
-        """The means, under the names of the metrics."""
-        metrics = super()._all_reduce(sums, num_tokens)
-        metrics["actor/entropy"] = metrics.pop("entropy")
-        if self.topk:
-            metrics["actor/distillation/overlap_ratio"] = metrics.pop("overlap_ratio") / metrics.pop("overlap_rows")
-        return metrics
+
+def _count(signals: tuple[str, ...]) -> str:
+    """Name of the number of tokens that have one of the signals."""
+    return f"tokens with {' or '.join(signals)}"

@@ -1,11 +1,10 @@
 """The critic: a sharded model whose head gives one value per token. Knows neither Ray nor vLLM.
 
-Shapes: R response tokens of a micro-batch, D hidden size.
+Shapes: R trained tokens of a micro-batch, D hidden size.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,19 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.losses.value import clipped_value_loss
 from hybrid_gkd.models.packed_attention import PackedBatch
 from hybrid_gkd.student.loading import PATH_KEY
-from hybrid_gkd.student.logprob_model import by_sequence, concat, hidden_states, pack_responses, refuse_unsupported
+from hybrid_gkd.student.logprob_model import (
+    by_sample,
+    count_tokens,
+    hidden_states,
+    join_signals,
+    pack_samples,
+    refuse_unsupported,
+)
 from hybrid_gkd.student.trained_model import TrainedModel
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.types import Sample, SampleId
+
+READ_SIGNALS = ("values", "returns", "weights", "weights/value", "sampled_weights")
+"""By the loss."""
 
 
 class ValueModel(nn.Module):
@@ -56,31 +65,30 @@ class Critic(TrainedModel):
             path_key=PATH_KEY if section.model.path is None else "critic.model.path",
         )
 
-    def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, rows, _ = pack_responses(micro_batch, self.device)
+    def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        batch, rows, _ = pack_samples(micro_batch, self.device)
         values = self.model(batch, rows)
-        joined = functools.partial(concat, device=self.device)
-        old, returns = (
-            joined([getattr(item, name) for item in micro_batch]) if micro_batch else torch.zeros_like(values)
-            for name in ("values", "returns")
-        )
-        loss, clipped = clipped_value_loss(values, old, returns, cliprange=self.cliprange)
-        for name in ("loss_weights", "sampled_weights"):
-            weights = [value for item in micro_batch if (value := getattr(item, name)) is not None]
-            if weights:
-                loss = loss * joined(weights)
-        return loss.sum(), {"critic/vf_clipfrac": clipped.sum()}
+        signals = join_signals(micro_batch, READ_SIGNALS, self.device)
+        if "returns" not in signals:
+            return values.sum() * 0, {}
+        loss, clipped = clipped_value_loss(values, signals["values"], signals["returns"], cliprange=self.cliprange)
+        for name in ("weights/value" if "weights/value" in signals else "weights", "sampled_weights"):
+            loss = loss * signals[name] if name in signals else loss
+        if (known := signals.get("has.returns")) is not None:
+            loss, clipped = torch.where(known, loss, 0), clipped & known
+        tokens = count_tokens(micro_batch, ["returns"], self.device)
+        return loss.sum(), {"critic/vf_clipfrac": clipped.sum(), "tokens": tokens}
 
-    def _names(self) -> list[str]:
-        return ["critic/vf_loss", "critic/vf_clipfrac"]
+    def _reported(self) -> dict[str, str | None]:
+        return {"critic/vf_loss": None, "critic/vf_clipfrac": "tokens"}
 
     @torch.no_grad()
-    def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R], what the critic expects before each response token."""
+    def compute_values(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
+        """Of each sample float32 [R], what the critic expects before each trained token."""
         self._seed()
-        result: dict[int, np.ndarray] = {}
+        result: dict[SampleId, np.ndarray] = {}
         for micro_batch in micro_batches:
-            batch, rows, _ = pack_responses(micro_batch, self.device)
-            result |= by_sequence(micro_batch, self.model(batch, rows))
+            batch, rows, _ = pack_samples(micro_batch, self.device)
+            result |= by_sample(micro_batch, self.model(batch, rows))
         self.reshard()
         return result

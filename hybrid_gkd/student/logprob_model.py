@@ -1,11 +1,13 @@
-"""A causal LM as log-probabilities of given ids, the packing of sequences for it, and the architectures it refuses.
+"""A causal LM as log-probabilities of given ids, the packing of samples for it, and the architectures it refuses.
 
-Shapes: T packed tokens of a micro-batch, R of them predict response tokens, K ids per row.
+Shapes: T packed tokens of a micro-batch, R of them are trained on, K ids per trained token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.models.spec import changed_logits
-from hybrid_gkd.types import TeacherTopK, TrainSequence
+from hybrid_gkd.types import Sample, SampleId, Signal, TopK
 
 
 class LogprobModel(nn.Module):
@@ -39,6 +41,7 @@ class LogprobModel(nn.Module):
         self, batch: PackedBatch, rows: Tensor, ids: Tensor, loss_fn: LossFunction | None = None, *,
         temperature: float, topk: int = 0, with_overlap: bool = True, entropy_weights: Tensor | None = None,
         prepare: Callable[[Tensor], LossFunction] | None = None, num_ids: int | None = None,
+        overlap_mask: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]] | TopLogprobs:
         """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
@@ -56,7 +59,8 @@ class LogprobModel(nn.Module):
             return logprobs_of_ids(hidden, weight, ids, temperature=temperature), {}
         return head_loss(
             hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True,
-            overlap_topk=topk if with_overlap else 0, tail_topk=topk, entropy_weights=entropy_weights,
+            overlap_topk=topk if with_overlap else 0, overlap_mask=overlap_mask, tail_topk=topk,
+            entropy_weights=entropy_weights,
         )
 
 
@@ -107,20 +111,65 @@ def _refuse_head(model: Any) -> None:
         raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
 
 
-def pack_responses(micro_batch: tuple[TrainSequence, ...], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:
-    """Packed inputs, the rows [R] whose hidden state predicts a response token, and the response tokens [R].
+def pack_samples(micro_batch: Sequence[Sample], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:
+    """Packed inputs, the rows [R] whose hidden state predicts a trained token, and the trained tokens [R].
 
     An empty micro-batch has R = 0: its rank takes part in the collectives and adds nothing.
     """
     if not micro_batch:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         return pack([np.zeros(2, np.int32)], device), nothing, nothing  # one token would compile anew
-    sequences = [item.sequence for item in micro_batch]
-    batch = pack([np.concatenate([s.prompt_ids, s.response_ids]) for s in sequences], device)
-    ends = np.cumsum([s.num_tokens for s in sequences])  # the last token of a sequence predicts none
-    rows = [np.arange(end - len(s.response_ids), end) - 1 for s, end in zip(sequences, ends, strict=True)]
-    tokens = [s.response_ids for s in sequences]
-    return batch, concat(rows, device, torch.int64), concat(tokens, device, torch.int64)
+    starts = np.cumsum([0, *(sample.num_tokens for sample in micro_batch[:-1])])
+    rows = [start + sample.positions - 1 for start, sample in zip(starts, micro_batch, strict=True)]
+    ids = [sample.trained_ids for sample in micro_batch]
+    batch = pack([sample.tokens for sample in micro_batch], device)
+    return batch, concat(rows, device, torch.int64), concat(ids, device, torch.int64)
+
+
+def join_signals(micro_batch: Sequence[Sample], names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """Signals of the trained tokens of a micro-batch, end to end, see `Signals` in losses/terms.py; ids are int64.
+
+    Where a sample lacks one that others have, its tokens have neutral values: 1 for weights, 0, or as candidates the
+    first K ids, each as likely as all other ids together.
+    """
+    lengths = [sample.num_trained for sample in micro_batch]
+    joined: dict[str, Tensor] = {}
+    for name in names:
+        found = [sample.signals.get(name) for sample in micro_batch]
+        known = [each is not None for each in found]
+        if not any(known):
+            continue
+        if not all(known):
+            joined[f"has.{name}"] = concat([np.repeat(known, lengths)], device, torch.bool)
+        example = found[known.index(True)]
+        signals = [
+            _neutral(name, example, length) if each is None else each
+            for each, length in zip(found, lengths, strict=True)
+        ]
+        if isinstance(example, TopK):
+            for part in (field.name for field in fields(TopK)):
+                dtype = torch.int64 if part == "ids" else torch.float32
+                joined[f"{name}.{part}"] = concat([getattr(each, part) for each in signals], device, dtype)
+        else:
+            joined[name] = concat(signals, device)
+    return joined
+
+
+def _neutral(name: str, example: Signal | None, length: int) -> Signal:
+    """A signal of as many tokens."""
+    if not isinstance(example, TopK):
+        return np.full(length, "weights" in name, np.float32)
+    k = example.ids.shape[1]
+    each = np.full((length, k + 2), -math.log(k + 1), np.float32)
+    ids = np.tile(np.arange(k, dtype=np.int32), (length, 1))
+    return TopK(ids=ids, logprobs=each[:, :k], tail_logprobs=each[:, k], sampled_logprobs=each[:, k + 1])
+
+
+def count_tokens(micro_batch: Sequence[Sample], signals: Sequence[str], device: torch.device) -> Tensor:
+    """How many trained tokens are of samples that have one of the signals, float64 []."""
+    samples = [sample for sample in micro_batch if not sample.signals.keys().isdisjoint(signals)]
+    number = float(sum(sample.num_trained for sample in samples))
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def hidden_states(model: Any, batch: PackedBatch, rows: Tensor) -> Tensor:
@@ -130,43 +179,42 @@ def hidden_states(model: Any, batch: PackedBatch, rows: Tensor) -> Tensor:
     return states
 
 
-def by_sequence(micro_batch: tuple[TrainSequence, ...], values: Tensor) -> dict[int, np.ndarray]:
-    """Values [R] of the response tokens of a micro-batch -> sequence index -> those of each sequence, on the host."""
-    lengths = [len(item.sequence.response_ids) for item in micro_batch]
-    parts = zip(micro_batch, values.cpu().split(lengths), strict=True)
-    return {item.sequence.index: part.numpy() for item, part in parts}
+def by_sample(micro_batch: Sequence[Sample], values: Tensor) -> dict[SampleId, np.ndarray]:
+    """Values [R, ...] of the trained tokens of a micro-batch -> those of each sample, on the host."""
+    parts = values.cpu().split([sample.num_trained for sample in micro_batch])
+    return {sample.id: part.numpy() for sample, part in zip(micro_batch, parts, strict=True)}
 
 
 @torch.no_grad()
 def sampled_logprobs(
-    model: Any, micro_batches: tuple[tuple[TrainSequence, ...], ...], *, temperature: float, device: torch.device
-) -> dict[int, np.ndarray]:
-    """Sequence index -> float32 [R], a sharded `LogprobModel`'s log-probabilities of the response tokens."""
-    result: dict[int, np.ndarray] = {}
+    model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device
+) -> dict[SampleId, np.ndarray]:
+    """Of each sample float32 [R], a sharded `LogprobModel`'s log-probabilities of its trained tokens."""
+    result: dict[SampleId, np.ndarray] = {}
     for micro_batch in micro_batches:
-        batch, rows, ids = pack_responses(micro_batch, device)
+        batch, rows, ids = pack_samples(micro_batch, device)
         logprobs, _ = model(batch, rows, ids[:, None], temperature=temperature)
-        result |= by_sequence(micro_batch, logprobs[:, 0])
+        result |= by_sample(micro_batch, logprobs[:, 0])
     return result
 
 
 @torch.no_grad()
 def top_candidates(
-    model: Any, micro_batches: tuple[tuple[TrainSequence, ...], ...], *, temperature: float, device: torch.device,
-    k: int, num_ids: int,
-) -> dict[int, TeacherTopK]:
-    """Sequence index -> the k most likely of the ids below `num_ids` at each response token, as a teacher says them."""
-    result: dict[int, TeacherTopK] = {}
+    model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device, k: int,
+    num_ids: int,
+) -> dict[SampleId, TopK]:
+    """Of each sample the k most likely of the ids below `num_ids` at its trained tokens, as a teacher says them."""
+    result: dict[SampleId, TopK] = {}
     for micro_batch in micro_batches:
-        batch, rows, ids = pack_responses(micro_batch, device)
+        batch, rows, ids = pack_samples(micro_batch, device)
         found = model(batch, rows, ids[:, None], temperature=temperature, topk=k, num_ids=num_ids)
-        values = [by_sequence(micro_batch, each) for each in found]
-        for index in values[0]:
-            chosen, logprobs, tail, sampled = (each[index] for each in values)
-            result[index] = TeacherTopK(ids=chosen, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+        values = [by_sample(micro_batch, each) for each in found]
+        for sample in micro_batch:
+            chosen, logprobs, tail, sampled = (each[sample.id] for each in values)
+            result[sample.id] = TopK(ids=chosen, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
     return result
 
 
 def concat(arrays: list[Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Arrays of the sequences of a micro-batch, end to end."""
+    """Arrays of the samples of a micro-batch, end to end."""
     return to_device(np.concatenate(arrays), device).to(dtype)

@@ -9,7 +9,7 @@ from hybrid_gkd.config import Config, FSDPConfig
 from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import LogprobModel, sampled_logprobs, top_candidates
 from hybrid_gkd.student.sharded_model import ShardedModel
-from hybrid_gkd.types import TeacherTopK, TrainSequence
+from hybrid_gkd.types import Sample, SampleId, TopK
 
 
 class Reference(ShardedModel):
@@ -30,16 +30,14 @@ class Reference(ShardedModel):
             optim=None, path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
         )
 
-    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R], the log-probabilities of the sampled tokens at the sampling temperature."""
+    def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
+        """Of each sample float32 [R], the log-probabilities of its trained tokens at the sampling temperature."""
         found = sampled_logprobs(self.model, micro_batches, temperature=self.temperature, device=self.device)
         self.reshard()
         return found
 
-    def compute_topk(
-        self, micro_batches: tuple[tuple[TrainSequence, ...], ...], *, num_ids: int
-    ) -> dict[int, TeacherTopK]:
-        """Sequence index -> its `ref.topk` most likely tokens of those below `num_ids`, as `compute_logprobs`."""
+    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...], *, num_ids: int) -> dict[SampleId, TopK]:
+        """Of each sample the `ref.topk` most likely tokens of those below `num_ids`, as `compute_logprobs`."""
         found = top_candidates(
             self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk, num_ids=num_ids
         )

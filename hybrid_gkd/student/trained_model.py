@@ -1,4 +1,4 @@
-"""A sharded model that is trained on a loss per response token: gradients of parts, optimizer steps, means over ranks.
+"""A sharded model that is trained on a loss per token: gradients of parts, optimizer steps, means over ranks.
 
 What the loss is, a subclass says: the actor's is in actor.py. All methods are collective, as in sharded_model.py.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.student.sharded_model import ShardedModel
-from hybrid_gkd.types import MiniBatch, TrainSequence
+from hybrid_gkd.types import MiniBatch, Sample
 
 
 class DeviceTimer:
@@ -73,12 +73,15 @@ class TrainedModel(ShardedModel):
         self.timer = DeviceTimer(self.device)
         """Of "compute", forward and backward passes, and "optimizer_step" with the clipping of gradients."""
 
-    def _loss(self, micro_batch: tuple[TrainSequence, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sums over the response tokens of a micro-batch: of the loss, and of the metrics by name."""
+    def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the trained tokens of a micro-batch: of the loss, of the metrics by name, and of `_reported`."""
         raise NotImplementedError
 
-    def _names(self) -> list[str]:
-        """Of all sums: the same on every rank, also on one that had only empty micro-batches."""
+    def _reported(self) -> dict[str, str | None]:
+        """Names of all metrics -> the sum that says how many tokens a metric is of, None: all trained tokens.
+
+        The same on every rank, also on one that had only empty micro-batches.
+        """
         raise NotImplementedError
 
     def update(
@@ -87,7 +90,7 @@ class TrainedModel(ShardedModel):
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
 
-        The loss is the sum over response tokens divided by their number in the mini-batch over all ranks, so that the
+        The loss is the sum over trained tokens divided by their number in the mini-batch over all ranks, so that the
         cut into micro-batches and ranks does not matter. Returns metrics of the whole mini-batch, equal on all ranks.
 
         Args:
@@ -161,9 +164,15 @@ class TrainedModel(ShardedModel):
         torch.manual_seed(self.seed + self.updates_done)
 
     def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
-        """Sums over micro-batches of this rank -> means over the response tokens of all ranks."""
-        names = self._names()
+        """Sums over micro-batches of this rank -> means over the tokens of all ranks that a metric is of.
+
+        A metric that is of no token is left out.
+        """
+        reported = self._reported()
+        names = list(dict.fromkeys([*reported, *(count for count in reported.values() if count)]))
         stacked = torch.stack([sums.get(name, torch.zeros((), device=self.device)).double() for name in names])
         if self.world_size > 1:  # for a single rank NCCL would take 0.4 GiB to do nothing
             dist.all_reduce(stacked)
-        return dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
+        means = dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
+        shares = {name: means[count] if count else 1.0 for name, count in reported.items()}
+        return {name: means[name] / share for name, share in shares.items() if share}

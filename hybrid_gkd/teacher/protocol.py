@@ -4,8 +4,8 @@ A message is a list of frames: a header (magic, version, CRC-32, a strictly type
 of its arrays, whose dtype, shape and CRC-32 the header carries. Nothing that comes from a socket is ever unpickled.
 docs/teacher_protocol.md says who sends which message when, and how lost requests are found.
 
-Shapes: P prompt and R response tokens of one sequence, K candidates. Only response positions travel back: token ids
-int32, log-probabilities of candidates float16, of all other ids together and of the response's own tokens float32.
+Shapes: L tokens of a reading, R of them scored, K candidates. Only the scored positions travel back: token ids int32,
+log-probabilities of candidates float16, of all other ids together and of the scored tokens themselves float32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from hybrid_gkd.errors import BadTeacherReply, TeacherError
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherRefused
+from hybrid_gkd.teacher.ranges import count_ranges, positions_of
+from hybrid_gkd.types import Reading, TopK
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = b"GKD"
 PREFIX_BYTES = 8
 """Magic, version (1 byte), CRC-32 of magic, version and map (little endian)."""
@@ -39,9 +40,10 @@ MAX_REQUEST_BYTES = 16 << 20
 MAX_REPLY_BYTES = 1 << 30
 MAX_TIMEOUT_SECONDS = 7 * 86400.0
 """Of one sending of a request."""
+MAX_READINGS, MAX_RANGES = 1 << 13, 1 << 16
+"""Readings of a request, and ranges of scored tokens of one reading, which leave room in its header."""
 DTYPES: dict[str, np.dtype] = {"int32": np.dtype("<i4"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 
-TokenIds = np.ndarray
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -83,7 +85,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_hash: str
     max_topk: Annotated[int, msgspec.Meta(ge=1)]
     max_sequence_length: Annotated[int, msgspec.Meta(ge=2)]
-    """Prompt and response tokens together."""
+    """Largest L."""
     any_temperature: bool
     """False: only 1.0."""
     chat_template: str | None = None
@@ -109,7 +111,7 @@ class Bye(Message, tag="bye"):
 
 
 class ScoreRequest(Message, tag="score"):
-    """Arrays: all token ids, int32 [sum of P + R], prompt before response, sequence after sequence."""
+    """Arrays: token ids int32 [sum of L], reading after reading."""
 
     id: RequestId
     attempt: Count
@@ -117,12 +119,20 @@ class ScoreRequest(Message, tag="score"):
     """Counted from the receipt of the message: the clocks of two hosts need not agree."""
     topk: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     temperature: Annotated[float, msgspec.Meta(gt=0, le=1e4)]
-    prompt_lengths: list[Count]
-    response_lengths: list[Count]
+    lengths: Annotated[list[Count], msgspec.Meta(max_length=MAX_READINGS)]
+    """L of each reading."""
+    ranges: Annotated[list[list[Count]], msgspec.Meta(max_length=MAX_READINGS)]
+    """Scored positions of each reading, as teacher.ranges has them."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.prompt_lengths) + sum(self.response_lengths)
+        """Sum of L."""
+        return sum(self.lengths)
+
+    @property
+    def num_scored(self) -> int:
+        """Sum of R."""
+        return sum(sum(each[1::2]) - sum(each[::2]) for each in self.ranges)
 
 
 class ScoreResult(Message, tag="result"):
@@ -266,9 +276,9 @@ def decode_arrays(message: AnyMessage, frames: ListLike[Buffer]) -> list[np.ndar
     return arrays
 
 
-def request_array(sequences: ListLike[tuple[TokenIds, TokenIds]]) -> np.ndarray:
-    """int32 [sum of P + R]: the array of a ScoreRequest for (prompt ids, response ids) pairs."""
-    return np.concatenate([part for pair in sequences for part in pair]).astype(np.int32, copy=False)
+def request_array(readings: ListLike[Reading]) -> np.ndarray:
+    """int32 [sum of L]: the array of a ScoreRequest."""
+    return np.concatenate([each.token_ids for each in readings]).astype(np.int32, copy=False)
 
 
 def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
@@ -276,7 +286,7 @@ def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
     frame = np.array([0, 1], DTYPES["int32"]).tobytes()
     request = ScoreRequest(
         id=TEST_ID, attempt=0, timeout_seconds=3600.0, topk=min(model.max_topk, 2), temperature=1.0,
-        prompt_lengths=[1], response_lengths=[1], arrays=(ArraySpec("int32", (2,), zlib.crc32(frame)),),
+        lengths=[2], ranges=[[1, 2]], arrays=(ArraySpec("int32", (2,), zlib.crc32(frame)),),
     )
     return request, frame
 
@@ -284,23 +294,27 @@ def make_test_request(model: ModelInfo) -> tuple[ScoreRequest, Buffer]:
 def check_test_result(result: ScoreResult, frames: ListLike[Buffer], model: ModelInfo) -> None:
     """Raises ProtocolError or BadTeacherReply, as a client would."""
     topk = min(model.max_topk, 2)
-    unpack_result(result, frames, topk=topk, vocab_size=model.num_embeddings, response_lengths=[1])
+    unpack_result(result, frames, topk=topk, vocab_size=model.num_embeddings, num_scored=[1])
 
 
-def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[tuple[TokenIds, TokenIds]]:
-    """(prompt ids [P], response ids [R]) of every sequence. Raises ProtocolError."""
-    if len(request.prompt_lengths) != len(request.response_lengths):
-        raise ProtocolError("as many response lengths as prompt lengths are needed")
+def unpack_request(request: ScoreRequest, frames: ListLike[Buffer]) -> list[Reading]:
+    """Raises ProtocolError, and TeacherRefused for ranges that no reading can have."""
     arrays = decode_arrays(request, frames)
     if len(arrays) != 1 or arrays[0].dtype != np.int32 or arrays[0].shape != (request.num_tokens,):
         raise ProtocolError(f"a request needs one int32 array of {request.num_tokens} token ids")
-    lengths = [each for pair in zip(request.prompt_lengths, request.response_lengths, strict=True) for each in pair]
-    parts = np.split(arrays[0], np.cumsum(lengths, dtype=np.int64))[:-1]
-    return list(zip(parts[::2], parts[1::2], strict=True))
+    if not request.lengths or len(request.ranges) != len(request.lengths):
+        given = f"got {len(request.lengths)} lengths, ranges of {len(request.ranges)}"
+        raise TeacherRefused(f"a request needs readings, each with its length and its ranges; {given}")
+    readings, start = [], 0
+    for index, (length, ranges) in enumerate(zip(request.lengths, request.ranges, strict=True)):
+        name, token_ids = f"reading {index}", arrays[0][start : start + length]
+        readings.append(Reading(token_ids=token_ids, positions=positions_of(ranges, length, name), name=name))
+        start += length
+    return readings
 
 
-def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
-    """The arrays of a ScoreResult for the scores of all sequences of a request."""
+def result_arrays(scores: ListLike[TopK]) -> list[np.ndarray]:
+    """The arrays of a ScoreResult for the scores of all readings of a request."""
     with np.errstate(over="ignore"):  # an overflow becomes Inf, which the client's check names
         logprobs = np.concatenate([score.logprobs for score in scores]).astype(np.float16)
     ids = np.concatenate([score.ids for score in scores]).astype(np.int32, copy=False)
@@ -309,15 +323,15 @@ def result_arrays(scores: ListLike[TeacherTopK]) -> list[np.ndarray]:
 
 
 def unpack_result(
-    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, response_lengths: ListLike[int]
-) -> list[TeacherTopK]:
-    """Checked scores of every sequence. Raises ProtocolError or BadTeacherReply."""
-    arrays = check_result(result, frames, topk=topk, vocab_size=vocab_size, num_rows=sum(response_lengths))
-    ends = np.cumsum(response_lengths)[:-1]
-    # Copies, so that one long-lived sequence does not keep the whole message in memory.
+    result: ScoreResult, frames: ListLike[Buffer], *, topk: int, vocab_size: int, num_scored: ListLike[int]
+) -> list[TopK]:
+    """Checked scores of every reading; `num_scored` has the R of each. Raises ProtocolError or BadTeacherReply."""
+    arrays = check_result(result, frames, topk=topk, vocab_size=vocab_size, num_rows=sum(num_scored))
+    ends = np.cumsum(num_scored)[:-1]
+    # Copies, so that one long-lived sample does not keep the whole message in memory.
     parts = zip(*([part.copy() for part in np.split(array, ends)] for array in arrays), strict=True)
     return [
-        TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+        TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
         for ids, logprobs, tail, sampled in parts
     ]
 
@@ -386,28 +400,28 @@ def check_topk(
     fail("probabilities of candidates and tail do not sum to 1", np.abs(total - 1) > tolerance, total)
 
 
-def refusal(request: ScoreRequest, sequences: ListLike[tuple[TokenIds, TokenIds]], model: ModelInfo) -> str | None:
-    """Why `model` will never be able to score the request; None if it can."""
+def check_request(request: ScoreRequest, readings: ListLike[Reading], model: ModelInfo) -> None:
+    """Raises TeacherRefused for what `model` will never be able to score."""
     if request.topk > model.max_topk:
-        return f"topk {request.topk} is above the {model.max_topk} that the server was started with (--n-logprobs)"
+        limit = f"the {model.max_topk} that the server was started with (--n-logprobs)"
+        raise TeacherRefused(f"topk {request.topk} is above {limit}")
     if request.temperature != 1.0 and not model.any_temperature:
-        return f"temperature {request.temperature}: the {model.backend} backend scores at 1.0 only; use --backend hf"
-    if not sequences:
-        return "no sequences"
-    for index, pair in enumerate(sequences):
-        if reason := sequence_refusal(*pair, model):
-            return f"sequence {index} {reason}"
-    return None
+        able = f"the {model.backend} backend scores at 1.0 only; use --backend hf"
+        raise TeacherRefused(f"temperature {request.temperature}: {able}")
+    for each in readings:
+        if reason := reading_refusal(each, model):
+            raise TeacherRefused(reason)
 
 
-def sequence_refusal(prompt_ids: TokenIds, response_ids: TokenIds, model: ModelInfo) -> str | None:
-    """The same for one sequence, without its name."""
-    ids = np.concatenate((prompt_ids, response_ids))
+def reading_refusal(reading: Reading, model: ModelInfo) -> str | None:
+    """Why `model` will never be able to score the reading; None if it can."""
+    ids = reading.token_ids
     if len(ids) > model.max_sequence_length:
-        return f"has {len(ids)} tokens, the server's limit is {model.max_sequence_length}"
-    if len(prompt_ids) == 0 or len(response_ids) == 0:
-        return f"needs a prompt and a response; got {len(prompt_ids)} and {len(response_ids)} tokens"
+        return f"{reading.name} has {len(ids)} tokens, the server's limit is {model.max_sequence_length}"
+    if (num_ranges := count_ranges(reading.positions)) > MAX_RANGES:
+        return f"{reading.name} has {num_ranges} separate ranges of scored tokens, the limit is {MAX_RANGES}"
     bad = ids[(ids < 0) | (ids >= model.num_embeddings)]
     if bad.size:
-        return f"has token ids outside the {model.num_embeddings} that the model can read, for example {bad[0]}"
+        model_ids = f"the {model.num_embeddings} that the model can read"
+        return f"{reading.name} has token ids outside {model_ids}, for example {bad[0]}"
     return None

@@ -1,30 +1,27 @@
 """From the losses of tokens to the loss of a mini-batch: `loss_agg_mode` as a factor of each token's loss.
 
-Workers divide the sum over a mini-batch's response tokens by their number N over all ranks, known before the first
+Workers divide the sum over a mini-batch's trained tokens by their number N over all ranks, known before the first
 backward. Every mode is that mean with factors, so none depends on the cut into micro-batches, packing or ranks.
 
-Shapes: R_i response tokens of sequence i, B sequences and N tokens of a mini-batch.
+Shapes: R_i trained tokens of sample i, B samples and N tokens of a mini-batch.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
-from hybrid_gkd.types import TrainSequence
+from hybrid_gkd.losses.table import TERMS
+from hybrid_gkd.types import Sample
 
 
-def with_loss_weights(
-    config: Config, sequences: list[TrainSequence], mode: str | None = None
-) -> list[TrainSequence]:
-    """The sequences of ONE whole mini-batch with the factors of a mode in their `loss_weights`.
+def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = None) -> list[Sample]:
+    """The samples of ONE whole mini-batch with the factors of a mode in their `weights`.
 
     `mode` is `actor.loss_agg_mode` unless another one is given.
 
-    Tokens whose weight is 0 are not trained on: they count neither in lengths nor in means, nor do sequences without
+    Tokens whose weight is 0 are not trained on: they count neither in lengths nor in means, nor do samples without
     any other. Lengths are kept tokens:
 
         token-mean               N / (kept tokens): each token counts the same
@@ -32,29 +29,44 @@ def with_loss_weights(
         seq-mean-token-mean      N / (B R_i)
         seq-mean-token-sum-norm  N / (B L), L a constant; Dr. GRPO, arXiv 2503.20783, with L = max_response_length
 
-    Raises TrainingError: no token is left.
+    A term that only some of the samples have a signal of is a mean over those alone: its factors are `weights/<term>`,
+    0 for the others. What none of them has yet may be on its way to all.
+
+    Raises TrainingError: no token is left in any term.
     """
     actor = config.actor_rollout_ref.actor
-    mode = mode or actor.loss_agg_mode
-    lengths = [len(item.sequence.response_ids) for item in sequences]
-    kept = [
-        length if item.loss_weights is None else int(np.count_nonzero(item.loss_weights))
-        for item, length in zip(sequences, lengths, strict=True)
+    mode, constant = mode or actor.loss_agg_mode, actor.loss_scale_factor or config.data.max_response_length
+    ones = [np.ones(sample.num_trained, np.float32) for sample in samples]
+    weights = [s.array("weights") if "weights" in s.signals else one for s, one in zip(samples, ones, strict=True)]
+    num_tokens, kept = sum(map(len, weights)), [int(np.count_nonzero(each)) for each in weights]
+    counted = {} if mode == "token-mean" and sum(kept) == num_tokens else {"weights": kept}
+    left = [sum(kept)] if actor.entropy_coeff else []
+    for term, signal in (TERMS | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
+        known = [signal in sample.signals for sample in samples]
+        if any(known):
+            own = [number if has else 0 for number, has in zip(kept, known, strict=True)]
+            left.append(sum(own))
+            if any(len(each) for each, has in zip(weights, known, strict=True) if not has):
+                counted[f"weights/{term}"] = own
+    if not any(left or kept):
+        raise TrainingError(f"none of the {num_tokens} trained tokens of a mini-batch has a weight above 0")
+    if not counted:
+        return samples
+    factors = {name: _factors(own, mode, num_tokens, constant) for name, own in counted.items()}
+    return [
+        sample.with_signals(**{name: weights[i] * each[i] for name, each in factors.items()})
+        for i, sample in enumerate(samples)
     ]
-    num_tokens, num_kept, num_sequences = sum(lengths), sum(kept), sum(number > 0 for number in kept)
-    if mode == "token-mean" and num_kept == num_tokens:
-        return sequences
-    if not num_kept:
-        raise TrainingError(f"none of the {num_tokens} response tokens of a mini-batch has a weight above 0")
-    constant = actor.loss_scale_factor or config.data.max_response_length
-    denominators = {
+
+
+def _factors(kept: list[int], mode: str, num_tokens: int, constant: float) -> list[np.float32]:
+    """Of each sample, from its tokens that count; 0 for one without any."""
+    num_kept, num_samples = sum(kept), sum(number > 0 for number in kept)
+    denominators: dict[str, list[float]] = {
         "token-mean": [num_kept] * len(kept),
-        "seq-mean-token-sum": [num_sequences] * len(kept),
-        "seq-mean-token-mean": [num_sequences * max(number, 1) for number in kept],
-        "seq-mean-token-sum-norm": [num_sequences * constant] * len(kept),
-    }[mode]
-    found = []
-    for item, length, denominator in zip(sequences, lengths, denominators, strict=True):
-        weights = np.ones(length, np.float32) if item.loss_weights is None else item.loss_weights
-        found.append(dataclasses.replace(item, loss_weights=weights * np.float32(num_tokens / denominator)))
-    return found
+        "seq-mean-token-sum": [num_samples] * len(kept),
+        "seq-mean-token-mean": [num_samples * number for number in kept],
+        "seq-mean-token-sum-norm": [num_samples * constant] * len(kept),
+    }
+    pairs = zip(kept, denominators[mode], strict=True)
+    return [np.float32(num_tokens / denominator if number else 0) for number, denominator in pairs]

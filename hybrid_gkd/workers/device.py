@@ -155,11 +155,10 @@ class SharedDevice:
             self.offloaded[params].release()
             self._away.add(params)
 
-    def manage(self, engine: RolloutEngine | None, sleep: Callable[[], None]) -> Residency:
+    def manage(self, engine: RolloutEngine | None) -> Residency:
         """The residency of this worker's memory owners: of the models that were added, an engine, or both.
 
-        The actor's parameters stay where they make room for nobody. The engine is asleep, if it can sleep; `sleep` puts
-        it back to sleep.
+        The actor's parameters stay where they make room for nobody. The engine is asleep, if it can sleep.
         """
         owners: dict[str, MemoryOwner] = dict(self.offloaded)
         movable, asleep = set(self._movable), set(self._away)
@@ -172,9 +171,11 @@ class SharedDevice:
                     return engine.sleeping_bytes()
                 return engine.weight_bytes, max(0, self._engine_bytes - engine.weight_bytes)
 
-            # An engine that never sleeps may lack these methods.
+            # The methods are looked up when they are needed: an engine that never sleeps may lack them.
             owners["engine_weights"] = EngineOwner(lambda: engine.wake_weights(), size=lambda: sizes()[0])
-            owners["kv_cache"] = EngineOwner(lambda: engine.wake_kv_cache(), sleep, size=lambda: sizes()[1])
+            owners["kv_cache"] = EngineOwner(
+                lambda: engine.wake_kv_cache(), lambda: engine.sleep(), size=lambda: sizes()[1]
+            )
             asleep |= {"kv_cache", "engine_weights"} if engine.can_sleep else set()
         return Residency(
             owners, movable=movable | asleep, resident=set(owners) - asleep,

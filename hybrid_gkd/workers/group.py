@@ -27,10 +27,10 @@ from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
     RewardText,
+    Sample,
+    SampleId,
     SamplingParams,
-    Sequence,
-    TeacherTopK,
-    TrainSequence,
+    TopK,
 )
 from hybrid_gkd.workers.cluster import place_workers, stop_workers
 from hybrid_gkd.workers.placement import Placement
@@ -125,8 +125,8 @@ class WorkerGroup:
         for pool in self.pools:
             pool.all_reduce(timeout)
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield sequences of all workers as they finish; an empty list shows progress while none does.
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
+        """Yield samples of all workers as they finish; an empty list shows progress while none does.
 
         Raises WorkerError if a worker failed, or made no progress within the timeout.
         """
@@ -166,7 +166,7 @@ class WorkerGroup:
                 missing -= len(finished)
                 yield finished
         if missing:
-            raise WorkerError(f"generate: {missing} of {len(requests)} sequences did not come back")
+            raise WorkerError(f"generate: {missing} of {len(requests)} samples did not come back")
 
     def _next_stream(self, streams: Calls, last_progress: dict[Any, float]) -> Any | None:
         """One of the streams that has something, or None a moment later. Raises WorkerError where one is overdue."""
@@ -184,35 +184,35 @@ class WorkerGroup:
         """Forward and backward of a part of a mini-batch, each worker its share; the last part goes to `update`."""
         self.actors.call("accumulate", shares=parts)
 
-    def update(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
-        """One optimizer step per mini-batch, of which each worker has its share; the metrics of each.
+    def update(self, batches: list[list[MiniBatch]], *, last: bool = True) -> list[dict[str, float]]:
+        """Take an optimizer step per mini-batch, of which each worker has its share; return the metrics of each.
 
-        Of the first mini-batch, parts may have been accumulated. A micro-batch of it travels ahead of the others, so
-        that the workers compute while the rest is on its way.
+        `last`: no other call for the same rollout follows. Of the first mini-batch, parts may have been accumulated. A
+        micro-batch of it travels ahead of the others, so that the workers compute while the rest is on its way.
         """
         calls: Calls = {}
         if all(len(share[0].micro_batches) > 1 for share in batches):
             ahead, rest = zip(*(_divided(share[0]) for share in batches), strict=True)
             calls = self.actors.start("accumulate", shares=ahead)
             batches = [[first, *share[1:]] for first, share in zip(rest, batches, strict=True)]
-        calls |= self.actors.start("update", shares=batches)
+        calls |= self.actors.start("update", last=last, shares=batches)
         metrics: list[dict[str, float]] = gather("update", calls)[-1]
         return metrics
 
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R], over all workers."""
+    def compute_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+        """Sample id -> float32 [R], over all workers."""
         parts = self.actors.call("compute_logprobs", shares=micro_batches)
-        return {index: values for part in parts for index, values in part.items()}
+        return {each: values for part in parts for each, values in part.items()}
 
-    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R], under the reference policy, over all workers."""
+    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+        """Sample id -> float32 [R], under the reference policy, over all workers."""
         parts = self.actors.call("compute_ref_logprobs", shares=micro_batches)
-        return {index: values for part in parts for index, values in part.items()}
+        return {each: values for part in parts for each, values in part.items()}
 
-    def compute_ref_topk(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, TeacherTopK]:
+    def compute_ref_topk(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, TopK]:
         """The same with the reference's `ref.topk` most likely tokens of each position."""
         parts = self.actors.call("compute_ref_topk", shares=micro_batches)
-        return {index: scores for part in parts for index, scores in part.items()}
+        return {each: scores for part in parts for each, scores in part.items()}
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         """Index of a text -> its score by the reward model, over all workers.
@@ -222,23 +222,23 @@ class WorkerGroup:
         parts = self.actors.call("compute_reward_scores", shares=micro_batches)
         return {index: score for part in parts for index, score in part.items()}
 
-    def compute_values(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R], what the critic expects before each response token, over all workers."""
+    def compute_values(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+        """Sample id -> float32 [R], what the critic expects before each response token, over all workers."""
         parts = self.actors.call("compute_values", shares=micro_batches)
-        return {index: values for part in parts for index, values in part.items()}
+        return {each: values for part in parts for each, values in part.items()}
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
         """One optimizer step of the critic per mini-batch, of which each worker has its share; the metrics of each."""
         metrics: list[dict[str, float]] = self.actors.call("update_critic", shares=batches)[0]
         return metrics
 
-    def compute_divergences(self, micro_batches: list[tuple[tuple[TrainSequence, ...], ...]]) -> dict[int, np.ndarray]:
-        """Sequence index -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`.
+    def compute_divergences(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+        """Sample id -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`.
 
         With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.
         """
         parts = self.actors.call("compute_divergences", shares=micro_batches)
-        return {index: values for part in parts for index, values in part.items()}
+        return {each: values for part in parts for each, values in part.items()}
 
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into every engine; the slowest worker's seconds by name."""

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.offload.residency import Residency
-from hybrid_gkd.types import MiniBatch, TrainSequence
+from hybrid_gkd.types import MiniBatch, Sample
 from hybrid_gkd.workers.device import MemoryMeter
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Updater:
         """Of all mini-batches so far: the peak beyond parameters and optimizer state, gradients included."""
         self._largest_micro_batch = 0
         """Tokens of the largest micro-batch behind that peak."""
-        self._accumulated: tuple[tuple[TrainSequence, ...], ...] = ()
+        self._accumulated: tuple[tuple[Sample, ...], ...] = ()
         """Micro-batches behind the present gradients, kept until the optimizer step."""
         self._failed = False
         """Whether a part has: the next ones, which may have been on their way, must not become a step without it."""
@@ -68,8 +68,10 @@ class Updater:
         with self._next_part():
             self._attempt(self.model.accumulate, part, again=self.alone)
 
-    def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
+    def update(self, batches: list[MiniBatch], *, last: bool = True) -> list[dict[str, float]]:
         """One optimizer step per mini-batch; the metrics of each, equal on all ranks.
+
+        `last`: no further mini-batch of this rollout follows, and memory owners make room for the next phase.
 
         Copies begin early: those of the optimizer state block by block within the last backward pass, as far as the
         peak activation memory so far leaves room for them, and those of memory owners that the rollout does not need at
@@ -85,9 +87,10 @@ class Updater:
             with self._next_part():
                 metrics.append(self._attempt(self._update, batch, again=self.alone))
             self._accumulated = ()
-        if self.residency.takes_turns:
+        if last and self.residency.takes_turns:
             self.meter.trim()  # now, while no copy is in flight that it would wait for
-        self.residency.prepare(self.phases.afterwards)
+        if last:
+            self.residency.prepare(self.phases.afterwards)
         return metrics
 
     @contextlib.contextmanager
@@ -129,7 +132,7 @@ class Updater:
 
     def _update(self, batch: MiniBatch) -> dict[str, float]:
         micro_batches = (*self._accumulated, *batch.micro_batches)
-        tokens = max(sum(item.sequence.num_tokens for item in micro_batch) for micro_batch in micro_batches)
+        tokens = max(sum(sample.num_tokens for sample in micro_batch) for micro_batch in micro_batches)
         arriving = 0
 
         @contextlib.contextmanager
@@ -183,10 +186,10 @@ class Updater:
 
 
 def split_micro_batches(batch: MiniBatch) -> MiniBatch | None:
-    """The same mini-batch in micro-batches of half as many sequences; None if there is nothing left to split."""
+    """The same mini-batch in micro-batches of half as many samples; None if there is nothing left to split."""
     if all(len(micro_batch) < 2 for micro_batch in batch.micro_batches):
         return None
-    halves: list[tuple[TrainSequence, ...]] = []
+    halves: list[tuple[Sample, ...]] = []
     for micro_batch in batch.micro_batches:
         middle = -(-len(micro_batch) // 2)
         halves += [part for part in (micro_batch[:middle], micro_batch[middle:]) if part]

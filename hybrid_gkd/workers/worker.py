@@ -24,6 +24,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
+from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
 from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
@@ -32,10 +33,10 @@ from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
     RewardText,
+    Sample,
+    SampleId,
     SamplingParams,
-    Sequence,
-    TeacherTopK,
-    TrainSequence,
+    TopK,
 )
 from hybrid_gkd.workers.placement import Placement, Role
 from hybrid_gkd.workers.process_group import GroupMember
@@ -94,8 +95,6 @@ class Worker(GroupMember):
         super().__init__(config, role=role, rank=rank, size=size, device_type=device)
         self.folder = folder
         self.step: int | None = None
-        self.weight_version: int | None = None
-        """Of the engine's weights; None: undefined."""
         self.updaters: dict[str, Updater] = {}
         """Of the models that are trained, by the spans of their updates."""
 
@@ -166,7 +165,7 @@ class Worker(GroupMember):
         if self.role != "rollout worker":
             self._build_models(num_updates)
             description["hidden_size"] = str(self.actor.hidden_size)
-        self.residency = self.shared.manage(engine, self._sleep)
+        self.residency = self.shared.manage(engine)
         if self.role != "rollout worker":
             self._build_updaters(saves_behind)
         keep_loaded()
@@ -235,19 +234,18 @@ class Worker(GroupMember):
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, timeout=arr.nccl_timeout,
         )
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sequence]]:
-        """Yield lists of sequences as they finish, with the weights of the last publish; empty ones show progress.
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
+        """Yield lists of samples as they finish, with the weights of the last publish; empty ones show progress.
 
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them. What the
         next phase needs comes onto the device meanwhile, where engine and teacher keep room to work, else at the end.
         """
-        assert self.weight_version is not None, "the engine's weights are undefined until they are published"
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
             self.residency.enter("rollout")
             self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
-                for finished in self.engine.generate(requests, sampling, self.weight_version):
+                for finished in generate(self.engine, requests, sampling):
                     yield finished if first_of_replica else []
             self.residency.prepare(self._phase_after_rollout)
 
@@ -262,21 +260,21 @@ class Worker(GroupMember):
         self.updater.accumulate(part)
 
     @spanned("update_actor")
-    def update(self, batches: list[MiniBatch]) -> list[dict[str, float]]:
-        return self.updater.update(batches)
+    def update(self, batches: list[MiniBatch], *, last: bool = True) -> list[dict[str, float]]:
+        return self.updater.update(batches, last=last)
 
     @spanned("update_actor")
-    def compute_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.updater.forward(lambda: self.actor.compute_logprobs(micro_batches))
 
     @spanned("ref")
-    def compute_ref_logprobs(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_logprobs(micro_batches))
         return self.reference_updater.forward(lambda: self.reference.compute_logprobs(micro_batches))
 
     @spanned("ref")
-    def compute_ref_topk(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, TeacherTopK]:
+    def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
         num_ids = self.actor.num_ids
@@ -287,7 +285,7 @@ class Worker(GroupMember):
         return self.reward_updater.forward(lambda: self.reward_model.compute_scores(micro_batches))
 
     @spanned("values")
-    def compute_values(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_values(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.critic_updater.forward(lambda: self.critic.compute_values(micro_batches))
 
     @spanned("update_critic")
@@ -295,7 +293,7 @@ class Worker(GroupMember):
         return self.critic_updater.update(batches)
 
     @spanned("testing")
-    def compute_divergences(self, micro_batches: tuple[tuple[TrainSequence, ...], ...]) -> dict[int, np.ndarray]:
+    def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         return self.updater.forward(lambda: self.actor.compute_divergences(micro_batches))
 
     @spanned("sync_rollout_weights")
@@ -348,9 +346,8 @@ class Worker(GroupMember):
     def _load_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], weight_version: int) -> float:
         """Take full tensors into the engine, once more for a comparison if asked for; seconds without that."""
         started = time.perf_counter()
-        self.engine.load_weights(weights())
+        self.engine.load_weights(weights(), weight_version)
         seconds = time.perf_counter() - started
-        self.weight_version = weight_version
         if self.config.actor_rollout_ref.rollout.verify_weights:
             self.engine.verify_weights(weights())
         return seconds
@@ -394,10 +391,6 @@ class Worker(GroupMember):
             free, total = torch.cuda.mem_get_info(0)
             found["GPU memory, GiB"] = (total - free) / 2**30
         return found
-
-    def _sleep(self) -> None:
-        self.engine.sleep()
-        self.weight_version = None
 
 
 def redirect_output(log_file: Path) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.reference import Reference
-from hybrid_gkd.testing import make_tiny_model, tail_of
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
+from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.device import SharedDevice
 from hybrid_gkd.workers.updater import Updater
 
@@ -25,15 +25,12 @@ def random_batch(seed):
     rng = np.random.default_rng(seed)
     micro_batches = []
     for index in range(3):
-        prompt, response = (rng.integers(0, 256, n).astype(np.int32) for n in (20, 50 + index))
-        sequence = Sequence(
-            index=index, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="stop"
-        )
+        prompt, response = (rng.integers(0, 256, n).tolist() for n in (20, 50 + index))
         ids = np.stack([rng.permutation(256)[:8] for _ in response]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(9), len(response))[:, :8]).astype(np.float32)
         tail = tail_of(logprobs)
-        teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
-        micro_batches.append((TrainSequence(sequence=sequence, teacher=teacher),))
+        teacher = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        micro_batches.append((make_sample(index, prompt=prompt, completion=response, teacher=teacher),))
     return MiniBatch(micro_batches=tuple(micro_batches), num_tokens=153)
 
 
@@ -110,13 +107,13 @@ def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
             plain = reference.compute_logprobs(batch.micro_batches)
             items = []
             for (item,) in batch.micro_batches:
-                found = scores[item.sequence.index]
-                np.testing.assert_allclose(found.sampled_logprobs, plain[item.sequence.index], atol=1e-2)
+                found = scores[item.id]
+                np.testing.assert_allclose(found.sampled_logprobs, plain[item.id], atol=1e-2)
                 mass = np.exp(found.logprobs).sum(1) + np.exp(found.tail_logprobs)
                 np.testing.assert_allclose(mass, 1, atol=1e-4)
-                advantages = np.linspace(-1, 1, len(item.sequence.response_ids), dtype=np.float32)
-                items.append((dataclasses.replace(
-                    item, teacher=None, advantages=advantages, ref_logprobs=found.sampled_logprobs, ref_topk=found
+                advantages = np.linspace(-1, 1, item.num_trained, dtype=np.float32)
+                items.append((item.with_signals(
+                    advantages=advantages, reference=found.sampled_logprobs, reference_topk=found
                 ),))  # fmt: skip
             metrics = actor.update(dataclasses.replace(batch, micro_batches=tuple(items)))
             distances.append(metrics["actor/ref_kl"])
@@ -145,7 +142,7 @@ def test_out_of_memory_is_tried_again_in_halves_and_changes_nothing_else(reshard
         for runs_out in (False, True):
             actor, shared, asked = Actor(config, device=torch.device("cuda"), num_updates=3), SharedDevice("cuda"), []
             shared.add_model("actor", actor)
-            residency = shared.manage(None, lambda: None)
+            residency = shared.manage(None)
             updater = Updater(actor, residency, shared.meter, worker="worker 0", alone=True)
 
             def ask_for_too_much(*_, asked=asked):

@@ -13,12 +13,13 @@ from hybrid_gkd.losses.topk import top_logprobs
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.types import Reading
 
 pytestmark = pytest.mark.gpu
 TIMEOUT = 600.0
 EMBEDDINGS, TOLERANCE = 40011, 0.02
 """Mean difference; single ones depend on how much bfloat16 costs this model, so on a plain forward in it."""
-# name: (number of sequences, K, temperature)
+# name: (number of readings, K, temperature)
 JOBS = {"one": (5, 1, 1.0), "few": (9, 64, 0.7), "many": (9, 256, 1.0), "more than the kernels take": (3, 600, 1.0)}
 
 
@@ -29,10 +30,16 @@ def model_path(tmp_path_factory):
     return str(folder)
 
 
-def sequences(count):
-    rng = np.random.default_rng(count)
-    return [tuple(rng.integers(0, EMBEDDINGS, n, dtype=np.int32) for n in rng.integers(1, 900, 2))
-            for _ in range(count)]  # fmt: skip
+def make_readings(count):
+    """Every other one is scored at a part of the positions behind its beginning, the others at all of them."""
+    rng, readings = np.random.default_rng(count), []
+    for index, (first, others) in enumerate(rng.integers(1, 900, (count, 2))):
+        positions = np.arange(first, first + others)
+        if index % 2:
+            positions = np.sort(rng.permutation(positions)[: 1 + others // 2])
+        token_ids = rng.integers(0, EMBEDDINGS, first + others, dtype=np.int32)
+        readings.append(Reading(token_ids=token_ids, positions=positions))
+    return readings
 
 
 def score_all(folder, backend):
@@ -41,7 +48,7 @@ def score_all(folder, backend):
         ckpt_path=folder, backend=backend, dtype="bfloat16", n_logprobs=600, gpu_memory_utilization=0.3
     ))  # fmt: skip
     for name, (count, k, temperature) in JOBS.items():
-        engine.add(name, sequences(count), k, temperature)
+        engine.add(name, make_readings(count), k, temperature)
     found = {}
     while engine.num_tokens:
         found |= dict(engine.step())
@@ -58,12 +65,12 @@ def test_close_to_float32(model_path, backend):
         for dtype in (torch.float32, torch.bfloat16)
     )
     for name, (count, k, temperature) in JOBS.items():
-        for (prompt, response), score in zip(sequences(count), found[name], strict=True):
-            expected, rounded = (logprobs(model, prompt, response, temperature) for model in (exact, plain))
+        for reading, score in zip(make_readings(count), found[name], strict=True):
+            expected, rounded = (logprobs(model, reading, temperature) for model in (exact, plain))
             worst = max(TOLERANCE, 2 * float(np.abs(rounded - expected).max()))
             top = -np.sort(-expected[:, :num_ids], axis=1)[:, :k]
             chosen = np.take_along_axis(expected, score.ids, 1)
-            sampled = expected[np.arange(len(response)), response]
+            sampled = expected[np.arange(len(score.ids)), reading.token_ids[reading.positions]]
             assert ((score.ids >= 0) & (score.ids < num_ids)).all(), name
             assert (np.diff(np.sort(score.ids, axis=1), axis=1) > 0).all(), name
             assert (chosen >= top[:, -1:] - worst).all(), name
@@ -77,9 +84,9 @@ def test_close_to_float32(model_path, backend):
 
 
 @torch.inference_mode()
-def logprobs(model, prompt, response, temperature):
-    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).cuda()
-    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].float()
+def logprobs(model, reading, temperature):
+    ids = torch.from_numpy(reading.token_ids.astype(np.int64)).cuda()
+    logits = model(input_ids=ids[None]).logits[0, reading.positions - 1].float()
     return (logits / temperature).log_softmax(-1).cpu().numpy()
 
 
@@ -102,3 +109,34 @@ def test_kernels_choose_what_a_sort_would(dtype, k):
     assert found.tail[7] < -15
     torch.testing.assert_close(found.sampled, expected.gather(1, targets[:, None])[:, 0], atol=1e-4, rtol=0)
     assert (found.ids.sort(dim=1).values.diff(dim=1) > 0).all()
+
+
+def fp8_scores(folder, own_layers):
+    """Scores of a teacher in fp8, and how many products get fp8 from the layer before them."""
+    from hybrid_gkd.teacher.engines import vllm_fp8
+
+    if not own_layers:
+        vllm_fp8.TRIED = ()
+    counts, install = [], vllm_fp8.install
+    vllm_fp8.install = lambda model: counts.append(install(model))
+    engine = load_engine(EngineOptions(
+        ckpt_path=folder, backend="vllm", dtype="bfloat16", gpu_memory_utilization=0.3,
+        engine_kwargs='{"vllm": {"quantization": "fp8"}}',
+    ))  # fmt: skip
+    return engine.score(make_readings(9), 64, 1.0), counts
+
+
+@pytest.mark.skipif(not vllm_available(), reason="vLLM is not installed")
+def test_layers_that_round_to_fp8_themselves_are_no_further_from_float32(model_path):
+    errors = {}
+    for own_layers in (False, True):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found, counts = pool.submit(fp8_scores, model_path, own_layers).result(TIMEOUT)
+        assert counts == [3 * 4 if own_layers else 0]  # of each layer the products of queries, gates, and down
+        exact = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).cuda().eval()
+        differences = []
+        for reading, score in zip(make_readings(9), found, strict=True):
+            expected = logprobs(exact, reading, 1.0)
+            differences.append(np.abs(score.logprobs - np.take_along_axis(expected, score.ids, 1)).ravel())
+        errors[own_layers] = float(np.concatenate(differences).mean())
+    assert 0 < errors[True] <= 1.02 * errors[False], errors

@@ -11,20 +11,16 @@ import time
 from types import SimpleNamespace
 
 import documented
-import numpy as np
 import pytest
 import torch
 from documented import ROOT
 
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.config import CustomRewardFunction, RewardConfig
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.losses.divergence import check_loss_fn, forward_kl
-from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import Score, load_functions
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import GenerationRequest, SamplingParams
 
 SECONDS = 300
 SERVICE = ["--backend", "hf", "--device", "cpu"]
@@ -193,35 +189,6 @@ def test_the_examples_of_rewards():
 
 def reward_config(path, name):
     return RewardConfig(answer_key="answer", custom_reward_function=CustomRewardFunction(path=path, name=name))
-
-
-def test_the_example_of_an_engine_draws_with_the_published_weights(folder):
-    """Greedy, it writes what transformers writes; drawn, the log-probabilities are those of the tokens."""
-    from transformers import AutoModelForCausalLM
-
-    config = load_config([
-        f"actor_rollout_ref.model.path={folder}/student", "data.train_files=unused", "distillation.enabled=false",
-        "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2",
-    ])
-    reference = AutoModelForCausalLM.from_pretrained(folder / "student")
-    engine = load("my_engine").MyEngine(config, device=torch.device("cpu"), stop_token_ids=[256])
-    weights = [(name, weight.detach()) for name, weight in reference.named_parameters(remove_duplicate=False)]
-    engine.load_weights(iter(weights))
-    engine.verify_weights(iter(weights))
-    prompt = np.array(load_tokenizer(str(folder / "student")).encode("2 + 2 ="), np.int32)
-    requests = [GenerationRequest(index=i, prompt_ids=prompt, seed=i) for i in range(2)]
-    ((greedy,), _) = engine.generate(requests, SamplingParams(max_tokens=5, temperature=0.0), weight_version=3)
-    ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    expected = reference.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=256, pad_token_id=256)
-    assert greedy.response_ids.tolist() == expected[0, len(prompt):].tolist()
-    assert greedy.weight_version == 3
-    drawn = [s for (s,) in engine.generate(requests, SamplingParams(max_tokens=5, logprobs=True), weight_version=3)]
-    assert drawn[0].response_ids.tolist() != drawn[1].response_ids.tolist()
-    for sequence in drawn:
-        whole = torch.from_numpy(np.concatenate([prompt, sequence.response_ids]).astype(np.int64))
-        rows = reference(whole[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        found = rows.gather(1, whole[len(prompt) :, None])[:, 0].detach().numpy()
-        np.testing.assert_allclose(sequence.logprobs, found, atol=1e-4)
 
 
 def test_the_example_of_a_tracker_continues_its_table(tmp_path):

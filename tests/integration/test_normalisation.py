@@ -4,7 +4,6 @@ The student is a GPT-2, whose layers compute in float64 throughout (the norms of
 its plain transformers forward on one sequence at a time, with full logits and the formulas written out.
 """
 
-import dataclasses
 import multiprocessing
 import os
 
@@ -16,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.testing import make_tokenizer, tail_of
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of
+from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
 TOPK = 8
@@ -39,12 +38,14 @@ LOSSES = {
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "actor_rollout_ref.actor.entropy_coeff=0.1",
     ],
 }
-# Lengths of prompt and response: odd ones, and responses of one token. The second batch moves the border between
-# prompt and response of the same tokens; the third leaves ranks without any sequence.
+# Lengths of prompt and completion: odd ones, and completions of one token. The second batch moves the border between
+# prompt and completion of the same tokens; the third trains on every other token of a completion, and its first samples
+# lack scores or advantages; the fourth leaves ranks without any sample.
 BATCHES = {
     "mixed lengths": [(3, 9), (1, 1), (7, 1), (2, 13), (11, 4), (1, 6), (5, 5)],
-    "other response mask": [(8, 4), (1, 1), (1, 7), (14, 1), (4, 11), (6, 1), (9, 1)],
-    "one sequence": [(4, 3)],
+    "other loss mask": [(8, 4), (1, 1), (1, 7), (14, 1), (4, 11), (6, 1), (9, 1)],
+    "holes, lacking signals": [(3, 9), (1, 1), (7, 1), (2, 13), (11, 4), (1, 6), (5, 5)],
+    "one sample": [(4, 3)],
 }
 # Most tokens and sequences of a micro-batch, balanced or not, order of the sequences.
 CUTS = {
@@ -82,38 +83,39 @@ def make_config(model, loss, world_size):
 
 
 def random_batch(name, loss):
-    """Sequences with what their loss needs."""
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, 259, 40).astype(np.int32) for _ in BATCHES[name]]
-    batch = []
-    for index, (prompt, response) in enumerate(BATCHES[name]):
-        ids = np.stack([rng.permutation(259)[:TOPK] for _ in range(response)]).astype(np.int32)
-        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 3), response)[:, :TOPK]).astype(np.float32)
-        sequence = Sequence(
-            index=index, prompt_ids=tokens[index][:prompt], response_ids=tokens[index][prompt : prompt + response],
-            weight_version=0, finish_reason="stop",
-        )
-        item = TrainSequence(sequence=sequence)
-        if "ppo" not in loss:
+    """Samples with what their loss needs."""
+    rng, batch = np.random.default_rng(0), []
+    holes = "holes" in name
+    tokens = [rng.integers(0, 259, 40).tolist() for _ in BATCHES[name]]
+    for index, (prompt, completion) in enumerate(BATCHES[name]):
+        mask = [False] * prompt + [not (holes and place % 2) for place in range(completion)]
+        count, signals = sum(mask), {}
+        ids = np.stack([rng.permutation(259)[:TOPK] for _ in range(count)]).astype(np.int32)
+        logprobs = np.log(rng.dirichlet(np.ones(TOPK + 3), count)[:, :TOPK]).astype(np.float32)
+        if "ppo" not in loss and not (holes and index < 2):
             tail = tail_of(logprobs)
-            teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0] - 1)
-            item = dataclasses.replace(item, teacher=teacher)
-        if "ppo" in loss or "rewards" in loss:
-            item = dataclasses.replace(item, advantages=rng.normal(size=response).astype(np.float32))
+            signals["teacher"] = TopK(
+                ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0] - 1
+            )
+        if ("ppo" in loss or "rewards" in loss) and not (holes and index in (1, 2, 3)):
+            signals["advantages"] = rng.normal(size=count).astype(np.float32)
         if "_kl" not in loss:
-            item = dataclasses.replace(item, old_logprobs=(rng.normal(size=response) - 6).astype(np.float32))
-        batch.append(item)
+            signals["old_logprobs"] = (rng.normal(size=count) - 6).astype(np.float32)
+        together = tokens[index][: prompt + completion]
+        batch.append(make_sample(
+            index, prompt=together[:prompt], completion=together[prompt:], loss_mask=mask, **signals
+        ))  # fmt: skip
     return batch
 
 
 def share(config, batch, cut, world_size, rank):
     max_tokens, max_sequences, balance, order = CUTS[cut]
     batch = with_loss_weights(config, batch[::order])
-    lengths = [item.sequence.num_tokens for item in batch]
+    lengths = [sample.num_tokens for sample in batch]
     plan = plan_micro_batches(lengths, world_size, max_tokens, max_sequences, balance, 0.01)
     return MiniBatch(
         micro_batches=tuple(tuple(batch[i] for i in members) for members in plan[rank]),
-        num_tokens=sum(len(item.sequence.response_ids) for item in batch),
+        num_tokens=sum(sample.num_trained for sample in batch),
     )
 
 
@@ -171,42 +173,42 @@ def computed(model, tmp_path_factory):
     return results
 
 
-def naive_losses(loss, item, logits):
-    """[R], from the full logits of one sequence."""
-    first = len(item.sequence.prompt_ids) - 1
-    response = torch.from_numpy(item.sequence.response_ids).long()
-    temperature = 0.7 if "colder" in loss else 1.0
-    logprobs = (logits[first : first + len(response)] / temperature).log_softmax(-1)
-    sampled = logprobs.gather(1, response[:, None])[:, 0]
+def naive_losses(loss, sample, logits):
+    """By the signal that it needs, each term [R] of a sample, from its full logits."""
+    temperature, found = 0.7 if "colder" in loss else 1.0, {}
+    logprobs = (logits[sample.positions - 1] / temperature).log_softmax(-1)
+    sampled = logprobs.gather(1, torch.from_numpy(sample.trained_ids).long()[:, None])[:, 0]
     if "_kl" not in loss:
-        old = torch.from_numpy(item.old_logprobs).double()
+        old = torch.from_numpy(sample.array("old_logprobs")).double()
         ratio = (sampled - old).exp()
 
     def policy(advantages):
         return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
     if "sequences" in loss:
-        advantages = torch.from_numpy(item.advantages).double()
         ratio = (sampled - sampled.detach() + (sampled - old).mean().detach()).exp()
-        return policy(advantages) + 0.1 * (logprobs.exp() * logprobs).sum(-1)
-    if "ppo" in loss:
-        return policy(torch.from_numpy(item.advantages).double())
-    teacher_sampled = torch.from_numpy(item.teacher.sampled_logprobs).double()
+        found["entropy"] = 0.1 * (logprobs.exp() * logprobs).sum(-1)
+    if "advantages" in sample.signals:
+        found["advantages"] = policy(torch.from_numpy(sample.array("advantages")).double())
+    if "teacher" not in sample.signals:
+        return found
+    teacher = sample.topk("teacher")
+    teacher_sampled = torch.from_numpy(teacher.sampled_logprobs).double()
     if loss == "k1 policy":
-        return policy((teacher_sampled - sampled).detach())
-    ids = torch.from_numpy(item.teacher.ids).long()
-    p, q = np.column_stack([item.teacher.logprobs, item.teacher.tail_logprobs]), logprobs.exp().gather(1, ids)
+        return found | {"teacher": policy((teacher_sampled - sampled).detach())}
+    ids = torch.from_numpy(teacher.ids).long()
+    p, q = np.column_stack([teacher.logprobs, teacher.tail_logprobs]), logprobs.exp().gather(1, ids)
     p = torch.from_numpy(p).double().softmax(-1)  # of float32, so not quite of sum 1
     q = torch.cat([q, 1 - q.sum(-1, keepdim=True)], 1)
     if loss == "forward_kl":
-        return (p * (p / q).log()).sum(-1)
+        return found | {"teacher": (p * (p / q).log()).sum(-1)}
     if "reverse_kl" in loss:
-        return (q * (q / p).log()).sum(-1)
+        return found | {"teacher": (q * (q / p).log()).sum(-1)}
     m = (p + q) / 2
     jsd = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
     log_ratio = teacher_sampled - sampled
     mixed = 0.6 * (q * (q / p).log()).sum(-1) + 0.3 * jsd + 0.1 * (log_ratio.exp() - 1 - log_ratio)
-    return 0.5 * mixed + policy(torch.from_numpy(item.advantages).double())
+    return found | {"teacher": 0.5 * mixed}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -214,13 +216,12 @@ def naive_losses(loss, item, logits):
 def test_loss_and_gradient_for_every_cut_order_and_number_of_ranks(loss, name, model, computed):
     reference = GPT2LMHeadModel.from_pretrained(model, dtype=torch.float64)
     batch = random_batch(name, loss)
-    each = []
-    for item in batch:
-        ids = np.concatenate([item.sequence.prompt_ids, item.sequence.response_ids])
-        each.append(naive_losses(loss, item, reference(torch.from_numpy(ids).long()[None]).logits[0]))
-    if "sequences" in loss:
-        each = [values.mean(0, keepdim=True) for values in each]
-    want = torch.cat(each).mean()
+    each = {}
+    for sample in batch:
+        logits = reference(torch.from_numpy(sample.tokens).long()[None]).logits[0]
+        for term, values in naive_losses(loss, sample, logits).items():
+            each.setdefault(term, []).append(values.mean(0, keepdim=True) if "sequences" in loss else values)
+    want = sum(torch.cat(values).mean() for values in each.values())
     want.backward()
     expected = {key: parameter.grad for key, parameter in reference.named_parameters()}
     assert max(grad.abs().max() for grad in expected.values()) > 1e-3
@@ -228,7 +229,7 @@ def test_loss_and_gradient_for_every_cut_order_and_number_of_ranks(loss, name, m
         for cut in CUTS:
             metrics, grads = results[loss, name, cut]
             where = f"{world_size} ranks, {cut}"
-            rounding = 1e3 if "sequences" in loss else 1.0  # the factors of loss_agg_mode travel as float32
+            rounding = 1e3 if "sequences" in loss or "holes" in name else 1.0  # factors of terms travel as float32
             assert metrics["actor/loss"] == pytest.approx(want.item(), rel=1e-9 * rounding), where
             assert grads.keys() == expected.keys()
             for key, grad in grads.items():

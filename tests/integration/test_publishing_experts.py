@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tokenizer
-from hybrid_gkd.types import GenerationRequest, SamplingParams
+from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 MODELS = {
@@ -46,14 +47,16 @@ def make_model(model_type, seed):
 @torch.no_grad()
 def largest_difference(engine, model):
     """Of log-probabilities of drawn tokens, between the engine and transformers."""
-    requests = [GenerationRequest(index=i, prompt_ids=np.arange(i + 1, dtype=np.int32), seed=i) for i in range(4)]
+    requests = [
+        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i + 1, dtype=np.int32), seed=i) for i in range(4)
+    ]
     found = []
-    for finished in engine.generate(requests, SamplingParams(max_tokens=12, logprobs=True), 0):
-        for sequence in finished:
-            ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids])).long()
-            logprobs = model(ids[None]).logits[0].log_softmax(-1)[len(sequence.prompt_ids) - 1 : -1]
-            expected = logprobs.gather(1, ids[len(sequence.prompt_ids) :, None])[:, 0]
-            found.append(np.abs(expected.numpy() - sequence.logprobs).max())
+    for finished in generate(engine, requests, SamplingParams(max_tokens=12, logprobs=True)):
+        for sample in finished:
+            ids = torch.from_numpy(sample.tokens).long()
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[sample.positions - 1]
+            expected = logprobs.gather(1, ids[sample.positions, None])[:, 0]
+            found.append(np.abs(expected.numpy() - sample.logprobs).max())
     assert len(found) == len(requests)
     return max(found)
 
@@ -75,7 +78,7 @@ def publish_twice(model_type, folder, port):
     differences = []
     for seed in (1, 2):
         model = make_model(model_type, seed)
-        engine.load_weights(model.state_dict().items())
+        engine.load_weights(model.state_dict().items(), seed)
         differences.append(largest_difference(engine, model))
     return differences
 

@@ -1,33 +1,25 @@
 """The short path of the rollout scheduler on the CPU: vLLM's synchronous scheduler and its older model runner."""
 
-import contextlib
 import multiprocessing
 import os
-import random
 import socket
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from same_tokens import MANY, check_cases, check_two_ranks, make_llm
+from same_tokens import check_cases, check_two_ranks
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm import scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.rollout import vllm as rollout_vllm
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
-ENDS = [[], [0, 1], [], [2], [3]]
-STEPS_THAT_COMPUTE = 5
 
 
 def in_own_process(function, *args, **kwargs):
@@ -42,104 +34,6 @@ def test_both_schedulers_give_the_same_tokens(tmp_path):
 @pytest.mark.usefixtures("only_tensor_parallel_engine")
 def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
     check_two_ranks(make_tiny_model(tmp_path / "model", num_words=200), "cpu", TIMEOUT)
-
-
-def schedules(folder):
-    """What each step computes of which request: all of them given at once, and as `steps` gives them."""
-    vllm_compat.prepare_environment("cpu")
-    from vllm import SamplingParams
-
-    llm = make_llm(folder, "cpu", caching=True, blocks=MANY, more={})
-    engine, scheduler, steps = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler, []
-    schedule, add, added = scheduler.schedule, engine.add_request, []
-
-    def recorded(*args):
-        output = schedule(*args)
-        steps.append({name.partition("-")[0]: count for name, count in output.num_scheduled_tokens.items()})
-        return output
-
-    def counted(name, *args):
-        added.append((int(name), len(steps)))
-        add(name, *args)
-
-    scheduler.schedule, engine.add_request = recorded, counted
-    rng = random.Random(0)
-    prompts = [[rng.randrange(3, 150) for _ in range(rng.randrange(5, 200))] for _ in range(40)]
-    lengths = [rng.randrange(3, 40) for _ in prompts]
-    found, asked = [], [
-        (str(i), prompt, SamplingParams(max_tokens=length, seed=i, ignore_eos=True, detokenize=False, skip_clone=True))
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    for way in ("at once", "as needed"):
-        steps.clear(), added.clear()
-        if way == "at once":
-            for name, prompt, sampling in asked:
-                engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        for _ in VLLMRolloutEngine.steps(SimpleNamespace(engine=engine), iter(asked if way == "as needed" else [])):
-            pass
-        assert llm.reset_prefix_cache()
-        found.append((list(steps), list(added)))
-    return found
-
-
-def test_a_step_computes_the_same_whether_it_has_all_requests_or_as_many_as_it_can_take(tmp_path):
-    found = in_own_process(schedules, make_tiny_model(tmp_path / "model", num_words=200))
-    (steps, all_at_once), (same, as_needed) = found
-    assert same == steps
-    assert {step for _, step in all_at_once} == {0}
-    assert [name for name, _ in as_needed] == list(range(40))
-    assert len({step for _, step in as_needed}) >= 4
-
-
-def stand_still(folder):
-    """What `generate` yields from an engine whose steps compute nothing any more after the first ones."""
-    vllm_compat.prepare_environment("cpu")
-    llm = make_llm(folder, "cpu", caching=False, blocks=MANY, more={})
-    rollout_vllm.PROGRESS_SECONDS = 0.0
-    engine, step, steps, found = llm.llm_engine, llm.llm_engine.step, iter(range(100)), []
-
-    def stopping():
-        number = next(steps)
-        if number == 50:
-            raise InterruptedError
-        return step() if number < STEPS_THAT_COMPUTE else []
-
-    engine.step = stopping
-    rollout = SimpleNamespace(engine=engine, stop_token_ids=[])
-    rollout.steps = partial(VLLMRolloutEngine.steps, rollout)
-    requests = [GenerationRequest(index=0, prompt_ids=np.arange(3, 9, dtype=np.int32), seed=0)]
-    with contextlib.suppress(InterruptedError):
-        found.extend(VLLMRolloutEngine.generate(rollout, requests, SamplingParams(max_tokens=100), 0))
-    return found
-
-
-def test_an_engine_that_computes_nothing_shows_no_progress(tmp_path):
-    """So that the timeout of the trainer ends it."""
-    found = in_own_process(stand_still, make_tiny_model(tmp_path / "model", num_words=200))
-    assert found
-    assert found == [[]] * len(found)
-    assert len(found) <= STEPS_THAT_COMPUTE
-
-
-def handed_on(seconds):
-    """The numbers of the sequences that `generate` yields together, where step i ends those of ENDS[i]."""
-    vllm_compat.prepare_environment("cpu")
-    rollout_vllm.TOGETHER_SECONDS = seconds
-    answer = SimpleNamespace(token_ids=[5], finish_reason="stop", logprobs=None)
-    rollout = SimpleNamespace(engine=None, stop_token_ids=[], scheduler=None)
-    rollout.steps = lambda asked: (
-        [SimpleNamespace(request_id=str(each), finished=True, outputs=[answer]) for each in ended] for ended in ENDS
-    )
-    rollout._to_sequence = partial(VLLMRolloutEngine._to_sequence, rollout)
-    prompt = np.arange(3, 9, dtype=np.int32)
-    requests = [GenerationRequest(index=i, prompt_ids=prompt, seed=0) for ended in ENDS for i in ended]
-    parts = VLLMRolloutEngine.generate(rollout, requests, SamplingParams(max_tokens=9), 0)
-    return [[sequence.index for sequence in part] for part in parts]
-
-
-def test_sequences_that_end_soon_after_each_other_are_handed_on_together():
-    assert in_own_process(handed_on, 1000.0) == [[0, 1, 2, 3]]
-    assert in_own_process(handed_on, 0.0) == [[0, 1], [2], [3]]
 
 
 def leave_unknown_ones_alone():

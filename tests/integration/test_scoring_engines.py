@@ -1,4 +1,4 @@
-"""Both scoring engines, in float32, against a plain transformers forward of one sequence at a time."""
+"""Both scoring engines, in float32, against a plain transformers forward of one reading at a time."""
 
 import itertools
 import multiprocessing
@@ -15,50 +15,70 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.teacher.engines import hf
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
-from hybrid_gkd.teacher.engines.vllm import ResponseScorer
+from hybrid_gkd.teacher.engines.vllm import RowScorer
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
+from hybrid_gkd.types import Reading
 
 TIMEOUT = 900.0  # seconds; ends a test that hangs
 TOKENS = 260  # of the tokenizer, with one that transformers adds for a Qwen2 model
 EMBEDDINGS = 331  # of the model: odd, and more than the tokenizer has
 TOLERANCE = 1e-4
 needs_vllm = pytest.mark.skipif(not vllm_available(), reason="vLLM is not installed")
-# (number of sequences, longest part, K, temperature)
+# (number of readings, longest part before the scored tokens and of them, K, temperature)
 JOBS = {
     "one candidate": (3, 40, 1, 1.0),
-    "many sequences": (40, 60, 64, 1.0),
+    "many readings": (40, 60, 64, 1.0),
     "temperature": (9, 40, 5, 0.6),
     "all ids": (4, 30, TOKENS, 1.3),
     "several engine steps": (4, 900, 7, 1.0),
 }
 
 
-def sequences(count, longest, seed=0):
-    """The first has a response, the second a prompt of one token, the third both."""
+def make_readings(count, longest, seed=0):
+    """Of the first the last token alone is scored, of the second all but the first, the third has just two."""
     rng = np.random.default_rng(seed)
-    pairs = []
+    readings = []
     for index in range(count):
-        num_prompt = 1 if index in (1, 2) else rng.integers(longest // 2, longest)
-        num_response = 1 if index in (0, 2) else rng.integers(longest // 2, longest)
-        pairs.append(tuple(rng.integers(0, EMBEDDINGS, n, dtype=np.int32) for n in (num_prompt, num_response)))
-    return pairs
+        first = 1 if index in (1, 2) else rng.integers(longest // 2, longest)
+        length = first + (1 if index in (0, 2) else rng.integers(longest // 2, longest))
+        token_ids = rng.integers(0, EMBEDDINGS, length, dtype=np.int32)
+        readings.append(Reading(token_ids=token_ids, positions=np.arange(first, length)))
+    return readings
+
+
+def scattered(reading, seed):
+    """The same tokens, of which some anywhere are scored, the last scored one as well, and more follow it."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.random(len(reading.positions)) < 0.5
+    chosen[-1] = True
+    token_ids = np.concatenate([reading.token_ids, rng.integers(0, EMBEDDINGS, 17, dtype=np.int32)])
+    return Reading(token_ids=token_ids, positions=reading.positions[chosen])
 
 
 def score_all(folder, backend, tp_size):
-    """All jobs at once on one engine, as (name -> scores)."""
+    """All jobs at once on one engine, as (name -> scores); then their scattered readings, likewise."""
     options = EngineOptions(
         ckpt_path=folder, backend=backend, device="cpu", n_logprobs=TOKENS, tp_size=tp_size, max_model_len=2048
     )
     engine = load_engine(options)
     for name, (count, longest, k, temperature) in JOBS.items():
-        engine.add(name, sequences(count, longest), k, temperature)
-    found = {}
-    while engine.num_tokens:
-        found |= dict(engine.step())
+        engine.add(name, make_readings(count, longest), k, temperature)
+    found = drain(engine)
+    for name, (count, longest, k, temperature) in JOBS.items():
+        readings = [scattered(each, seed) for seed, each in enumerate(make_readings(count, longest))]
+        engine.add(name, readings, k, temperature)
+    assert engine.num_tokens == sum(each.num_tokens for job in JOBS.values() for each in make_readings(*job[:2]))
     assert engine.info.any_temperature
     assert engine.info.max_topk == TOKENS
     assert engine.info.num_embeddings == EMBEDDINGS
     assert engine.info.vocab_size == TOKENS
+    return found, drain(engine)
+
+
+def drain(engine):
+    found = {}
+    while engine.num_tokens:
+        found |= dict(engine.step())
     return found
 
 
@@ -69,14 +89,14 @@ def in_own_process(function, *arguments):
 
 
 def load_with_shifted_rows(folder):
-    add_request = ResponseScorer.add_request
+    add_request = RowScorer.add_request
 
     def one_row_early(self, request_id, extra_args):
         add_request(self, request_id, extra_args)
         for request in self._requests.values():
-            request.first_row = 0
+            request.rows = np.arange(len(request.rows))
 
-    ResponseScorer.add_request = one_row_early
+    RowScorer.add_request = one_row_early
     load_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", max_model_len=64))
 
 
@@ -91,15 +111,15 @@ def reference(model_path):
 
 
 class Reference:
-    """(prompt, response, temperature) -> log-probabilities [R, V] by the shortest way there is."""
+    """(reading, temperature) -> log-probabilities [R, V] by the shortest way there is."""
 
     def __init__(self, folder, **options):
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
     @torch.inference_mode()
-    def __call__(self, prompt, response, temperature):
-        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
-        logits = self._model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+    def __call__(self, reading, temperature):
+        ids = torch.from_numpy(reading.token_ids.astype(np.int64))
+        logits = self._model(input_ids=ids[None]).logits[0, reading.positions - 1]
         return (logits / temperature).log_softmax(-1).numpy()
 
 
@@ -107,13 +127,12 @@ def check(found, reference, jobs=JOBS, num_ids=TOKENS):
     assert list(found)
     assert set(found) == set(jobs)
     for name, (count, longest, k, temperature) in jobs.items():
-        pairs = sequences(count, longest)
         assert len(found[name]) == count
-        for (prompt, response), score in zip(pairs, found[name], strict=True):
-            expected = reference(prompt, response, temperature)
+        for reading, score in zip(make_readings(count, longest), found[name], strict=True):
+            expected, targets = reference(reading, temperature), reading.token_ids[reading.positions]
             top = -np.sort(-expected[:, :num_ids], axis=1)[:, :k]
             assert score.ids.dtype == np.int32
-            assert score.ids.shape == (len(response), k), name
+            assert score.ids.shape == (len(targets), k), name
             assert ((score.ids >= 0) & (score.ids < num_ids)).all(), name
             assert (np.diff(np.sort(score.ids, axis=1), axis=1) > 0).all(), name
             close = {"atol": TOLERANCE, "rtol": 0, "err_msg": name}
@@ -122,16 +141,36 @@ def check(found, reference, jobs=JOBS, num_ids=TOKENS):
             others = expected.astype(np.float64)
             np.put_along_axis(others, score.ids, -np.inf, 1)
             np.testing.assert_allclose(score.tail_logprobs, np.logaddexp.reduce(others, 1), **close)
-            np.testing.assert_allclose(score.sampled_logprobs, expected[np.arange(len(response)), response], **close)
+            np.testing.assert_allclose(score.sampled_logprobs, expected[np.arange(len(targets)), targets], **close)
+
+
+def check_scattered(all_rows, some_rows):
+    """Scores of the same tokens at some of the positions are these rows of the scores at all of them.
+
+    But for the last bits: a product of fewer rows with the head may add up in another order, and swap neighbours.
+    """
+    assert all_rows.keys() == some_rows.keys()
+    for name, scores in some_rows.items():
+        readings = make_readings(*JOBS[name][:2])
+        for seed, (reading, every, some) in enumerate(zip(readings, all_rows[name], scores, strict=True)):
+            rows = np.isin(reading.positions, scattered(reading, seed).positions)
+            assert some.ids.shape == every.ids[rows].shape
+            assert (some.ids != every.ids[rows]).mean() < 1e-3
+            for part in ("logprobs", "tail_logprobs", "sampled_logprobs"):
+                np.testing.assert_allclose(getattr(some, part), getattr(every, part)[rows], rtol=1e-6, atol=1e-6)
 
 
 def test_hf(model_path, reference):
-    check(score_all(model_path, "hf", 1), reference)
+    found, some = score_all(model_path, "hf", 1)
+    check(found, reference)
+    check_scattered(found, some)
 
 
 @needs_vllm
 def test_vllm(model_path, reference):
-    check(in_own_process(score_all, model_path, "vllm", 1), reference)
+    found, some = in_own_process(score_all, model_path, "vllm", 1)
+    check(found, reference)
+    check_scattered(found, some)
 
 
 @needs_vllm
@@ -143,7 +182,9 @@ def test_vllm_that_hands_out_other_rows_is_refused(model_path):
 @needs_vllm
 @pytest.mark.usefixtures("only_tensor_parallel_engine")
 def test_vllm_tensor_parallel(model_path, reference):
-    check(in_own_process(score_all, model_path, "vllm", 2), reference)
+    found, some = in_own_process(score_all, model_path, "vllm", 2)
+    check(found, reference)
+    check_scattered(found, some)
 
 
 @pytest.mark.parametrize(
@@ -165,20 +206,20 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
     engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=9))
     assert engine._head is None
     assert ("sequences are padded" in caplog.text) == padded
-    found = {"mixed": engine.score(sequences(20, 60), 9, 0.7)}
+    found = {"mixed": engine.score(make_readings(20, 60), 9, 0.7)}
     check(found, Reference(tmp_path, attn_implementation="eager"), {"mixed": (20, 60, 9, 0.7)},
           num_ids=engine.info.vocab_size)  # fmt: skip
 
 
 def test_clear_forgets_what_was_queued(model_path, reference):
     engine = load_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
-    engine.add("first", sequences(3, 20), 5, 1.0)
-    engine.add("second", sequences(3, 20), 5, 1.0)
+    engine.add("first", make_readings(3, 20), 5, 1.0)
+    engine.add("second", make_readings(3, 20), 5, 1.0)
     engine.step()
     assert engine.clear() == ["first", "second"]
     assert engine.num_tokens == 0
     job = (6, 20, 5, 1.0)
-    check({"third": engine.score(sequences(*job[:2]), *job[2:])}, reference, {"third": job})
+    check({"third": engine.score(make_readings(*job[:2]), *job[2:])}, reference, {"third": job})
 
 
 def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypatch):
@@ -189,7 +230,8 @@ def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypa
     take = engine._take
     monkeypatch.setattr(engine, "_take", lambda: taken.append([item.num_tokens for item in take()]) or [])
     lengths = [20] * 10 + [200] + [20] * 20 + [900]
-    engine.add("job", [(np.zeros(1, np.int32), np.ones(length - 1, np.int32)) for length in lengths], 5, 1.0)
+    readings = [Reading(token_ids=np.ones(length, np.int32), positions=np.arange(1, length)) for length in lengths]
+    engine.add("job", readings, 5, 1.0)
     while engine._queue:
         engine._step()
     assert list(itertools.chain(*taken)) == lengths

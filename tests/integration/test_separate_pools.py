@@ -167,7 +167,7 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
 
             raise torch.OutOfMemoryError("CUDA out of memory, planted")
 
-        worker.engine.generate = worker.engine.load_weights = fail
+        worker.engine.step = worker.engine.load_weights = fail
 
     with make_group(separate(model, tmp_path, 1, 2)) as group:
         shorten_deadlines(group)

@@ -40,10 +40,13 @@ def client(teacher):
         yield connected
 
 
-def make_sequences(count):
+def make_readings(count):
+    """Token ids, and two ranges of scored positions."""
     rng = np.random.default_rng(3)
-    lengths = rng.integers(1, 40, (count, 2))
-    return [tuple(rng.integers(0, 259, length) for length in pair) for pair in lengths]
+    return [
+        (rng.integers(0, 259, length), np.sort(1 + rng.permutation(length)[:4]).tolist())
+        for length in rng.integers(6, 80, count)
+    ]
 
 
 def test_it_imports_nothing_of_ours():
@@ -63,46 +66,52 @@ def test_handshake(client, model_path):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_are_those_of_a_plain_forward(client, model_path, temperature):
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    sequences = make_sequences(5)
-    client.ask("first", sequences[:2], TOPK, temperature)
-    client.ask("second", sequences[2:], TOPK, temperature)
+    readings = make_readings(5)
+    client.ask("first", readings[:2], TOPK, temperature)
+    client.ask("second", readings[2:], TOPK, temperature)
     answers = {answer["id"]: answer for answer in (client.scores(), client.scores())}
-    for name, own in (("first", sequences[:2]), ("second", sequences[2:])):
-        rows = []
-        for prompt, response in own:
-            ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+    for name, own in (("first", readings[:2]), ("second", readings[2:])):
+        rows, targets = [], []
+        for ids, (start, stop, second_start, second_stop) in own:
+            positions = np.array([*range(start, stop), *range(second_start, second_stop)])
+            targets += ids[positions].tolist()
             with torch.inference_mode():
-                rows.append((model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1))
+                logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0, positions - 1]
+            rows.append((logits / temperature).log_softmax(-1))
         expected = torch.cat(rows).numpy()
         answer = answers[name]
         assert answer["attempt"] == 1
         top = -np.sort(-expected, axis=1)[:, :TOPK]
         np.testing.assert_allclose(answer["logprobs"], top, rtol=1e-3, atol=2e-4)
         np.testing.assert_allclose(np.take_along_axis(expected, answer["ids"], 1), top, atol=2e-4)
-        targets = np.concatenate([response for _, response in own])
         candidates = np.take_along_axis(expected, answer["ids"], 1)
         np.testing.assert_allclose(np.exp(answer["tail"]), 1 - np.exp(candidates).sum(1), atol=1e-5)
         np.testing.assert_allclose(answer["sampled"], expected[np.arange(len(targets)), targets], atol=2e-4)
 
 
 def test_errors_have_their_codes(client):
-    client.ask("long", [(np.zeros(100, int), np.zeros(100, int))], TOPK)
+    client.ask("long", [(np.zeros(200, int), [100, 200])], TOPK)
     answer = client.scores()
     assert (answer["id"], answer["code"]) == ("long", "refused")
     assert f"200 tokens, the server's limit is {LIMIT}" in answer["reason"]
     frames = plain_client.encode(
         "score", [np.arange(4, dtype=np.int32)], id="damaged", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0,
-        prompt_lengths=[2], response_lengths=[2],
+        lengths=[4], ranges=[[2, 4]],
     )  # fmt: skip
     client.send_frames([frames[0], frames[1][:-1] + b"\x01"])
     answer = client.scores()
     assert (answer["id"], answer["code"]) == ("damaged", "failed")
     assert "checksum" in answer["reason"]
+    for ranges in ([0, 2], [2, 5], [3, 2], [1, 3, 2, 4], [1], []):
+        client.ask("ranges", [(np.zeros(4, int), [1, 4]), (np.zeros(4, int), ranges)], TOPK)
+        answer = client.scores()
+        assert (answer["id"], answer["code"]) == ("ranges", "refused")
+        assert "reading 1: the ranges of its scored tokens ascend from 1 to its 4 tokens" in answer["reason"]
 
 
 def test_heartbeat_names_what_is_pending_in_order(client):
     instance = client.handshake()["instance"]
-    client.ask("a", make_sequences(1), TOPK)
+    client.ask("a", make_readings(1), TOPK)
     client.send("ping", number=1)
     pong, _ = client.receive("pong")
     assert pong["number"] == 1

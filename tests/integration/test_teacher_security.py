@@ -226,7 +226,7 @@ def test_a_pickle_bomb_is_only_a_malformed_message(tmp_path):
     """In the place of headers and of arrays, sent to broker, worker and client."""
     crater = tmp_path / "crater"
     bomb = pickle.dumps(Bomb(crater))
-    (sequence,) = faults.make_sequences(np.random.default_rng(0), 1)
+    (reading,) = faults.make_readings(np.random.default_rng(0), 1)
     header = protocol.encode(protocol.Ping(number=1))[0]
     messages = [[bomb], [protocol.seal(bomb)], [header, bomb], [bytes(header) + bomb]]
     with faults.Cluster(1) as cluster, zmq.Context() as context, faults.connected(cluster.address) as client:
@@ -237,7 +237,7 @@ def test_a_pickle_bomb_is_only_a_malformed_message(tmp_path):
                 for message in messages:
                     dealer.send_multipart(message)
         request = protocol.ScoreRequest(
-            id="b", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0, prompt_lengths=[1], response_lengths=[1],
+            id="b", attempt=1, timeout_seconds=60.0, topk=1, temperature=1.0, lengths=[2], ranges=[[1, 2]],
             arrays=(protocol.ArraySpec("int32", (len(bomb) // 4,), 0),),
         )  # fmt: skip
         with context.socket(zmq.DEALER) as dealer:  # the broker passes the array on to the worker
@@ -246,8 +246,8 @@ def test_a_pickle_bomb_is_only_a_malformed_message(tmp_path):
             assert dealer.poll(int(TIMEOUT * 1000))
             answer = protocol.decode_header(dealer.recv_multipart()[0])
             assert isinstance(answer, protocol.ScoreError)
-        (score,) = client.submit([sequence])
-        faults.expect(score.result(TIMEOUT), sequence)
+        (score,) = client.submit([reading])
+        faults.expect(score.result(TIMEOUT), reading)
         assert all(process.poll() is None for process in (cluster.broker, *cluster.workers.values()))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")

@@ -28,7 +28,7 @@ from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import Sequence
+from hybrid_gkd.types import Reading
 
 MAX_LENGTH = 128
 HF = ["--backend", "hf", "--device", "cpu", "--max-model-len", str(MAX_LENGTH)]
@@ -84,41 +84,37 @@ def connected(model_path, teacher, **options):
         yield client
 
 
-def sequences(count, longest=60):
+def make_readings(count):
+    """Of 2 to 119 tokens, of which some are scored, anywhere."""
     rng = np.random.default_rng(7)
-    return [
-        Sequence(
-            index=index,
-            prompt_ids=rng.integers(0, 259, rng.integers(1, longest), dtype=np.int32),
-            response_ids=rng.integers(0, 259, rng.integers(1, longest), dtype=np.int32),
-            weight_version=0,
-            finish_reason="stop",
-        )
-        for index in range(count)
-    ]
+    readings = []
+    for length in rng.integers(2, 120, count):
+        positions = 1 + np.sort(rng.permutation(length - 1)[: rng.integers(1, length)])
+        readings.append(Reading(token_ids=rng.integers(0, 259, length, dtype=np.int32), positions=positions))
+    return readings
 
 
 @pytest.fixture(scope="module")
 def reference(model_path):
-    """(sequence, temperature) -> log-probabilities [R, V] by the shortest way there is."""
+    """(reading, temperature) -> log-probabilities [R, V] by the shortest way there is."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def logprobs(sequence, temperature):
-        ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids]).astype(np.int64))
-        logits = model(input_ids=ids[None]).logits[0, len(sequence.prompt_ids) - 1 : -1]
+    def logprobs(reading, temperature):
+        ids = torch.from_numpy(reading.token_ids.astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0, reading.positions - 1]
         return (logits / temperature).log_softmax(-1).numpy()
 
     return logprobs
 
 
 def expect_scores(futures, batch, reference, temperature=1.0):
-    for future, sequence in zip(futures, batch, strict=True):
+    for future, reading in zip(futures, batch, strict=True):
         score = future.result(TIMEOUT)
-        expected = reference(sequence, temperature)
+        expected = reference(reading, temperature)
         top = -np.sort(-expected, axis=1)[:, : score.ids.shape[1]]
-        rows = np.arange(len(sequence.response_ids))
-        np.testing.assert_allclose(score.sampled_logprobs, expected[rows, sequence.response_ids], atol=2e-4)
+        rows, targets = np.arange(len(reading.positions)), reading.token_ids[reading.positions]
+        np.testing.assert_allclose(score.sampled_logprobs, expected[rows, targets], atol=2e-4)
         # float16 on the wire: 11 bits.
         np.testing.assert_allclose(score.logprobs, top, rtol=1e-3, atol=2e-4)
         np.testing.assert_allclose(np.take_along_axis(expected, score.ids, 1), top, atol=2e-4)
@@ -126,7 +122,7 @@ def expect_scores(futures, batch, reference, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_hf_scores_are_the_plain_log_softmax(model_path, hf_teacher, reference, temperature):
-    batch = sequences(30)
+    batch = make_readings(30)
     with connected(model_path, hf_teacher, temperature=temperature) as client:
         expect_scores(client.submit(batch), batch, reference, temperature)
 
@@ -134,13 +130,13 @@ def test_hf_scores_are_the_plain_log_softmax(model_path, hf_teacher, reference, 
 def test_whole_vocabulary(model_path, tmp_path, reference):
     options = {"log_path": tmp_path / "log", "options": HF, "n_logprobs": 259, "start_timeout": TIMEOUT}
     with running(model_path, **options) as teacher, connected(model_path, teacher, topk=259) as client:
-        batch = sequences(3)
+        batch = make_readings(3)
         expect_scores(client.submit(batch), batch, reference)
 
 
 @needs_vllm
 def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, reference):
-    batch = sequences(30)
+    batch = make_readings(30)
     for temperature in (1.0, 0.6):
         with connected(model_path, vllm_teacher, temperature=temperature, n_server_workers=4) as client:
             expect_scores(client.submit(batch), batch, reference, temperature)
@@ -148,15 +144,7 @@ def test_vllm_scores_are_the_plain_log_softmax(model_path, vllm_teacher, referen
     rng = np.random.default_rng(0)
     limit = status_of(vllm_teacher).model.max_sequence_length
     assert limit == MAX_LENGTH
-    full = [
-        Sequence(
-            index=0,
-            prompt_ids=rng.integers(0, 259, 8, dtype=np.int32),
-            response_ids=rng.integers(0, 259, limit - 8, dtype=np.int32),
-            weight_version=0,
-            finish_reason="length",
-        )
-    ]
+    full = [Reading(token_ids=rng.integers(0, 259, limit, dtype=np.int32), positions=np.arange(8, limit))]
     with connected(model_path, vllm_teacher) as client:
         expect_scores(client.submit(full), full, reference)
 
@@ -165,11 +153,7 @@ def test_what_does_not_fit_is_said(model_path, hf_teacher):
     with pytest.raises(TeacherMismatch, match="the teacher has 64, the student needs 65"):
         with connected(model_path, hf_teacher, topk=65):
             pass
-    long = sequences(1)[0]
-    long = Sequence(
-        index=0, prompt_ids=long.prompt_ids, response_ids=np.ones(MAX_LENGTH, np.int32), weight_version=0,
-        finish_reason="length",
-    )  # fmt: skip
+    long = Reading(token_ids=np.ones(MAX_LENGTH + 1, np.int32), positions=np.array([MAX_LENGTH]))
     with connected(model_path, hf_teacher) as client:
         with pytest.raises(TeacherRefused, match=f"has {long.num_tokens} tokens, the server's limit is {MAX_LENGTH}"):
             client.submit([long])[0].result(TIMEOUT)
@@ -197,7 +181,7 @@ def test_malformed_messages_are_dropped_and_counted(model_path, hf_teacher, refe
     with socket.create_connection(hf_teacher.address.split(":"), timeout=TIMEOUT) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with connected(model_path, hf_teacher) as client:
-        batch = sequences(2)
+        batch = make_readings(2)
         expect_scores(client.submit(batch), batch, reference)
 
 
@@ -222,7 +206,7 @@ def joined_worker(model_path, teacher, tmp_path):
 
 
 def test_requests_of_a_dead_worker_go_to_another(model_path, own_teacher, reference, tmp_path):
-    batch = sequences(60)
+    batch = make_readings(60)
     with joined_worker(model_path, own_teacher, tmp_path) as worker:
         with connected(model_path, own_teacher) as client:
             stop_process(worker.pid)  # so that it surely holds requests when it dies
@@ -243,7 +227,7 @@ def children(pid):
 
 def test_the_own_worker_is_replaced(model_path, own_teacher, reference):
     (worker,) = children(own_teacher.pid)
-    batch = sequences(8)
+    batch = make_readings(8)
     with connected(model_path, own_teacher) as client:
         stop_process(worker)
         futures = client.submit(batch)
@@ -259,7 +243,7 @@ def test_several_workers_share_the_work(model_path, tmp_path, reference):
         wait_until(lambda: status_of(teacher).num_workers == 2, "for both workers")
         with connected(model_path, teacher, num_microbatches=1) as client:
             for _ in range(20):
-                batch = sequences(16)
+                batch = make_readings(16)
                 expect_scores(client.submit(batch), batch, reference)
                 state = status_of(teacher)
                 if min(worker.num_delivered for worker in state.workers) > 0:
@@ -278,7 +262,7 @@ def test_several_workers_share_the_work(model_path, tmp_path, reference):
 def test_sigterm_drains(model_path, tmp_path, reference):
     """What was taken is answered, what comes later is not taken, and the service ends by itself."""
     options = {"log_path": tmp_path / "log", "options": [*HF, "--drain-timeout", str(TIMEOUT)]}
-    batch, late = sequences(8), []
+    batch, late = make_readings(8), []
 
     def refused():
         late.extend(client.submit(batch[:1]))  # the signal needs a moment
@@ -301,7 +285,7 @@ def test_sigterm_drains(model_path, tmp_path, reference):
 
 
 def test_workers_and_clients_survive_a_restart_of_the_broker(model_path, own_teacher, reference, tmp_path):
-    batch = sequences(8)
+    batch = make_readings(8)
     ports = [own_teacher.address.split(":")[1], own_teacher.worker_address.split(":")[1]]
     with joined_worker(model_path, own_teacher, tmp_path), connected(model_path, own_teacher) as client:
         expect_scores(client.submit(batch), batch, reference)

@@ -10,25 +10,26 @@ import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, ResponseScorer
+from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, RowScorer
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
-VOCABULARY, LENGTH, FIRST_ROW = 50, 9, 3
+VOCABULARY, LENGTH = 50, 9
+ROWS = np.array([1, 3, 4, 7, 8])
 HIDDEN = torch.randn(2, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
-TARGETS = np.arange(LENGTH - FIRST_ROW, dtype=np.int64)
+TARGETS = np.arange(len(ROWS))
 # Steps of the spans (request, first position, tokens): one alone, chunks of both, a preempted one from its start.
 STEPS = [[("a", 0, 9)], [("b", 0, 4)], [("b", 4, 2), ("a", 0, 5)], [("a", 0, 7), ("b", 6, 3)], [("a", 7, 2)]]
 COMPLETE = [["a"], [], [], ["b"], ["a"]]
 
 
 def sampling_params():
-    how = {"first_row": FIRST_ROW, "targets": TARGETS.tobytes(), "k": 4, "temperature": 2.0}
+    how = {"rows": ROWS.tobytes(), "targets": TARGETS.tobytes(), "k": 4, "temperature": 2.0}
     return SimpleNamespace(extra_args={EXTRA_ARGS_KEY: how})
 
 
 def scorer():
-    return ResponseScorer(lambda hidden: hidden, VOCABULARY, None)
+    return RowScorer(lambda hidden: hidden, VOCABULARY, None)
 
 
 def hidden_states(spans):
@@ -39,7 +40,7 @@ def hidden_states(spans):
 def check(found, names):
     assert list(found) == names
     for name, (ids, logprobs, (tail, sampled), *_) in found.items():
-        expected = (HIDDEN["ab".index(name), FIRST_ROW:] / 2).log_softmax(1)
+        expected = (HIDDEN["ab".index(name), ROWS] / 2).log_softmax(1)
         top, places = expected.topk(4)
         assert torch.equal(ids, places.int())
         torch.testing.assert_close(logprobs, top)

@@ -22,17 +22,8 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
-from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage
-from hybrid_gkd.testing import make_tiny_model, tail_of
-from hybrid_gkd.types import (
-    GenerationRequest,
-    MiniBatch,
-    RewardText,
-    SamplingParams,
-    Sequence,
-    TeacherTopK,
-    TrainSequence,
-)
+from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
+from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup, refuse_shared_gpus
 from hybrid_gkd.workers.placement import Placement
@@ -74,25 +65,22 @@ def make_group(config, num_updates=2):
 
 
 def random_batch(step, count=12):
-    """Sequences of odd lengths with random but valid teacher scores."""
+    """Samples of odd lengths with random but valid teacher scores."""
     rng = np.random.default_rng(step)
     batch = []
     for index in range(count):
         prompt, response = (rng.integers(0, 256, rng.integers(1, 24)).astype(np.int32) for _ in range(2))
         ids = np.stack([rng.permutation(256)[:TOPK] for _ in response]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(TOPK + 1), len(response))[:, :TOPK]).astype(np.float32)
-        sequence = Sequence(
-            index=index, prompt_ids=prompt, response_ids=response, weight_version=step, finish_reason="stop"
-        )
         tail = tail_of(logprobs)
-        teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
-        batch.append(TrainSequence(sequence=sequence, teacher=teacher))
+        teacher = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        batch.append(make_sample(index, prompt=prompt, completion=response, version=step, teacher=teacher))
     return batch
 
 
 def shares(batch, num_workers, max_tokens):
-    plan = plan_micro_batches([item.sequence.num_tokens for item in batch], num_workers, max_tokens, None, True)
-    num_tokens = sum(len(item.sequence.response_ids) for item in batch)
+    plan = plan_micro_batches([sample.num_tokens for sample in batch], num_workers, max_tokens, None, True)
+    num_tokens = sum(sample.num_trained for sample in batch)
     return [
         [MiniBatch(micro_batches=tuple(tuple(batch[i] for i in m) for m in share), num_tokens=num_tokens)]
         for share in plan
@@ -100,8 +88,8 @@ def shares(batch, num_workers, max_tokens):
 
 
 def in_parts(batch, num_workers):
-    """A mini-batch as sequences may be scored: one, most of the others, the last two."""
-    num_tokens = sum(len(item.sequence.response_ids) for item in batch)
+    """A mini-batch as samples may be scored: one, most of the others, the last two."""
+    num_tokens = sum(sample.num_trained for sample in batch)
     cuts = [shares(part, num_workers, 128) for part in (batch[5:6], [*batch[:5], *batch[6:-2]], batch[-2:])]
     return [[dataclasses.replace(share[0], num_tokens=num_tokens) for share in part] for part in cuts]
 
@@ -172,13 +160,13 @@ def test_one_worker_and_two_train_the_same(fsdp_size, model, one_worker, tmp_pat
 
 
 def test_what_is_trained_in_parts_is_trained_the_same(model, one_worker, tmp_path):
-    """On two workers, the second of which has no sequence of the first part."""
+    """On two workers, the second of which has no sample of the first part."""
     two = make_config(model, tmp_path, "trainer.n_gpus_per_node=2")
     curve, weights = train(two, tmp_path / "w2", streamed=True)
     assert_same(one_worker[0], curve, one_worker[1], weights)
 
 
-def test_a_worker_without_sequences_takes_part(model, tmp_path):
+def test_a_worker_without_samples_takes_part(model, tmp_path):
     batches = [random_batch(0, count=1)]
     two = make_config(model, tmp_path / "two", "trainer.n_gpus_per_node=2")
     one = make_config(model, tmp_path / "one")
@@ -195,20 +183,20 @@ def learn_values(group, steps):
         values, reference = group.compute_values(parts), group.compute_ref_topk(parts)
         returns = np.random.default_rng([step, 1])
         return [
-            dataclasses.replace(
-                item, teacher=None, values=values[item.sequence.index], ref_topk=reference[item.sequence.index],
-                ref_logprobs=reference[item.sequence.index].sampled_logprobs,
-                advantages=returns.normal(size=len(item.sequence.response_ids)).astype(np.float32),
-                returns=returns.normal(1, 1, len(item.sequence.response_ids)).astype(np.float32),
-            )
-            for item in batch
+            dataclasses.replace(sample, signals={
+                "values": values[sample.id], "reference_topk": reference[sample.id],
+                "reference": reference[sample.id].sampled_logprobs,
+                "advantages": returns.normal(size=sample.num_trained).astype(np.float32),
+                "returns": returns.normal(1, 1, sample.num_trained).astype(np.float32),
+            })
+            for sample in batch
         ]
 
     metrics = []
     for step in steps:
         plan = shares(ready(step), group.size, 96)
         metrics += [*group.update_critic(plan), *group.update(plan)]
-    return metrics, np.concatenate([item.values for item in ready(9)])
+    return metrics, np.concatenate([sample.array("values") for sample in ready(9)])
 
 
 def assert_written_alike(group, folder, path):
@@ -320,7 +308,8 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
         model, tmp_path, "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2",
     )
     requests = [
-        GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)
+        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i)
+        for i in range(10)
     ]
     with contextlib.closing(make_group(config)) as group:
         assert {"vllm" in worker["engine"] for worker in group.description} == {True}
@@ -331,14 +320,13 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
             parts = list(group.generate(requests, SamplingParams(max_tokens=24, logprobs=True)))
             assert [] in parts  # while nothing finishes
             found = [s for part in parts for s in part]
-            found.sort(key=lambda sequence: sequence.index)
-            drawn.append([s.response_ids.tolist() for s in found])
-            assert [s.index for s in found] == list(range(10))
-            assert {s.weight_version for s in found} == {version}
-            batch = [TrainSequence(sequence=s) for s in found]
-            logprobs = group.compute_logprobs([(tuple(batch[rank::2]),) for rank in range(2)])
+            found.sort(key=lambda sample: sample.id)
+            drawn.append([s.completion_ids.tolist() for s in found])
+            assert [s.id for s in found] == [request.id for request in requests]
+            assert {v for s in found for v in s.versions.tolist()} == {version}
+            logprobs = group.compute_logprobs([(tuple(found[rank::2]),) for rank in range(2)])
             for s in found:
-                np.testing.assert_allclose(s.logprobs, logprobs[s.index], atol=2e-5)
+                np.testing.assert_allclose(s.logprobs, logprobs[s.id], atol=2e-5)
             group.update(shares(random_batch(version), 2, 128))
         assert drawn[0] != drawn[1]
 
@@ -444,7 +432,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
         ray.get([worker.__ray_call__.remote(plant) for worker in group.actors.workers], timeout=60)
         group.config = group.actors.config = copy.deepcopy(config)
         group.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
-        request = GenerationRequest(index=0, prompt_ids=np.arange(4, dtype=np.int32), seed=0)
+        request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=np.arange(4, dtype=np.int32), seed=0)
         with pytest.raises(WorkerError, match=r"worker 0 failed in generate: OutOfMemoryError"):
             list(group.generate([request], SamplingParams(max_tokens=24)))
         assert not group.can_save()

@@ -9,7 +9,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, RecordingGroup, make_tiny_model
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, TeacherTopK
+from hybrid_gkd.types import Task, TopK
 
 TEMPERATURE, VOCABULARY = 1.5, 259
 NAMES = ("val/forward_kl", "val/reverse_kl")
@@ -33,7 +33,7 @@ def configure(student, *overrides):
 
 
 def make_trainer(config, group, teacher, tracking):
-    prompts = [Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i)) for i in range(5)]
+    prompts = [Task(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i)) for i in range(5)]
     return GKDTrainer(
         config, group=group, tokenizer=testing.NumberTokenizer(), train_prompts=prompts, val_prompts=prompts,
         reward=None, tracking=tracking, store=CheckpointStore(None, keep=None), teacher=teacher,
@@ -45,14 +45,18 @@ def respond(request, version):
     return rng.integers(0, VOCABULARY, rng.integers(1, 8)).astype(np.int32)
 
 
-def distribution(folder, sequence):
+def trained_ids(reading):
+    return reading.token_ids[reading.positions]
+
+
+def distribution(folder, reading):
     """log-probabilities [R, V] of transformers' own model, in float64 behind its float32 logits."""
     from transformers import AutoModelForCausalLM
 
-    ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids]).astype(np.int64))
+    ids = torch.from_numpy(reading.token_ids.astype(np.int64))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0]
-    return (logits[len(sequence.prompt_ids) - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
+    return (logits[reading.positions - 1].double() / TEMPERATURE).log_softmax(-1)
 
 
 def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
@@ -60,13 +64,13 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
     student, teacher = models
     asked = []
 
-    def score(sequence):
-        asked.append(sequence)
-        logprobs, ids = distribution(teacher, sequence).sort(descending=True)
-        drawn = torch.from_numpy(sequence.response_ids.astype(np.int64))
-        sampled = distribution(teacher, sequence).gather(1, drawn[:, None])
+    def score(reading):
+        asked.append(reading)
+        logprobs, ids = distribution(teacher, reading).sort(descending=True)
+        drawn = torch.from_numpy(trained_ids(reading).astype(np.int64))
+        sampled = distribution(teacher, reading).gather(1, drawn[:, None])
         nothing = np.full(len(ids), -np.inf, np.float32)
-        return TeacherTopK(
+        return TopK(
             ids=ids.int().numpy(), logprobs=logprobs.float().numpy(), tail_logprobs=nothing,
             sampled_logprobs=sampled[:, 0].float().numpy(),
         )
@@ -76,10 +80,10 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
         group = LocalGroup(config, respond=respond, num_updates=6)
         make_trainer(config, group, LocalTeacher(score), tracking).fit()
     tokens, quarters = [], []
-    for sequence in asked[:5]:
-        p, q = distribution(teacher, sequence), distribution(student, sequence)
+    for reading in asked[:5]:
+        p, q = distribution(teacher, reading), distribution(student, reading)
         tokens += np.stack([(p.exp() * (p - q)).sum(1), (q.exp() * (q - p)).sum(1)], 1).tolist()
-        length = len(sequence.response_ids)
+        length = len(reading.positions)
         quarters += [next(k for k in (1, 2, 3, 4) if token / length < k / 4) for token in range(length)]
     rows = [tracking.by_step[step] for step in (0, 3, 6)]
     np.testing.assert_allclose([rows[0][name] for name in NAMES], np.mean(tokens, 0), rtol=1e-5)
@@ -95,11 +99,11 @@ def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
 def check_candidates(rows, asked, models):
     """Tokens of the first three answers of each validation, with what is likeliest there before training."""
     assert [(row["step"], row["prompt"]) for row in rows] == [(step, str(n)) for step in (0, 3, 6) for n in range(3)]
-    for row, sequence in zip(rows[:3], asked[:3], strict=True):
-        assert row["response"] == " ".join(map(str, sequence.response_ids))
-        student, teacher = (distribution(folder, sequence).exp() for folder in models)
+    for row, reading in zip(rows[:3], asked[:3], strict=True):
+        assert row["response"] == " ".join(map(str, trained_ids(reading)))
+        student, teacher = (distribution(folder, reading).exp() for folder in models)
         for at, (text, divergence, *both) in enumerate(row["tokens"]):
-            assert text == str(sequence.response_ids[at])
+            assert text == str(trained_ids(reading)[at])
             assert divergence > 0
             for candidates, p in zip(both, (teacher[at], student[at]), strict=True):
                 assert [int(candidate) for candidate, _, _ in candidates] == p.argsort(descending=True)[:5].tolist()
@@ -109,20 +113,20 @@ def check_candidates(rows, asked, models):
 
 
 class CountingTeacher(LocalTeacher):
-    """Knows which sequences were asked for in a block that counts nothing."""
+    """Knows which readings were asked for in a block that counts nothing."""
 
     def __init__(self):
         super().__init__(self.score, delay=0.01)
         self.counts, self.asked = True, []
 
-    def score(self, sequence):
-        logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
-        ids, tail = sequence.response_ids[:, None], testing.tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+    def score(self, reading):
+        logprobs = np.full((len(reading.positions), 1), -0.5, np.float32)
+        ids, tail = trained_ids(reading)[:, None], testing.tail_of(logprobs)
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
-    def submit(self, sequences):
-        self.asked += [(self.counts, sequence.index) for sequence in sequences]
-        return super().submit(sequences)
+    def submit(self, readings):
+        self.asked += [(self.counts, reading.name) for reading in readings]
+        return super().submit(readings)
 
     def uncounted(self):
         return self
@@ -140,7 +144,7 @@ def test_validation_asks_for_a_batch_at_a_time_counts_nothing_and_gives_the_engi
     short = ("distillation.topk=1", "trainer.total_training_steps=3")
     config = configure("unused", *short, f"trainer.scheduler={scheduler}")
     make_trainer(config, group, teacher, tracking).fit()
-    assert [index for counts, index in teacher.asked if not counts] == [0, 1, 2, 3, 4] * 2
+    assert [name for counts, name in teacher.asked if not counts] == [f"row {row}, sample 0" for row in range(1, 6)] * 2
     assert len(teacher.asked) == 2 * 5 + 3 * 2
     evaluated = [event for event in group.events if event[0] == "divergences"]
     assert evaluated == [("divergences", step, size) for step in (0, 3) for size in (2, 2, 1)]

@@ -15,9 +15,9 @@ from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import num_updates, request_seeds, total_steps
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, tail_of
+from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
+from hybrid_gkd.types import Rollout, Task, TopK, with_tasks
 
 NUM_PROMPTS, GROUP_SIZE = 6, 2
 SIZE = ModelSpec(
@@ -35,16 +35,30 @@ def config(*overrides):
     )
 
 
-def scores(sequence):
-    """Scores that name the sequence."""
-    ids = np.full((len(sequence.response_ids), 1), sequence.index, np.int32)
+def place(name):
+    """Of a sample in its rollout, by its identity or by what its reading is called."""
+    row, number = map(int, re.findall(r"\d+", str(name)))
+    return (row - 1) * GROUP_SIZE + number
+
+
+def name(place):
+    return f"row {place // GROUP_SIZE + 1}, sample {place % GROUP_SIZE}"
+
+
+def pairs(rollout):
+    return with_tasks(rollout.tasks, rollout.samples)
+
+
+def scores(reading):
+    """Scores that tell of which sample they are."""
+    ids = np.full((len(reading.positions), 1), place(reading.name), np.int32)
     logprobs = np.full(ids.shape, -0.5, np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
+    return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
 
 
 def make(cls, *overrides, **options):
     prompts = [
-        Prompt(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i), answer="2")
+        Task(index=i, token_ids=np.arange(i + 1, dtype=np.int32), text=str(i), answer="2")
         for i in range(NUM_PROMPTS)
     ]
     group = RecordingGroup()
@@ -53,18 +67,15 @@ def make(cls, *overrides, **options):
         tracking=None, store=None,
         **{"reward": lambda response, answer: float(len(response.split()) == int(answer))} | options,
     )
-    sequences = tuple(
-        Sequence(
-            index=i, prompt_ids=prompts[i // GROUP_SIZE].token_ids, response_ids=np.arange(i % 2 + 1, dtype=np.int32),
-            weight_version=0, finish_reason="stop",
-        )
-        for i in range(3 * GROUP_SIZE)
+    samples = tuple(
+        make_sample(task.index, number=number, prompt=task.token_ids, completion=range(number + 1))
+        for task in prompts[:3] for number in range(GROUP_SIZE)
     )
-    return trainer, group, Rollout(step=1, epoch=0, prompts=tuple(prompts[:3]), sequences=sequences)
+    return trainer, group, Rollout(step=1, epoch=0, tasks=tuple(prompts[:3]), samples=samples)
 
 
 def trained(group):
-    return [item.sequence.index for item in group.trained[-1]]
+    return [place(sample.id) for sample in group.trained[-1]]
 
 
 def test_gkd_overrides_exactly_one_method_of_ppo():
@@ -72,63 +83,64 @@ def test_gkd_overrides_exactly_one_method_of_ppo():
     assert {name for name in methods if name in vars(GKDTrainer)} == {"_update_actor"}
 
 
-def test_gkd_trains_every_sequence_with_its_own_scores():
+def test_gkd_trains_every_sample_with_its_own_scores():
     teacher = LocalTeacher(scores, delay=None)
     teacher.drain_metrics = lambda: TeacherMetrics(
-        requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, response_tokens=5
+        requests=[(0.1, 0.2)], complete_until=0.3, tokens=10, scored_tokens=5
     )
     trainer, group, rollout = make(GKDTrainer, teacher=teacher)
-    trainer.generation.on_finished[0](1, list(rollout.sequences[4:]))  # these finished early
-    trainer.generation.on_finished[0](1, list(rollout.sequences[:2]))
+    trainer.generation.on_finished[0](1, pairs(rollout)[4:])  # these finished early
+    trainer.generation.on_finished[0](1, pairs(rollout)[:2])
     submit = teacher.submit
-    teacher.submit = lambda sequences: (submit(sequences), teacher.answer())[0]  # the rest, then the answers
+    teacher.submit = lambda readings: (submit(readings), teacher.answer())[0]  # the rest, then the answers
     metrics = trainer._update_actor(rollout)
     assert trained(group) == [0, 1, 2, 3, 4, 5]
     for share in group.updates[0]:
-        assert share[0].num_tokens == sum(len(s.response_ids) for s in rollout.sequences)
+        assert share[0].num_tokens == sum(sample.num_trained for sample in rollout.samples)
         for micro_batch in share[0].micro_batches:
             for item in micro_batch:
-                assert set(item.teacher.ids.ravel()) == {item.sequence.index}
+                assert set(item.topk("teacher").ids.ravel()) == {place(item.id)}
     assert metrics["teacher/latency"] == pytest.approx(0.1)
 
 
 def test_the_teacher_gets_prompts_behind_its_own_template():
     """And the student its own."""
     seen = []
-    teacher = LocalTeacher(lambda sequence: (seen.append(sequence), scores(sequence))[1])
+    teacher = LocalTeacher(lambda reading: (seen.append(reading), scores(reading))[1])
     trainer, _, _ = make(GKDTrainer, teacher=teacher)
-    prompts = trainer.generation.prompts
-    trainer.generation.prompts = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in prompts]
+    prompts = trainer.generation.tasks
+    trainer.generation.tasks = [dataclasses.replace(p, teacher_ids=p.token_ids + 100) for p in prompts]
     rollout = trainer.generation.rollout(1)
-    assert len(seen) == len(rollout.sequences) == 3 * GROUP_SIZE
-    for sequence in seen:
-        np.testing.assert_array_equal(sequence.teacher_prompt_ids, sequence.prompt_ids + 100)
-        np.testing.assert_array_equal(
-            sequence.prompt_ids, rollout.prompts[sequence.index // GROUP_SIZE].token_ids
-        )
+    assert len(seen) == len(rollout.samples) == 3 * GROUP_SIZE
+    readings = {reading.name: reading for reading in seen}
+    for task, sample in pairs(rollout):
+        np.testing.assert_array_equal(sample.tokens[: sample.prompt_length], task.token_ids)
+        reading = readings[str(sample.id)]
+        np.testing.assert_array_equal(reading.token_ids, [*(task.token_ids + 100), *sample.completion_ids])
+        np.testing.assert_array_equal(reading.token_ids[reading.positions], sample.trained_ids)
 
 
 def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
-    """The teacher answers two sequences, and two more whenever the workers have trained what there was."""
+    """The teacher answers two samples, and two more whenever the workers have trained what there was."""
     teacher = LocalTeacher(scores, delay=None)
     one_each = ["use_dynamic_bsz=false", "ppo_micro_batch_size_per_gpu=1"]
     trainer, group, rollout = make(
         GKDTrainer, *(f"actor_rollout_ref.actor.{override}" for override in one_each), teacher=teacher
     )
-    trainer.generation.on_finished[0](1, list(rollout.sequences))
-    teacher.answer(2, 4)
+    trainer.generation.on_finished[0](1, pairs(rollout))
+    teacher.answer(name(2), name(4))
     late, accumulate = [5, 1, 3, 0], group.accumulate
-    group.accumulate = lambda parts: (accumulate(parts), teacher.answer(late.pop(), late.pop()))
+    group.accumulate = lambda parts: (accumulate(parts), teacher.answer(name(late.pop()), name(late.pop())))
     trainer._update_actor(rollout)
     parts = [*group.accumulated, [share[0] for share in group.updates[0]]]
-    found = [[i.sequence.index for batch in part for micro in batch.micro_batches for i in micro] for part in parts]
+    found = [[place(i.id) for batch in part for micro in batch.micro_batches for i in micro] for part in parts]
     assert [sorted(part) for part in found] == [[2, 4], [0, 3], [1, 5]]
-    num_tokens = sum(len(s.response_ids) for s in rollout.sequences)
+    num_tokens = sum(sample.num_trained for sample in rollout.samples)
     for part in parts:
         assert {batch.num_tokens for batch in part} == {num_tokens}
         assert len({len(batch.micro_batches) for batch in part}) == 1
         for item in [i for batch in part for micro in batch.micro_batches for i in micro]:
-            assert set(item.teacher.ids.ravel()) == {item.sequence.index}
+            assert set(item.topk("teacher").ids.ravel()) == {place(item.id)}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +148,7 @@ def test_what_is_scored_is_trained_while_the_rest_is_still_being_scored():
     [(16, False, []), (8, False, [[1]]), (6, False, [[1]]), (4, False, [[1], [1]]), (3, False, [[2]]), (4, True, [])],
 )
 def test_parts_are_whole_micro_batches_on_each_worker(max_tokens, shares_gpu, accumulated):
-    """Six sequences of 3 tokens; the last is scored when the trainer has begun to wait for it.
+    """Six samples of 3 tokens; the last is scored when the trainer has begun to wait for it.
 
     Of five, with 3 tokens, four are two micro-batches on each worker, and one waits for the last. Two workers that
     share their GPUs with the teacher train all at once. Given is how many micro-batches the parts before the last have.
@@ -145,13 +157,12 @@ def test_parts_are_whole_micro_batches_on_each_worker(max_tokens, shares_gpu, ac
     teacher = LocalTeacher(scores, delay=None)
     trainer, group, rollout = make(
         GKDTrainer, *lengths, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max_tokens}", teacher=teacher,
-        check_teacher=lambda: teacher.answer(5), shares_gpu=shares_gpu,
+        check_teacher=lambda: teacher.answer(name(5)), shares_gpu=shares_gpu,
     )
-    three = np.arange(3, dtype=np.int32)
-    sequences = [dataclasses.replace(s, prompt_ids=three[:2], response_ids=three[2:]) for s in rollout.sequences]
-    rollout = dataclasses.replace(rollout, sequences=tuple(sequences))
-    trainer.generation.on_finished[0](1, list(rollout.sequences))
-    teacher.answer(*range(5))
+    samples = [make_sample(s.id.row, number=s.id.number, prompt=[0, 1], completion=[2]) for s in rollout.samples]
+    rollout = dataclasses.replace(rollout, samples=tuple(samples))
+    trainer.generation.on_finished[0](1, pairs(rollout))
+    teacher.answer(*map(name, range(5)))
     trainer._update_actor(rollout)
     assert [sorted({len(share.micro_batches) for share in part}) for part in group.accumulated] == accumulated
     assert trained(group) == list(range(6))
@@ -180,23 +191,23 @@ TWO_STEPS = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 def test_gkd_computes_what_its_loss_needs_and_no_more(overrides, rewards, old_logprobs):
     """Rewards only for task rewards; old log-probabilities only for a policy that moves within the rollout."""
     group, metrics = update_at_once(*overrides)
-    items = [i for share in group.updates[0] for batch in share for micro in batch.micro_batches for i in micro]
+    items = [item for items in group.trained for item in items]
     assert len(items) == 6
-    assert {item.teacher is not None for item in items} == {True}
-    assert {item.advantages is not None for item in items} == {rewards}
-    assert {item.old_logprobs is not None for item in items} == {old_logprobs}
+    assert {"teacher" in item.signals for item in items} == {True}
+    assert {"advantages" in item.signals for item in items} == {rewards}
+    assert {"old_logprobs" in item.signals for item in items} == {old_logprobs}
     assert group.num_forwards == old_logprobs
     assert ("reward/mean" in metrics) == rewards
 
 
-def test_nothing_is_trained_when_one_sequence_has_no_scores():
-    def score(sequence):
-        if sequence.index == 3:
+def test_nothing_is_trained_when_one_sample_has_no_scores():
+    def score(reading):
+        if place(reading.name) == 3:
             raise BadTeacherReply("row 1 holds NaN")
-        return scores(sequence)
+        return scores(reading)
 
     trainer, group, rollout = make(GKDTrainer, teacher=LocalTeacher(score))
-    trainer.generation.on_finished[0](1, list(rollout.sequences))
+    trainer.generation.on_finished[0](1, pairs(rollout))
     with pytest.raises(BadTeacherReply, match="NaN"):
         trainer._update_actor(rollout)
     assert group.updates == []
@@ -214,11 +225,11 @@ def test_a_teacher_that_ended_is_noticed_while_waiting():
 
 
 def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr("hybrid_gkd.trainer.LATE_SECONDS", 0.0)
-    monkeypatch.setattr("hybrid_gkd.trainer.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("hybrid_gkd.scoring.teacher.LATE_SECONDS", 0.0)
+    monkeypatch.setattr("hybrid_gkd.scoring.teacher.CHECK_SECONDS", 0.01)
     teacher = LocalTeacher(scores, delay=None)
     trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=teacher)
-    with pytest.raises(TeacherError, match="6 sequences"):
+    with pytest.raises(TeacherError, match="6 samples"):
         trainer._update_actor(rollout)
 
 
@@ -247,7 +258,7 @@ def test_a_wait_for_scores_says_how_many_are_missing_and_until_when(said):
     trainer, _, rollout = make(GKDTrainer, teacher=teacher, check_teacher=check)
     trainer._update_actor(rollout)
     assert re.fullmatch(
-        r"waiting for the teacher: 6 of 6 sequences are not scored yet; a stand-in; since \S+, for 0 s now, until \S+ "
+        r"waiting for the teacher: 6 of 6 samples are not scored yet; a stand-in; since \S+, for 0 s now, until \S+ "
         r"\(actor_rollout_ref\.teacher\.request_timeout=600\)", said.messages[0],
     )
 
@@ -276,8 +287,8 @@ def test_rewards_are_begun_as_responses_are_finished(cls, overrides, ahead):
     teacher = {"teacher": LocalTeacher(scores)} if cls is GKDTrainer else {}
     trainer, _, _ = make(cls, *overrides, **teacher)
     drawn, begun = [], []
-    trainer.generation.on_finished.append(lambda step, sequences: drawn.extend(s.index for s in sequences))
-    trainer.scorer.begin = lambda pairs: begun.append(([s.index for _, s in pairs], list(drawn)))
+    trainer.generation.on_finished.append(lambda step, pairs: drawn.extend(sample.id for _, sample in pairs))
+    trainer.scorer.begin = lambda pairs: begun.append(([sample.id for _, sample in pairs], list(drawn)))
     trainer.generation.rollout(1)
     assert sum(len(indices) for indices, _ in begun) == ahead
     for indices, before in begun:
@@ -292,29 +303,28 @@ def test_ppo_gives_each_sequence_its_group_relative_advantage():
     assert metrics["reward/mean"] == 0.5  # responses of one token are wrong, of two are right
     for share in group.updates[0]:
         for item in share[0].micro_batches[0]:
-            expected = 0.5 if item.sequence.index % 2 else -0.5
-            np.testing.assert_allclose(item.advantages, np.full(len(item.sequence.response_ids), expected))
+            expected = 0.5 if item.id.number else -0.5
+            np.testing.assert_allclose(item.array("advantages"), np.full(item.num_trained, expected))
 
 
 def test_remax_compares_with_the_greedy_answer_to_the_prompt():
     trainer, group, _ = make(PPOTrainer, "algorithm.adv_estimator=remax", *ON_REWARDS)
     sampled, lengths = [], [1, 2, 2, 1, 2, 1]  # of 6 responses; those of two tokens are right, as is one greedy answer
-    generate = group.generate
+    generate, (_, rows) = group.generate, trainer.generation.sampler.batch(1)
 
     def respond(request, version):
-        is_greedy = sampled[-1].temperature == 0
-        length = (1 + (request.index == 1)) if is_greedy else lengths[request.index]
+        at, is_greedy = rows.tolist().index(request.id.row), sampled[-1].temperature == 0
+        length = (1 + (at == 1)) if is_greedy else lengths[at * GROUP_SIZE + request.id.number]
         return np.zeros(length, np.int32)
 
     group._respond, group.generate = respond, lambda requests, sampling: (
         sampled.append(sampling), generate(requests, sampling)
     )[1]
     rollout = trainer.generation.rollout(1)
-    assert [(len(rollout.greedy), len(rollout.sequences)), len(sampled)] == [(3, 6), 2]
+    assert [(len(rollout.greedy), len(rollout.samples)), len(sampled)] == [(3, 6), 2]
     metrics = trainer._update_actor(rollout)
     assert (metrics["reward/mean"], metrics["reward/greedy"]) == (0.5, pytest.approx(1 / 3))
-    found = {i.sequence.index: i.advantages.tolist() for i in group.trained[-1]}
-    assert found == {0: [0], 1: [1, 1], 2: [0, 0], 3: [-1], 4: [1, 1], 5: [0]}
+    assert [i.array("advantages").tolist() for i in group.trained[-1]] == [[0], [1, 1], [0, 0], [-1], [1, 1], [0]]
 
 
 AS_REWARD = ["distillation.as_reward=true", "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0"]
@@ -327,16 +337,16 @@ def test_the_teacher_as_a_reward_of_each_token():
     assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
     assert "reward/mean" not in metrics
     for item in group.trained[-1]:
-        assert item.teacher is not None
-        np.testing.assert_allclose(item.advantages, 0, atol=1e-3)
-        np.testing.assert_allclose(item.old_logprobs, np.log(0.5))
+        assert "teacher" in item.signals
+        np.testing.assert_allclose(item.array("advantages"), 0, atol=1e-3)
+        np.testing.assert_allclose(item.array("old_logprobs"), np.log(0.5))
     group, metrics = update_at_once(*AS_REWARD, *REWARDS, "distillation.distillation_loss_coef=2")
     log_ratio = 2 * (-0.5 - np.log(0.5))
     rewards = {i: np.full(i % 2 + 1, log_ratio) + np.array([0, i % 2])[-(i % 2) - 1 :] for i in range(6)}
     together = np.concatenate(list(rewards.values()))
     for item in group.trained[-1]:
-        want = (rewards[item.sequence.index] - together.mean()) / together.std(ddof=1)
-        np.testing.assert_allclose(item.advantages, want, rtol=1e-4)
+        want = (rewards[place(item.id)] - together.mean()) / together.std(ddof=1)
+        np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-4)
     assert metrics["reward/mean"] == 0.5
 
 
@@ -346,10 +356,13 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
         GKDTrainer, "distillation.as_reward=true", "algorithm.adv_estimator=remax", REWARDS[1],
         "distillation.use_task_rewards=true", teacher=LocalTeacher(scores),
     )
+    _, rows = trainer.generation.sampler.batch(1)
     drawn, lengths = group.generate, [3, 1, 2, 2, 1, 2]  # one greedy answer of three tokens, and two of two
 
     def respond(request, version):
-        return np.zeros(2 + (request.index == 0) if group.greedy else lengths[request.index], np.int32)
+        at = rows.tolist().index(request.id.row)
+        drawn_length = 2 + (at == 0) if group.greedy else lengths[at * GROUP_SIZE + request.id.number]
+        return np.zeros(drawn_length, np.int32)
 
     def generate(requests, sampling):
         group.greedy = sampling.temperature == 0
@@ -357,18 +370,18 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
 
     group._respond, group.generate = respond, generate
     rollout = trainer.generation.rollout(1)
-    assert [sequence.index for sequence in rollout.greedy] == [6, 7, 8]
+    assert [sample.id for sample in rollout.greedy] == [(1, row, GROUP_SIZE) for row in rows]
     metrics = trainer._update_actor(rollout)
     assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
     assert metrics["reward/greedy"] == pytest.approx(2 / 3)  # answers of two tokens are right
     assert len(group.trained[-1]) == 6
-    for item in group.trained[-1]:
-        index, length = item.sequence.index, lengths[item.sequence.index]
+    for index, item in enumerate(group.trained[-1]):
+        length = lengths[index]
         right = [float(length == 2), float(index >= GROUP_SIZE)]  # of the answer and of the greedy one
         other = 3 if index < GROUP_SIZE else 2
         left = [max(length - at, 0) - max(other - at, 0) for at in range(length)]
         want = right[0] - right[1] + (-0.5 - np.log(0.5)) * np.array(left)
-        np.testing.assert_allclose(item.advantages, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-5, atol=1e-6)
 
 
 def test_the_teacher_as_a_reward_for_a_critic_to_learn():
@@ -380,12 +393,12 @@ def test_the_teacher_as_a_reward_for_a_critic_to_learn():
         (items,) = [[i for share in batch for part in share for m in part.micro_batches for i in m]
                     for batch in group.critic_updates]  # fmt: skip
         for item in items:
-            if len(item.sequence.response_ids) == 2:  # right, where that counts
+            if len(item.completion_ids) == 2:  # right, where that counts
                 last = log_ratio + score - 0.25
                 first = log_ratio + 0.25 - 0.25 + 0.5 * last
-                np.testing.assert_allclose(item.returns, np.array([first, last]) + 0.25, rtol=1e-5)
+                np.testing.assert_allclose(item.array("returns"), np.array([first, last]) + 0.25, rtol=1e-5)
         assert metrics["critic/values/mean"] == 0.25
-        assert all(item.advantages is not None for item in group.trained[-1])
+        assert all("advantages" in item.signals for item in group.trained[-1])
     group, metrics = update_at_once(*overrides, "trainer.critic_warmup=1")
     assert (len(group.critic_updates), group.trained) == (1, [])
     assert metrics.keys() >= {"reward/teacher", "critic/vf_loss"}
@@ -400,8 +413,9 @@ def test_the_kl_to_the_reference_beside_the_teacher_as_a_reward():
         assert (group.num_forwards, group.events.count(("ref",))) == (1, 1)
         token = -0.5 - np.log(0.5) - 0.5 * (np.log(0.5) - np.log(0.125))
         for item in group.trained[-1]:  # sums of one and of two tokens' rewards, relative to their mean
-            np.testing.assert_allclose(item.advantages, token / 2 * (1 if item.sequence.index % 2 else -1), rtol=1e-5)
-            assert (item.ref_logprobs is not None) == bool(more)
+            want = token / 2 * (1 if item.id.number else -1)
+            np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-5)
+            assert ("reference" in item.signals) == bool(more)
 
 
 def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
@@ -411,7 +425,7 @@ def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
     assert metrics["actor/distillation/clamp_share"] == 1
     assert metrics["reward/teacher"] == pytest.approx(-0.5 - np.log(0.5))
     for item in group.trained[-1]:  # sums of one and of two tokens' rewards, relative to their mean
-        np.testing.assert_allclose(item.advantages, 0.05 if item.sequence.index % 2 else -0.05, rtol=1e-4)
+        np.testing.assert_allclose(item.array("advantages"), 0.05 if item.id.number else -0.05, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("schedule", "factors"), [("linear", [1, 0.75, 0.25]), ("cosine", [1, 0.8535534, 0.1464466])])
@@ -423,9 +437,11 @@ def test_the_coefficient_falls_towards_0_with_the_steps(schedule, factors):
         )
         metrics = trainer._update_actor(dataclasses.replace(rollout, step=step))
         assert metrics["actor/distillation/coef"] == pytest.approx(0.5 * factor)
-        assert all(item.teacher_weight == pytest.approx(factor) for item in group.trained[-1])
+        for item in group.trained[-1]:
+            found = item.signals.get("teacher_weights", np.ones(item.num_trained))
+            np.testing.assert_allclose(found, np.full(item.num_trained, factor), rtol=1e-6)
     group, metrics = update_at_once()
-    assert {item.teacher_weight for item in group.trained[-1]} == {1.0}
+    assert not any("teacher_weights" in item.signals for item in group.trained[-1])
     assert "actor/distillation/coef" not in metrics
 
 
@@ -441,9 +457,9 @@ def test_responses_count_the_same_where_they_are_to(cls, updates):
     for parts in batches:
         items = [item for part in parts for micro in part.micro_batches for item in micro]
         for item in items:
-            length = len(item.sequence.response_ids)
+            length = len(item.completion_ids)
             want = parts[0].num_tokens / (len(items) * length)
-            np.testing.assert_allclose(item.loss_weights, np.full(length, want), rtol=1e-6)
+            np.testing.assert_allclose(item.array("weights"), np.full(length, want), rtol=1e-6)
 
 
 def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
@@ -480,8 +496,8 @@ def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(devices, size, f
     assert metrics["timing/update_actor/other"] == pytest.approx(0.1)
     assert ("perf/mfu" in metrics) == found
     if found:
-        lengths = [s.num_tokens for s in rollout.sequences]
-        flops = 3 * training_flops(SIZE, lengths, sum(len(s.response_ids) for s in rollout.sequences))
+        lengths = [s.num_tokens for s in rollout.samples]
+        flops = 3 * training_flops(SIZE, lengths, sum(sample.num_trained for sample in rollout.samples))
         assert metrics["perf/mfu"] == pytest.approx(flops / 0.5 / (2 * 989e12))
 
 
@@ -490,7 +506,7 @@ def test_steps_come_from_epochs_unless_given():
     assert total_steps(config("trainer.total_epochs=3", "trainer.total_training_steps=4"), 7) == 4
 
 
-def test_seeds_differ_by_sequence_and_step_and_are_the_same_on_every_run():
+def test_seeds_differ_by_sample_and_step_and_are_the_same_on_every_run():
     seeds = [request_seeds(0, step, 100) for step in range(3)]
     assert len({seed for step in seeds for seed in step}) == 300
     assert seeds[1] == request_seeds(0, 1, 100)

@@ -176,6 +176,25 @@ def computed_tokens(engine: Any) -> int:
     return sum(request.num_computed_tokens for request in requests)
 
 
+def abort_unfinished(engine: Any) -> dict[str, tuple[list[int], list[float] | None]]:
+    """Abort all requests of an LLMEngine in this process and wait until nothing is being computed.
+
+    Returns by the caller's request id: the completion's tokens so far, and their log-probabilities if requested. A
+    scheduler of our own keeps these itself (`vllm_scheduler`); else they are where the output is put together.
+    """
+    core, unfinished = engine.engine_core.engine_core, {}
+    for state in engine.output_processor.request_states.values():
+        request, logprobs = core.scheduler.requests[state.request_id], state.logprobs_processor.logprobs
+        if logprobs is not None:
+            logprobs = getattr(request, "rollout_logprobs", None) or logprobs.logprobs
+        unfinished[state.external_req_id] = list(request.output_token_ids), logprobs
+    engine.abort_request(list(unfinished))
+    engine.step()  # the model runner learns of it
+    while core.batch_queue:
+        engine.step()
+    return unfinished
+
+
 def let_neighbours_grow(worker: Any) -> None:
     """Let a worker of vLLM fall asleep while another process takes memory of the same GPU: a teacher, another run.
 

@@ -39,7 +39,7 @@ class StudentNeeds:
             ("tokenizer size", model.vocab_size == self.tokenizer_size, model.vocab_size, self.tokenizer_size),
             ("tokenizer hash", model.tokenizer_hash == self.tokenizer_hash, model.tokenizer_hash, self.tokenizer_hash),
             ("topk (the server's --n-logprobs)", model.max_topk >= self.topk, model.max_topk, self.topk),
-            ("tokens of prompt and response", model.max_sequence_length >= length, model.max_sequence_length, length),
+            ("tokens of a sequence", model.max_sequence_length >= length, model.max_sequence_length, length),
             ("temperature", model.any_temperature or self.temperature == 1.0, able, self.temperature),
         ):
             if not fits:

@@ -1,4 +1,4 @@
-"""Requests from their first sending to their outcome, the sequences that wait for one, and counters."""
+"""Requests from their first sending to their outcome, the readings that wait for one, and counters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher.client.connection import Connection
-from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
 GROUP_WAIT_SECONDS = 0.005
-"""A request that is not full leaves when its first sequence has waited this long."""
+"""A request that is not full leaves when its first reading has waited this long."""
 TOKENS_PER_REQUEST = 16384
-"""A request takes no further sequence beyond this many tokens; two or more fill one call of the engine."""
-Pair = tuple[Sequence, Future[TeacherTopK], int | None]
-"""A sequence, its scores to come, and the training step that it is for."""
+"""A request takes no further reading beyond this many tokens; two or more fill one call of the engine."""
+Pair = tuple[Reading, Future[TopK], int | None]
+"""A reading, its scores to come, and the training step that it is for."""
 
 
 @dataclass(kw_only=True)
@@ -36,8 +36,9 @@ class TeacherMetrics:
     complete_until: float = 0.0
     """Every request that began before this is among these or earlier ones."""
     tokens: int = 0
-    """Prompt and response tokens scored."""
-    response_tokens: int = 0
+    """Of the readings that were scored."""
+    scored_tokens: int = 0
+    """Those of them that scores were asked for."""
     retries: int = 0
     bad_replies: int = 0
     bytes_sent: int = 0
@@ -53,27 +54,27 @@ class TeacherMetrics:
 
 
 class Waiting:
-    """Sequences that are not in flight yet, oldest first."""
+    """Readings that are not in flight yet, oldest first."""
 
     def __init__(self, group_size: int):
         self._group_size = group_size
         self._line: deque[tuple[float, Pair]] = deque()
         self.num_tokens = 0
 
-    def add(self, sequence: Sequence, future: Future[TeacherTopK]) -> None:
-        self._line.append((time.monotonic(), (sequence, future, current_step.get())))
-        self.num_tokens += sequence.num_tokens
+    def add(self, reading: Reading, future: Future[TopK]) -> None:
+        self._line.append((time.monotonic(), (reading, future, current_step.get())))
+        self.num_tokens += reading.num_tokens
 
     def take_group(self, now: float) -> tuple[list[Pair], float]:
-        """The sequences of one request, once it is full or the first of them has waited long enough.
+        """The readings of one request, once it is full or the first of them has waited long enough.
 
         Else none, and the seconds until then.
         """
         if not self._line:
             return [], math.inf
         size = num_tokens = 0
-        for _, (sequence, *_) in itertools.islice(self._line, self._group_size):
-            num_tokens += sequence.num_tokens
+        for _, (reading, *_) in itertools.islice(self._line, self._group_size):
+            num_tokens += reading.num_tokens
             if size > 0 and num_tokens > TOKENS_PER_REQUEST:
                 break
             size += 1
@@ -84,21 +85,21 @@ class Waiting:
 
     def take(self, count: int | None = None) -> list[Pair]:
         taken = [self._line.popleft()[1] for _ in range(len(self._line) if count is None else count)]
-        self.num_tokens -= sum(sequence.num_tokens for sequence, *_ in taken)
+        self.num_tokens -= sum(reading.num_tokens for reading, *_ in taken)
         return taken
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Sequences that travel together, from their first sending to their scores or their error."""
+    """Readings that travel together, from their first sending to their scores or their error."""
 
     id: str
-    sequences: tuple[Sequence, ...]
-    futures: tuple[Future[TeacherTopK], ...]
+    readings: tuple[Reading, ...]
+    futures: tuple[Future[TopK], ...]
     started: float
     deadline: float
     step: int | None = None
-    """Training step of its first sequence."""
+    """Training step of its first reading."""
     attempt: int = 0
     attempt_deadline: float = 0.0
     connection: Connection | None = None
@@ -112,17 +113,19 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        """Sum of L."""
+        return sum(reading.num_tokens for reading in self.readings)
 
     @property
-    def response_lengths(self) -> list[int]:
-        return [len(sequence.response_ids) for sequence in self.sequences]
+    def num_scored(self) -> list[int]:
+        """R of each reading."""
+        return [len(reading.positions) for reading in self.readings]
 
     def describe(self, connections: list[Connection]) -> str:
         """Where the request is, what it waits for, and how long: the start of every error about it."""
         where = ", ".join(each.address for each in ([self.last_connection] if self.last_connection else connections))
         return (
-            f"{where}: request {self.id} ({len(self.sequences)} sequences, {self.num_tokens} tokens): "
+            f"{where}: request {self.id} ({len(self.readings)} sequences, {self.num_tokens} tokens): "
             f"waited {time.monotonic() - self.started:.1f} s for its scores, sent {self.attempt} time(s)"
         )
 
@@ -131,15 +134,18 @@ class Request:
         return f"the limit is {limit}; {servers}" + (f"; the last attempt: {self.problem}" if self.problem else "")
 
 
-def as_sent(sequence: Sequence) -> Sequence:
-    """With the prompt that the teacher sees, and arrays where token ids may have been lists.
+def as_sent(reading: Reading) -> Reading:
+    """Return it with arrays, also where token ids and positions are lists of integers, and with some name.
 
-    Raises TeacherError for anything but integers.
+    Raises TeacherError for anything but integers, and for positions that are not ascending in [1, L).
     """
-    seen = sequence.prompt_ids if sequence.teacher_prompt_ids is None else sequence.teacher_prompt_ids
-    prompt_ids, response_ids = np.asarray(seen), np.asarray(sequence.response_ids)
-    for name, array in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
+    name, token_ids, positions = reading.name or "a reading", *map(np.asarray, (reading.token_ids, reading.positions))
+    for what, array in (("token_ids", token_ids), ("positions", positions)):
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            what = f"{array.dtype} of shape {array.shape}"
-            raise TeacherError(f"sequence {sequence.index}: {name} are a list or array of integers, got {what}")
-    return replace(sequence, prompt_ids=prompt_ids, response_ids=response_ids)
+            found = f"{array.dtype} of shape {array.shape}"
+            raise TeacherError(f"{name}: {what} are a list or array of integers, got {found}")
+    positions = positions.astype(np.int64)  # the differences of unsigned ones are never negative
+    if not positions.size or (np.diff(positions, prepend=0, append=len(token_ids)) < 1).any():
+        rule = f"positions are ascending, from 1 to below its {len(token_ids)} tokens, and at least one"
+        raise TeacherError(f"{name}: {rule}; got {positions.tolist()[:9]}")
+    return replace(reading, token_ids=token_ids, positions=positions, name=name)

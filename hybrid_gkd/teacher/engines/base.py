@@ -14,29 +14,39 @@ import numpy as np
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.protocol import ModelInfo, TokenIds
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.teacher.protocol import ModelInfo
+from hybrid_gkd.types import Reading, TopK
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """The sequence with this index in its job, on its way through an engine."""
+    """The reading with this index in its job, on its way through an engine."""
 
     job: Any
     index: int
-    prompt_ids: TokenIds
-    response_ids: TokenIds
+    reading: Reading
     k: int
     temperature: float
 
     @property
     def input_ids(self) -> np.ndarray:
-        """int32 [P + R - 1]: the last response token is predicted, never read."""
-        return np.concatenate([self.prompt_ids, self.response_ids[:-1]])
+        """int32, the tokens before the last scored one, which is predicted, never read."""
+        return self.reading.token_ids[: self.reading.positions[-1]]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64 [R], the places in `input_ids` whose hidden states predict the scored tokens."""
+        return self.reading.positions - 1
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64 [R], the scored tokens."""
+        return self.reading.token_ids[self.reading.positions].astype(np.int64)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        """As far as the last scored one."""
+        return int(self.reading.positions[-1]) + 1
 
 
 class ScoringEngine(ABC):
@@ -49,22 +59,22 @@ class ScoringEngine(ABC):
     def __init__(self, info: ModelInfo):
         self.info = info
         self.num_tokens = 0
-        """Prompt and response tokens of the jobs that have not come back."""
+        """Of the jobs that have not come back."""
         self._queue: deque[Item] = deque()
-        """Sequences that `_step` has not taken yet."""
-        self._results: dict[Any, list[TeacherTopK | None]] = {}
+        """Readings that `_step` has not taken yet."""
+        self._results: dict[Any, list[TopK | None]] = {}
 
-    def add(self, job: Any, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> None:
-        """Queue pairs (prompt ids int32 [P], response ids int32 [R]) within `info`'s limits as a hashable `job`."""
-        self._results[job] = [None] * len(sequences)
-        for index, (prompt_ids, response_ids) in enumerate(sequences):
-            self._queue.append(Item(job, index, prompt_ids, response_ids, k, temperature))
+    def add(self, job: Any, readings: list[Reading], k: int, temperature: float) -> None:
+        """Queue readings within `info`'s limits as a hashable `job`."""
+        self._results[job] = [None] * len(readings)
+        for index, reading in enumerate(readings):
+            self._queue.append(Item(job, index, reading, k, temperature))
             self.num_tokens += self._queue[-1].num_tokens
 
-    def step(self) -> list[tuple[Any, list[TeacherTopK]]]:
+    def step(self) -> list[tuple[Any, list[TopK]]]:
         """Compute a little; returns the jobs that are done by now, often none.
 
-        One entry per sequence: ids int32 [R, k] (most likely first, below `info.vocab_size`), logprobs float32
+        One entry per reading: ids int32 [R, k] (most likely first, below `info.vocab_size`), logprobs float32
         [R, k] over the whole vocabulary, tail_logprobs and sampled_logprobs float32 [R], all at the job's temperature.
         """
         done = []
@@ -85,16 +95,16 @@ class ScoringEngine(ABC):
         self._queue.clear()
         return jobs
 
-    def score(self, sequences: list[tuple[TokenIds, TokenIds]], k: int, temperature: float) -> list[TeacherTopK]:
+    def score(self, readings: list[Reading], k: int, temperature: float) -> list[TopK]:
         """Add one job to an idle engine and wait for it."""
         assert not self._results, "the engine is busy"
-        self.add(None, sequences, k, temperature)
+        self.add(None, readings, k, temperature)
         while True:
             for _, scores in self.step():
                 return scores
 
     @abstractmethod
-    def _step(self) -> list[tuple[Item, TeacherTopK]]: ...
+    def _step(self) -> list[tuple[Item, TopK]]: ...
 
 
 def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo]:

@@ -1,4 +1,4 @@
-"""A plain transformers forward: sequences packed without padding, response rows only into the head."""
+"""A plain transformers forward of packed readings; only rows that predict scored tokens go through the head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, to_device
 from hybrid_gkd.models.tokenizer import first_line
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import TopK
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class HFScoringEngine(ScoringEngine):
     def __init__(self, options: EngineOptions):
         config, info = describe_model(options, "hf")
         super().__init__(info)
-        self._running: Callable[[], list[tuple[Item, TeacherTopK]]] | None = None
+        self._running: Callable[[], list[tuple[Item, TopK]]] | None = None
         """Waits for the scores of the last forward."""
         self._packed = True
         try:
@@ -69,7 +69,7 @@ class HFScoringEngine(ScoringEngine):
         return torch.allclose(logits.float(), expected.float(), atol=1e-3, rtol=1e-3)
 
     def _batch(self, inputs: list[np.ndarray]) -> dict[str, Any]:
-        """Arguments of the forward: one packed row, or one padded row per sequence."""
+        """Arguments of the forward: one packed row, or one padded row per reading."""
         device = self._model.get_input_embeddings().weight.device
         if self._packed:
             return pack(inputs, device).model_kwargs()
@@ -83,14 +83,14 @@ class HFScoringEngine(ScoringEngine):
         self._running = None
         return super().clear()
 
-    def _step(self) -> list[tuple[Item, TeacherTopK]]:
+    def _step(self) -> list[tuple[Item, TopK]]:
         """Start the next forward before the last one's numbers are waited for."""
         items, wait = self._take(), self._running
         self._running = self._start(items) if items else None
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """The sequences of the next forward, at least one if any waits; the limit counts padding where there is any."""
+        """The readings of the next forward, at least one if any waits; the limit counts padding where there is any."""
         limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
         items: list[Item] = []
         longest = total = 0
@@ -104,20 +104,19 @@ class HFScoringEngine(ScoringEngine):
         return items
 
     @torch.inference_mode()
-    def _start(self, items: list[Item]) -> Callable[[], list[tuple[Item, TeacherTopK]]]:
-        inputs, responses = [item.input_ids for item in items], [item.response_ids for item in items]
+    def _start(self, items: list[Item]) -> Callable[[], list[tuple[Item, TopK]]]:
+        inputs, targets = [item.input_ids for item in items], [item.targets for item in items]
         # [1, T, D] or [B, L, D] hidden states; logits where the head cannot be taken apart.
         batch = self._batch(inputs)
         output = self._model(**batch).logits if self._head is None else self._model.base_model(**batch)[0]
-        ends = np.array([len(ids) for ids in inputs])
-        ends = ends.cumsum() if self._packed else ends + output.shape[1] * np.arange(len(ends))
-        rows = np.concatenate([np.arange(end - len(ids), end) for end, ids in zip(ends, responses, strict=True)])
-        targets = np.concatenate(responses).astype(np.int64)
-        temperatures = np.repeat([item.temperature for item in items], [len(ids) for ids in responses])
+        lengths = np.array([len(ids) for ids in inputs])
+        starts = lengths.cumsum() - lengths if self._packed else output.shape[1] * np.arange(len(lengths))
+        rows = np.concatenate([start + item.rows for start, item in zip(starts, items, strict=True)])
+        temperatures = np.repeat([item.temperature for item in items], [len(ids) for ids in targets])
         device = output.device if self._head is None else self._head.weight.device
         top = top_logprobs(
             output.flatten(0, 1)[to_device(rows, output.device)].to(device), self._logits,
-            to_device(targets, device), to_device(temperatures.astype(np.float32), device),
+            to_device(np.concatenate(targets), device), to_device(temperatures.astype(np.float32), device),
             max(item.k for item in items), self.info.vocab_size,
         )
         return _copy_to_host(items, top)
@@ -133,21 +132,21 @@ class HFScoringEngine(ScoringEngine):
         return head(hidden)
 
 
-def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TeacherTopK]]]:
+def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TopK]]]:
     """Starts a copy of the items' scores to pinned memory; the returned function waits for it."""
     host = [part.to("cpu", non_blocking=True) for part in top]
     event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
     if event is not None:
         event.record(torch.cuda.current_stream(top.ids.device))
-    sizes = [len(item.response_ids) for item in items]
+    sizes = [len(item.rows) for item in items]
 
-    def wait() -> list[tuple[Item, TeacherTopK]]:
+    def wait() -> list[tuple[Item, TopK]]:
         if event is not None:
             event.synchronize()
         found = []
         for item, *part in zip(items, *(part.split(sizes) for part in host), strict=True):
             ids, logprobs, tail, sampled = (each.numpy() for each in TopLogprobs(*part).first(item.k))
-            scores = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+            scores = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
             found.append((item, scores))
         return found
 

@@ -36,7 +36,7 @@ class EngineOptions:
     n_logprobs: int = option(64, "largest K that a request may ask for", type=positive)
     tp_size: int = option(1, "GPUs that share one model (vllm)", type=positive)
     backend: str = option("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
-    max_model_len: int | None = option(None, "longest prompt and response together, in tokens", type=positive)
+    max_model_len: int | None = option(None, "longest sequence, in tokens", type=positive)
     gpu_memory_utilization: float = option(0.9, "share of GPU memory (vllm)", type=float)
     dtype: str = option("auto", "auto: as stored (vllm: float32 in half precision); float32 on the CPU")
     engine_kwargs: str = option(

@@ -1,9 +1,9 @@
 """vLLM in this process, as an engine that reads prompts: it samples one token of each, the fewest that vLLM allows.
 
-A sequence is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a ResponseScorer
-takes the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the response rows
-alone through the head and the top-k. Its arrays travel back as vLLM's would have. Prefix caching is off, because a
-cached block comes back without hidden states, and responses to one prompt often begin alike.
+A reading is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a RowScorer takes
+the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the rows that predict
+scored tokens alone through the head and the top-k. Its arrays travel back as vLLM's would have. Prefix caching is off,
+because a cached block comes back without hidden states, and readings often begin alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybrid_gkd.models.packed_attention import to_device
 from hybrid_gkd.models.tokenizer import first_line
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
 EXTRA_ARGS_KEY = "hybrid_gkd"
 TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}
@@ -42,7 +42,7 @@ class VLLMScoringEngine(ScoringEngine):
         vllm_compat.check_version()
         self._items: dict[str, Item] = {}
         self._names = map(str, itertools.count())
-        # The last response token is not read, but vLLM insists on generating one.
+        # The last scored token is not read, but vLLM insists on generating one.
         limits = {"max_model_len": info.max_sequence_length, "max_num_seqs": SEQUENCES_PER_STEP[device]}
         try:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # all processes of the engine are on this machine
@@ -59,7 +59,7 @@ class VLLMScoringEngine(ScoringEngine):
                 **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
             }  # fmt: skip
             self._engine = load_llm(llm_class, arguments, options.arguments_of("vllm"), config).llm_engine
-            self._engine.collective_rpc("install_response_scorer", args=(info.vocab_size,))
+            self._engine.collective_rpc("install_row_scorer", args=(info.vocab_size,))
             self._check_scores()
         except ModelError:
             raise
@@ -77,21 +77,23 @@ class VLLMScoringEngine(ScoringEngine):
         answer: Any = None
         while self._engine.has_unfinished_requests():
             answer = next((output for output in self._engine.step() if output.finished), answer)
-        response = np.array(answer.outputs[0].token_ids, np.int32)
-        (scores,) = self.score([(prompt, response)], 1, 1.0)
+        token_ids = np.concatenate([prompt, np.array(answer.outputs[0].token_ids, np.int32)])
+        reading = Reading(token_ids=token_ids, positions=np.arange(length, len(token_ids)))
+        (scores,) = self.score([reading], 1, 1.0)
         likely = (scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()  # rounding may swap neighbours
-        what = f"its greedy tokens {response.tolist()} to be the most likely, not {scores.ids[:, 0].tolist()}"
+        greedy_ids = token_ids[length:].tolist()
+        what = f"its greedy tokens {greedy_ids} to be the most likely, not {scores.ids[:, 0].tolist()}"
         vllm_compat.expect(bool(likely), what)
 
-    def _step(self) -> list[tuple[Item, TeacherTopK]]:
+    def _step(self) -> list[tuple[Item, TopK]]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         while self._queue:
             name = next(self._names)
             self._items[name] = item = self._queue.popleft()
-            targets, first_row = item.response_ids.astype(np.int64).tobytes(), len(item.prompt_ids) - 1
-            how = {"first_row": first_row, "targets": targets, "k": item.k, "temperature": item.temperature}
+            arrays = {"rows": item.rows.tobytes(), "targets": item.targets.tobytes()}
+            how = {**arrays, "k": item.k, "temperature": item.temperature}
             parameters = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how}, skip_clone=True,
@@ -103,13 +105,13 @@ class VLLMScoringEngine(ScoringEngine):
                 continue
             item = self._items.pop(output.request_id)
             if output.prompt_logprobs is None:
-                raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a sequence without its scores")
+                raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a reading without its scores")
             ids, logprobs, (tail, sampled) = output.prompt_logprobs
-            assert ids.shape == (len(item.response_ids), item.k), ids.shape
-            scores = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
+            assert ids.shape == (len(item.rows), item.k), ids.shape
+            scores = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
             done.append((item, scores))
         if self._items and not self._engine.has_unfinished_requests():
-            raise TeacherError(f"vLLM {vllm_compat.vllm_version()} lost {len(self._items)} sequences")
+            raise TeacherError(f"vLLM {vllm_compat.vllm_version()} lost {len(self._items)} readings")
         return done
 
     def clear(self) -> list[Any]:
@@ -121,7 +123,7 @@ class VLLMScoringEngine(ScoringEngine):
 class WorkerExtension:
     """Becomes a base class of vLLM's worker, one per GPU."""
 
-    def install_response_scorer(self, num_ids: int) -> None:
+    def install_row_scorer(self, num_ids: int) -> None:
         """`num_ids`: candidates are below it. Raises ModelError."""
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
@@ -130,23 +132,23 @@ class WorkerExtension:
             head, first_id, num_columns, gather = vllm_compat.local_head(model)
             shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
-        vllm_compat.install_scorer(runner, ResponseScorer(head, num_ids, shard))
+        vllm_compat.install_scorer(runner, RowScorer(head, num_ids, shard))
 
 
 @dataclass(eq=False)
 class _Request:
-    first_row: int
-    """Position whose hidden state predicts the first response token."""
+    rows: np.ndarray
+    """int64 [R], ascending positions whose hidden states predict the scored tokens."""
     targets: np.ndarray
-    """int64 [R], the response."""
+    """int64 [R], the scored tokens."""
     k: int
     temperature: float
     parts: list[TopLogprobs] = field(default_factory=list)
     """Of the steps so far, on the device."""
 
 
-class ResponseScorer:
-    """Scores the response rows of every step; a response may be spread over several."""
+class RowScorer:
+    """Scores the rows of every step that predict scored tokens; those of a request may be spread over several steps."""
 
     def __init__(self, head: Any, num_ids: int, shard: Shard | None):
         self._head, self._num_ids, self._shard = head, num_ids, shard
@@ -155,7 +157,8 @@ class ResponseScorer:
     def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None:
         how = dict((extra_args or {}).get(EXTRA_ARGS_KEY, {}))
         if how:  # else one of vLLM's own, at start-up
-            self._requests[request_id] = _Request(**how | {"targets": np.frombuffer(how["targets"], np.int64)})
+            arrays = {name: np.frombuffer(how[name], np.int64) for name in ("rows", "targets")}
+            self._requests[request_id] = _Request(**how | arrays)
 
     def remove_request(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -163,18 +166,16 @@ class ResponseScorer:
     @torch.inference_mode()
     def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
         """As vllm_compat.PromptScorer says; the arrays are those of TopLogprobs, tail and sampled as one [2, R]."""
-        found = []  # (request id, request, rows of `hidden`, their places within the response)
+        found = []  # (request id, request, rows of `hidden`, their places among the request's rows)
         for name, first, count, row in spans:
             request = self._requests.get(name)
             if request is None:
                 continue
             if first == 0:
                 request.parts.clear()  # it was preempted and starts again
-            start = max(first, request.first_row)
-            end = min(first + count, request.first_row + len(request.targets))
+            start, end = np.searchsorted(request.rows, [first, first + count])
             if start < end:
-                rows = np.arange(row + start - first, row + end - first)
-                found.append((name, request, rows, slice(start - request.first_row, end - request.first_row)))
+                found.append((name, request, request.rows[start:end] + (row - first), slice(start, end)))
         if not found:
             return {}
         _, requests, all_rows, places = zip(*found, strict=True)

@@ -328,7 +328,7 @@ class Broker:
             try:
                 protocol.check_result(
                     reply, [frame.buffer for frame in payload], topk=ticket.request.topk,
-                    vocab_size=self.model.num_embeddings, num_rows=sum(ticket.request.response_lengths),
+                    vocab_size=self.model.num_embeddings, num_rows=ticket.request.num_scored,
                     max_values=MAX_CHECKED_VALUES,
                 )
             except TeacherError as error:

@@ -26,13 +26,13 @@ class Statistics:
 
     def add(self, ticket: Ticket, num_bytes: int) -> None:
         """A result of `num_bytes` was sent."""
-        now, tokens, response_tokens = time.monotonic(), ticket.request.num_tokens, sum(ticket.request.response_lengths)
+        now, tokens, scored_tokens = time.monotonic(), ticket.request.num_tokens, ticket.request.num_scored
         self.counters["delivered"] += 1
         self.counters["tokens"] += tokens
-        self._samples.append((now, tokens, response_tokens, num_bytes, now - ticket.arrived, now - ticket.sent))
+        self._samples.append((now, tokens, scored_tokens, num_bytes, now - ticket.arrived, now - ticket.sent))
 
     def _recent(self) -> np.ndarray:
-        """[6, n] of the last results: times, tokens, response tokens, bytes; seconds since arrival, at the worker."""
+        """[6, n] of the last results: times, tokens, scored tokens, bytes; seconds since arrival, at the worker."""
         samples = np.array(self._samples, np.float64).reshape(-1, 6)
         return samples[samples[:, 0] >= time.monotonic() - WINDOW_SECONDS].T
 
@@ -43,14 +43,14 @@ class Statistics:
 
     def figures(self) -> dict[str, Any]:
         """The fields of `protocol.Status` that are computed from samples and counters."""
-        (times, tokens, response_tokens, num_bytes, latencies, _), now = self._recent(), time.monotonic()
+        (times, tokens, scored_tokens, num_bytes, latencies, _), now = self._recent(), time.monotonic()
         # Over the last ten seconds, or since the start if that is less; over less where requests are very many.
         start = max(now - RATE_SECONDS, self._started, times[0] if len(times) == MAX_SAMPLES else 0.0)
         percentiles = np.percentile(latencies, (50, 95, 99)).tolist() if latencies.size else []
         return {
             "tokens_per_second": float(tokens[times >= start].sum() / max(now - start, 1.0)),
             "latency_seconds": dict(zip(("p50", "p95", "p99"), percentiles, strict=False)),
-            "bytes_per_token": float(num_bytes.sum() / max(response_tokens.sum(), 1)),
+            "bytes_per_token": float(num_bytes.sum() / max(scored_tokens.sum(), 1)),
             "uptime_seconds": now - self._started,
             "counters": dict(self.counters),
         }

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
-from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.keys import Keys
 from hybrid_gkd.teacher.network import Dealer
-from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, Reply, ScoreError, ScoreRequest, ScoreResult, TokenIds
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, Reply, ScoreError, ScoreRequest, ScoreResult
+from hybrid_gkd.types import Reading, TopK
 
 if TYPE_CHECKING:  # the engines need torch, the link does not
     from hybrid_gkd.teacher.engines.base import ScoringEngine
@@ -47,7 +47,7 @@ MAX_CONSECUTIVE_FAILURES = 3
 @dataclass(eq=False)
 class Work:
     request: ScoreRequest
-    sequences: list[tuple[TokenIds, TokenIds]]
+    readings: list[Reading]
     deadline: float
 
 
@@ -161,16 +161,15 @@ class Link:
                 raise TeacherError(message.reason)
             case ScoreRequest():
                 try:
-                    sequences = protocol.unpack_request(message, frames)
-                except protocol.ProtocolError as error:
-                    broker.send(_error(message, "failed", str(error)))
-                    return
-                if reason := protocol.refusal(message, sequences, self._registration.model):
-                    broker.send(_error(message, "refused", reason))
+                    readings = protocol.unpack_request(message, frames)
+                    protocol.check_request(message, readings, self._registration.model)
+                except TeacherError as error:
+                    code = "refused" if isinstance(error, TeacherRefused) else "failed"
+                    broker.send(_error(message, code, str(error)))
                     return
                 self._held[message.id] = deadline = time.monotonic() + message.timeout_seconds
                 self._busy.note(True)
-                self.inbox.put(Work(message, sequences, deadline))
+                self.inbox.put(Work(message, readings, deadline))
 
 
 class ScoringWorker:
@@ -187,10 +186,10 @@ class ScoringWorker:
         """Raises TeacherError when the broker turns this worker away or the engine keeps failing."""
         while True:
             batch = self._next_batch()
-            done: Iterable[tuple[Work, list[TeacherTopK]]]
+            done: Iterable[tuple[Work, list[TopK]]]
             try:
                 for work in batch:
-                    self._engine.add(work, work.sequences, work.request.topk, work.request.temperature)
+                    self._engine.add(work, work.readings, work.request.topk, work.request.temperature)
                 done = self._engine.step()
             except Exception as error:
                 # As text: its frames would keep what the engine had computed, on a GPU the memory that it lacked.
@@ -220,13 +219,13 @@ class ScoringWorker:
                 self._link.reply(_error(work.request, "expired", late), [])
         return batch
 
-    def _one_by_one(self, failure: str, batch: list[Work]) -> Iterator[tuple[Work, list[TeacherTopK]]]:
+    def _one_by_one(self, failure: str, batch: list[Work]) -> Iterator[tuple[Work, list[TopK]]]:
         """After an exception, score one request at a time to find the one that breaks the engine."""
         pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
         log.warning("the engine failed with %d requests: %s", len(pending), failure)
         for work in pending:
             try:
-                scores = self._engine.score(work.sequences, work.request.topk, work.request.temperature)
+                scores = self._engine.score(work.readings, work.request.topk, work.request.temperature)
             except Exception as own_error:
                 self._engine.clear()
                 log.error("the engine failed on request %s", work.request.id, exc_info=own_error)

@@ -43,20 +43,20 @@ def test_digits_are_tokens_of_their_own_and_the_chat_template_is_what_is_trained
 def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer, folder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     rows = [{"prompt": f"{n} apples?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in (2, 30, 41)]
-    sequences = encode(rows, tokenizer)
+    samples = encode(rows, tokenizer)
     with alone(CPU):
         sft = SFT(folder, TRAINING, device=CPU)
-        before = sft.step(sequences).item()
-        assert sft.share_sure(sequences) == 0
-        steps = train(sft, "model", iter(lambda: sequences, None), sequences)
+        before = sft.step(samples).item()
+        assert sft.share_sure(samples) == 0
+        steps = train(sft, "model", iter(lambda: samples, None), samples)
         assert steps < TRAINING.max_steps
         first, *_, last = [record.getMessage() for record in caplog.records if "of at most" in record.getMessage()]
         assert first.startswith("model: step 1 of at most 300, loss ")
         assert "left" not in first
         assert re.search(rf"step {steps} of .* s, at most \d+ s left$", last)
-        assert sft.share_sure(sequences) == 1
-        assert sft.tokens == (steps + 1) * sum(s.num_tokens for s in sequences)
-        assert sft.step(sequences).item() < before / 10
+        assert sft.share_sure(samples) == 1
+        assert sft.tokens == (steps + 1) * sum(s.num_tokens for s in samples)
+        assert sft.step(samples).item() < before / 10
         sft.export(tmp_path / "trained")
     asked = [row | {"held_out_template": row is rows[0]} for row in rows]
     wrong = {"prompt": rows[0]["prompt"], "answer": "#### 5", "held_out_template": True}
@@ -66,20 +66,20 @@ def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer
 
 def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(tokenizer, folder):
     rows = make_data(replace(RECIPES["cpu"], num_train=3, num_val=2), 0)[0]
-    sequences = encode(rows, tokenizer)
+    samples = encode(rows, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     loaded = AutoTokenizer.from_pretrained(folder)
     total, count = 0.0, 0
-    for row, sequence in zip(rows, sequences, strict=True):
+    for row, sample in zip(rows, samples, strict=True):
         ids = loaded(models.prompt_text(row["prompt"]) + row["answer"] + models.END, return_tensors="pt").input_ids
-        assert ids.shape[1] == sequence.num_tokens
-        n = len(sequence.response_ids)
+        assert ids.shape[1] == sample.num_tokens
+        n = sample.num_trained
         logprobs = plain(ids).logits[0, -n - 1 : -1].log_softmax(-1)
         total -= logprobs.gather(1, ids[0, -n:, None]).sum().item()
         count += n
     for max_tokens in (200, 10_000):
         with alone(CPU):
-            loss = SFT(folder, replace(TRAINING, max_tokens=max_tokens), device=CPU).step(sequences).item()
+            loss = SFT(folder, replace(TRAINING, max_tokens=max_tokens), device=CPU).step(samples).item()
         assert loss == pytest.approx(total / count, rel=1e-4)
 
 
@@ -98,16 +98,16 @@ def test_batches_are_the_same_whoever_makes_them(tokenizer, monkeypatch):
     recipe = replace(RECIPES["cpu"], teacher=replace(SHAPE, training=replace(TRAINING, max_steps=3)))
     here, beside = (list(_batches(recipe, recipe.teacher, tokenizer, 0, device)) for device in ("cpu", "cuda"))
     assert [len(batch) for batch in here] == [TRAINING.batch_size] * 3
-    tokens = [[[*s.prompt_ids, *s.response_ids] for batch in each for s in batch] for each in (here, beside)]
+    tokens = [[s.tokens.tolist() for batch in each for s in batch] for each in (here, beside)]
     assert tokens[0] == tokens[1]
-    assert len({tuple(sequence) for sequence in tokens[0]}) > 2 * TRAINING.batch_size  # every step has new texts
+    assert len({tuple(sample) for sample in tokens[0]}) > 2 * TRAINING.batch_size  # every step has new texts
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(tokenizer, folder):
-    sequences = encode(make_data(replace(RECIPES["cpu"], num_train=2, num_val=2), 0)[0], tokenizer)
+    samples = encode(make_data(replace(RECIPES["cpu"], num_train=2, num_val=2), 0)[0], tokenizer)
     with alone(CPU):
         sft = SFT(folder, TRAINING, device=CPU)
         with torch.no_grad():
             next(iter(sft.model.parameters())).fill_(float("nan"))
         with pytest.raises(TrainingError, match="teacher: the loss of step 1 is nan"):
-            train(sft, "teacher", iter([sequences]), sequences)
+            train(sft, "teacher", iter([samples]), samples)

@@ -14,7 +14,7 @@ from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.testing import LocalTeacher, make_tiny_model, tail_of
-from hybrid_gkd.types import Prompt, TeacherTopK
+from hybrid_gkd.types import Task, TopK
 
 OTHER = "{% for m in messages %}<s>{{ m.content }}{% endfor %}A:"
 
@@ -84,11 +84,12 @@ def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     fit.compare(facts, "T", None, [7])
 
 
-def counting(sequence):
-    """The next token is one more than the last, with a log-probability of -2."""
-    ids = np.array([[sequence.prompt_ids[-1] + 1, 0]], np.int32)
+def counting(reading):
+    """The only scored token is most likely one more than the one before, with a log-probability of -2."""
+    (position,) = reading.positions
+    ids = np.array([[reading.token_ids[position - 1] + 1, 0]], np.int32)
     logprobs = np.array([[-2.0, -3.0]], np.float32)
-    return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 1])
+    return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 1])
 
 
 def greedy(teacher, *prompts, **options):
@@ -99,7 +100,7 @@ def greedy(teacher, *prompts, **options):
 def test_greedy_answers_are_written_through_scores_alone():
     """Of three tokens, less where an answer ends; the prompts grow by what was written."""
     seen = []
-    teacher = LocalTeacher(lambda sequence: (seen.append(sequence.prompt_ids.tolist()), counting(sequence))[1])
+    teacher = LocalTeacher(lambda reading: (seen.append(reading.token_ids[:-1].tolist()), counting(reading))[1])
     assert greedy(teacher, [1, 4], [7]) == [-2.0] * 5
     assert seen == [[1, 4], [7], [1, 4, 5], [7, 8], [1, 4, 5, 6]]
 
@@ -111,13 +112,13 @@ def test_a_teacher_that_does_not_answer_in_time_is_left_alone():
 def test_a_teacher_that_is_not_sure_of_itself_is_a_warning(caplog):
     paths = ("data.train_files", "actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path")
     config = load_config([f"{path}=x" for path in paths])
-    prompt = Prompt(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
+    prompt = Task(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
     facts = Facts(config, train_prompts=[prompt], stop_token_ids=[9])
     found = fit.check_own_answers(facts, LocalTeacher(counting))  # behind its own template the answer ends at once
     assert found == "-2.00 nats a token over 1 tokens of its own greedy answers to 1 prompts"
     assert "the teacher is not sure of its own answers: -2.00 nats" in caplog.text
     caplog.clear()
-    sure = LocalTeacher(lambda sequence: dataclasses.replace(counting(sequence), logprobs=np.zeros((1, 1), np.float32)))
+    sure = LocalTeacher(lambda reading: dataclasses.replace(counting(reading), logprobs=np.zeros((1, 1), np.float32)))
     assert fit.check_own_answers(facts, sure).startswith("0.00 nats")
     config.actor_rollout_ref.teacher.check_fit = False
     assert fit.check_own_answers(facts, sure).startswith("left out")

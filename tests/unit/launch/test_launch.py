@@ -36,7 +36,7 @@ from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.student.checkpoint_store import RESERVED, CheckpointStore, TrainerState, load_state, write_manifest
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.placement import Placement
 
@@ -202,7 +202,7 @@ def test_a_row_of_a_data_set_without_a_known_reward_is_named(monkeypatch):
                                "actor_rollout_ref.rollout.n=2", "reward.name=by_data_source", "reward.answer_key=a"]))
     facts.reward = load_functions(facts.config.reward)
     prompts = [
-        Prompt(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source)
+        Task(index=row, token_ids=np.zeros(1, np.int32), text="", data_source=source)
         for row, source in enumerate(["openai/gsm8k", "aime2024", None])
     ]
     facts.train_prompts = prompts[:2]

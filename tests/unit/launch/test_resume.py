@@ -12,7 +12,7 @@ from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.ppo import resuming
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, contents_of, data_state, learning_settings
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 
 STEPS, PROMPTS = 20, 64
 RUN = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=teacher"]
@@ -166,7 +166,7 @@ def test_a_reward_counts_where_it_is_trained_on():
 
 def test_answers_that_rewards_are_computed_from_count_like_prompts():
     before, after = (
-        contents_of([Prompt(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], answers=True)
+        contents_of([Task(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], answers=True)
         for answer in ("2", "3")
     )
     (change,) = changes(before, after)

@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 
 from hybrid_gkd.config import ActorConfig, DistillationConfig, PolicyLossConfig
 from hybrid_gkd.losses.head import head_loss
-from hybrid_gkd.losses.objective import Objective, Targets
+from hybrid_gkd.losses.objective import Objective
+from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, policy_loss
+from hybrid_gkd.losses.terms import distillation, policy, reference
+from hybrid_gkd.losses.terms import policy_loss as bound
 from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.student.actor import make_objective
 
 VOCAB, DIM = 31, 8
 MODES = {
@@ -62,28 +66,27 @@ class Problem:
     def old_logprobs(self):
         return self.student().gather(1, self.sampled[:, None])[:, 0].detach() + self.old_noise
 
-    def targets(self, loss, rows=slice(None)):
+    def signals(self, loss, rows=slice(None)):
         values = {}
         if loss.enabled:
-            values["teacher_logprobs"] = self.teacher.gather(1, self.topk_ids)
+            values["teacher.logprobs"] = self.teacher.gather(1, self.topk_ids)
             outside = self.teacher.scatter(1, self.topk_ids, -torch.inf)
-            values["teacher_tail"] = outside.logsumexp(1)
-            values["teacher_sampled"] = self.teacher.gather(1, self.sampled[:, None])[:, 0]
+            values["teacher.tail_logprobs"] = outside.logsumexp(1)
+            values["teacher.sampled_logprobs"] = self.teacher.gather(1, self.sampled[:, None])[:, 0]
         if not loss.enabled or loss.use_task_rewards:
             values["advantages"] = self.advantages
         values |= {
-            "old_logprobs": self.old_logprobs(), "loss_weights": self.importance,
-            "sampled_weights": self.own_importance,
+            "old_logprobs": self.old_logprobs(), "weights": self.importance, "sampled_weights": self.own_importance,
         }
-        return Targets(**values)[rows]
+        return {name: value[rows] for name, value in values.items()}
 
     def product(self, loss, *, chunk_rows=5, rows=slice(None)):
-        objective = Objective(loss, ActorConfig())
+        objective = make_objective(loss, ActorConfig())
         ids = [self.topk_ids] if loss.enabled else []
         ids += [self.sampled[:, None]] if objective.uses_sampled else []
         return head_loss(
             self.hidden[rows], self.weight, torch.cat(ids, 1)[rows],
-            objective.loss_fn(self.targets(loss, rows)), temperature=self.temperature, chunk_rows=chunk_rows,
+            objective.loss_fn(self.signals(loss, rows)), temperature=self.temperature, chunk_rows=chunk_rows,
             tail_topk=self.topk_ids.shape[1] if loss.enabled else 0,
         )
 
@@ -212,7 +215,7 @@ def test_logit_gradients_sum_to_zero_per_row(mode):
 @each_mode
 def test_what_is_reported_is_known_before_and_documented(mode):
     problem, loss = Problem(), config(mode)
-    objective = Objective(loss, ActorConfig())
+    objective = make_objective(loss, ActorConfig())
     _, reported = problem.product(loss)
     assert sorted(objective.reported) == sorted(reported)
     check_names(reported)
@@ -233,9 +236,9 @@ def test_reported_values():
 def test_without_old_logprobs_the_policy_is_the_one_being_trained():
     """The exact policy gradient -A d log q, and nothing is clipped."""
     problem, loss = Problem(), config("ppo")
-    objective = Objective(loss, ActorConfig())
-    targets = Targets(advantages=problem.advantages)
-    value, reported = head_loss(problem.hidden, problem.weight, problem.sampled[:, None], objective.loss_fn(targets))
+    objective = make_objective(loss, ActorConfig())
+    loss_fn = objective.loss_fn({"advantages": problem.advantages})
+    value, reported = head_loss(problem.hidden, problem.weight, problem.sampled[:, None], loss_fn)
     want = -(problem.advantages * problem.student().gather(1, problem.sampled[:, None])[:, 0]).sum()
     for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
         torch.testing.assert_close(got, expected)
@@ -246,15 +249,13 @@ def test_a_ratio_of_sequences_that_chunks_of_the_head_cut():
     """What is computed before knows whole sequences; the loss is that of the formula over each."""
     problem, loss = Problem(), config("ppo")
     actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"), clip_ratio_low=0.1, clip_ratio_high=0.3)
-    objective = Objective(loss, actor)
+    objective = make_objective(loss, actor)
     sampled = problem.student().gather(1, problem.sampled[:, None])[:, 0]
     lengths = [4, 1, len(sampled) - 5]
-    targets = dataclasses.replace(
-        problem.targets(loss), sequence=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    )
-    targets = objective.with_sequence_ratios(targets, sampled.detach())
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    signals = objective.with_sequence_ratios(problem.signals(loss), numbers, sampled.detach())
     value, reported = head_loss(
-        problem.hidden, problem.weight, problem.sampled[:, None], objective.loss_fn(targets), chunk_rows=3,
+        problem.hidden, problem.weight, problem.sampled[:, None], objective.loss_fn(signals), chunk_rows=3,
         temperature=problem.temperature,
     )
     means = [part.mean().expand(len(part)) for part in (sampled - problem.old_logprobs()).split(lengths)]
@@ -276,17 +277,17 @@ def test_a_factor_of_the_teacher_leaves_rewards_alone_and_as_a_reward_it_has_no_
     ).sum()
     ids = torch.cat([problem.topk_ids, problem.sampled[:, None]], 1)
 
-    def compute(section, targets):
+    def compute(section, signals):
         return head_loss(
-            problem.hidden, problem.weight, ids, Objective(section, ActorConfig()).loss_fn(targets), chunk_rows=5,
+            problem.hidden, problem.weight, ids, make_objective(section, ActorConfig()).loss_fn(signals), chunk_rows=5,
             temperature=problem.temperature, tail_topk=problem.topk_ids.shape[1],
         )
 
-    weighted = dataclasses.replace(problem.targets(loss), teacher_weights=torch.full_like(problem.importance, 0.25))
-    value, _ = compute(loss, weighted)
+    weights = torch.full_like(problem.importance, 0.25)
+    value, _ = compute(loss, {**problem.signals(loss), "teacher_weights": weights})
     torch.testing.assert_close(value, want)
     policy = problem.naive(config("ppo")).sum()
-    value, reported = compute(dataclasses.replace(loss, as_reward=True), problem.targets(loss))
+    value, reported = compute(dataclasses.replace(loss, as_reward=True), problem.signals(loss))
     torch.testing.assert_close(value, policy)
     for got, expected in zip(problem.grads(value), problem.grads(policy), strict=True):
         torch.testing.assert_close(got, expected)
@@ -295,13 +296,10 @@ def test_a_factor_of_the_teacher_leaves_rewards_alone_and_as_a_reward_it_has_no_
 
 def test_entropy_counts_with_the_weight_of_its_token():
     problem, loss = Problem(), config("ppo")
-    targets = problem.targets(loss)
-    weights = Objective(loss, ActorConfig(entropy_coeff=0.3)).entropy_weights(targets, 13, torch.device("cpu"))
-    torch.testing.assert_close(weights, -0.3 * problem.importance)
-    targets = dataclasses.replace(targets, loss_weights=None)
-    weights = Objective(loss, ActorConfig(entropy_coeff=0.3)).entropy_weights(targets, 2, torch.device("cpu"))
-    assert weights.tolist() == pytest.approx([-0.3, -0.3])
-    assert Objective(loss, ActorConfig()).entropy_weights(targets, 2, torch.device("cpu")) is None
+    objective, cpu = make_objective(loss, ActorConfig(entropy_coeff=0.3)), torch.device("cpu")
+    torch.testing.assert_close(objective.entropy_weights(problem.signals(loss), 13, cpu), -0.3 * problem.importance)
+    assert objective.entropy_weights({}, 2, cpu).tolist() == pytest.approx([-0.3, -0.3])
+    assert make_objective(loss, ActorConfig()).entropy_weights({}, 2, cpu) is None
 
 
 @pytest.mark.parametrize("mode", ["forward_kl", "k2"])
@@ -331,7 +329,7 @@ def test_a_clamped_advantage_still_teaches():
 
 def test_no_clamp_by_default():
     assert DistillationConfig().loss_max_clamp is None
-    assert "actor/distillation/clamp_share" not in Objective(DistillationConfig(), ActorConfig()).reported
+    assert "actor/distillation/clamp_share" not in make_objective(DistillationConfig(), ActorConfig()).reported
 
 
 class Exact:
@@ -345,22 +343,22 @@ class Exact:
         self.logits.requires_grad_()
         self.mode = mode
         loss = DistillationConfig(loss_mode=mode, use_policy_gradient=True)
-        self.objective = Objective(loss, ActorConfig())
+        self.objective = make_objective(loss, ActorConfig())
 
     def product(self, old=None):
         """The expected loss; `old` [1, V] is the policy that the tokens were sampled from, by default the student."""
         logprobs = self.logits.log_softmax(-1)
         sampled_from = logprobs.detach() if old is None else old
         ids = torch.arange(7)[:, None]
-        targets = Targets(
-            teacher_logprobs=self.teacher.amax(-1, keepdim=True).expand(7, 1), teacher_sampled=self.teacher[0],
-            teacher_tail=(1 - self.teacher.amax(-1).exp()).log().expand(7),
-            old_logprobs=None if old is None else old[0], loss_weights=sampled_from[0].exp(),
-        )
+        signals = {
+            "teacher.logprobs": self.teacher.amax(-1, keepdim=True).expand(7, 1),
+            "teacher.tail_logprobs": (1 - self.teacher.amax(-1).exp()).log().expand(7),
+            "teacher.sampled_logprobs": self.teacher[0], "weights": sampled_from[0].exp(),
+        } | ({} if old is None else {"old_logprobs": old[0]})
         first = self.teacher.argmax(-1, keepdim=True).expand(7, 1)
         eye = torch.eye(7, dtype=torch.float64)
         return head_loss(
-            self.logits.expand(7, 7), eye, torch.cat([first, ids], 1), self.objective.loss_fn(targets), tail_topk=1
+            self.logits.expand(7, 7), eye, torch.cat([first, ids], 1), self.objective.loss_fn(signals), tail_topk=1
         )
 
     def closed_form(self):
@@ -431,15 +429,14 @@ def test_the_kl_to_a_reference_on_its_candidates_equals_full_logits(topk):
     """And beside rewards; with the whole vocabulary it is the KL itself."""
     problem, loss = Problem(topk=topk), config("ppo")
     actor = ActorConfig(use_kl_loss=True, kl_loss_type="full", kl_loss_coef=0.5)
-    signal = problem.targets(config("forward_kl"))
-    targets = dataclasses.replace(
-        problem.targets(loss), ref_logprobs=signal.teacher_sampled, ref_topk_logprobs=signal.teacher_logprobs,
-        ref_tail=signal.teacher_tail,
-    )
-    objective = Objective(loss, actor)
+    scores = problem.signals(config("forward_kl"))
+    signals = problem.signals(loss) | {
+        f"reference_topk.{name}": scores[f"teacher.{name}"] for name in ("logprobs", "tail_logprobs")
+    }
+    objective = make_objective(loss, actor)
     value, reported = head_loss(
         problem.hidden, problem.weight, torch.cat([problem.topk_ids, problem.sampled[:, None]], 1),
-        objective.loss_fn(targets), temperature=problem.temperature, chunk_rows=5, tail_topk=topk,
+        objective.loss_fn(signals), temperature=problem.temperature, chunk_rows=5, tail_topk=topk,
     )
     q, p = (each.exp().gather(1, problem.topk_ids) for each in (problem.student(), problem.teacher))
     if topk < VOCAB:
@@ -453,3 +450,76 @@ def test_the_kl_to_a_reference_on_its_candidates_equals_full_logits(topk):
         torch.testing.assert_close(got, expected)
     torch.testing.assert_close(reported["actor/ref_kl"], kl.sum().detach())
     assert sorted(objective.reported) == sorted(reported)
+
+
+def test_a_term_with_candidates_of_its_own_beside_the_teachers():
+    """As a second teacher would be: the head knows the mass outside of the first candidates alone."""
+    problem = Problem()
+    own_ids = problem.teacher.topk(9, -1).indices[:, 5:]
+    logprobs = problem.teacher.gather(1, own_ids)
+    terms = [
+        distillation([(1.0, DIVERGENCES["forward_kl"])], tail="bucket", beta=0.5, coefficient=0.3),
+        reference(KL_LOSSES["full"], 0.5),
+    ]
+    signals = problem.signals(config("forward_kl")) | {
+        "reference_topk.logprobs": logprobs, "reference_topk.tail_logprobs": (1 - logprobs.exp().sum(1)).log(),
+    }
+    objective = Objective(terms)
+    assert objective.candidates == ("teacher", "reference_topk")
+    value, _ = head_loss(
+        problem.hidden, problem.weight, torch.cat([problem.topk_ids, own_ids], 1), objective.loss_fn(signals),
+        tail_topk=problem.topk_ids.shape[1], chunk_rows=5,
+    )
+    q, p = (each.exp().gather(1, own_ids) for each in (problem.student(), problem.teacher))
+    q, p = (torch.cat([each, 1 - each.sum(1, keepdim=True)], 1) for each in (q, p))
+    want = 0.3 * problem.naive(config("forward_kl")).sum() + 0.5 * (q * (q / p).log()).sum()
+    torch.testing.assert_close(value, want)
+    for got, expected in zip(problem.grads(value), problem.grads(want), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("estimator", ["", "k3"])
+def test_rows_that_lack_a_signal_are_exactly_out_of_its_term(estimator):
+    """Also where the student finds a token so unlikely that anything compared with it would be infinite."""
+    bounds = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+    loss = bound(policy_loss("vanilla"), bounds)
+    kind, own = ("k3", loss) if estimator else ("forward_kl", None)
+    objective = Objective([
+        distillation([(1.0, DIVERGENCES[kind])], tail="bucket", beta=0.5, coefficient=1.0, policy=own, estimator=kind),
+        policy(loss), reference(KL_LOSSES["k3"], 0.5),
+    ])  # fmt: skip
+    gen = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 4, 6, generator=gen).log_softmax(-1)
+    student[1:3, -1] = -200.0
+    has = {
+        "teacher": [True, False, True, False], "advantages": [False, True, True, False],
+        "reference": [True, False, False, False], "old_logprobs": [True, False, True, True],
+    }
+    teacher[2, -1] = -199.0
+    values = {
+        "teacher.logprobs": teacher[:, :3], "teacher.tail_logprobs": teacher[:, 3],
+        "teacher.sampled_logprobs": teacher[:, 5], "advantages": torch.ones(4), "reference": teacher[:, 5],
+        "old_logprobs": student[:, -1] + 0.1,
+    }
+
+    def compute(rows, signals):
+        logprobs = student[rows][:, [0, 1, 2, 3, 5]].clone().requires_grad_()
+        value, metrics = objective.loss_fn(signals)(logprobs, slice(None))
+        (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+        return value.detach(), gradient, metrics
+
+    def neutral(name, value):
+        known = torch.tensor(has[name.split(".")[0]]).reshape(-1, *[1] * (value.ndim - 1))
+        return torch.where(known, value, -1.0 if "." in name else 0.0)
+
+    mixed = {name: neutral(name, value) for name, value in values.items()}
+    mixed |= {f"has.{name}": torch.tensor(known) for name, known in has.items()}
+    together, slopes, metrics = compute(slice(None), mixed)
+    assert torch.equal(slopes[3], torch.zeros(5))
+    for row in range(4):
+        own = {name: value[row : row + 1] for name, value in values.items() if has[name.split(".")[0]][row]}
+        alone, slope, found = compute(slice(row, row + 1), own)
+        assert torch.equal(together[row], alone[0])
+        assert torch.equal(slopes[row], slope[0])
+        for name, value in metrics.items():
+            assert value[row] == (found[name][0] if name in found else 0), name

@@ -12,7 +12,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.losses.policy import check_policy_loss, cispo, gspo, vanilla
 from hybrid_gkd.losses.table import policy_loss
-from hybrid_gkd.types import Sequence, TrainSequence
+from hybrid_gkd.testing import make_sample
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
 VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text())
@@ -94,9 +94,8 @@ def config(*overrides):
 def mini_batch(weights=None):
     found = []
     for index, length in enumerate(LENGTHS):
-        ids = np.zeros(length, np.int32)
-        sequence = Sequence(index=index, prompt_ids=ids, response_ids=ids, weight_version=0, finish_reason="stop")
-        found.append(TrainSequence(sequence=sequence, loss_weights=None if weights is None else weights[index]))
+        signals = {} if weights is None else {"weights": weights[index]}
+        found.append(make_sample(index, prompt=[0], completion=[0] * length, **signals))
     return found
 
 
@@ -104,7 +103,7 @@ def factors(mode, weights=None, *more):
     """The factors of all tokens, divided by what the workers divide by."""
     section = config(f"actor_rollout_ref.actor.loss_agg_mode={mode}", *more)
     items = with_loss_weights(section, mini_batch(weights))
-    each = [np.ones(n) if i.loss_weights is None else i.loss_weights for i, n in zip(items, LENGTHS, strict=True)]
+    each = [item.signals.get("weights", np.ones(item.num_trained)) for item in items]
     return torch.from_numpy(np.concatenate(each).astype(np.float64)) / sum(LENGTHS)
 
 
@@ -202,8 +201,41 @@ def test_tokens_without_weight_count_in_no_mean():
 def test_the_mean_over_tokens_needs_no_factors_and_no_token_at_all_is_refused():
     items = mini_batch()
     assert with_loss_weights(config(), items) is items
-    with pytest.raises(TrainingError, match="none of the 20 response tokens"):
+    with pytest.raises(TrainingError, match="none of the 20 trained tokens"):
         with_loss_weights(config(), mini_batch([np.zeros(n, np.float32) for n in LENGTHS]))
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_term_of_some_samples_is_a_mean_over_those_alone(mode):
+    section = config(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
+    weights = [np.ones(n, np.float32) for n in LENGTHS]
+    weights[1][0] = 0
+    rewarded = [
+        item.with_signals(returns=weights[i], **({"advantages": weights[i]} if i in (1, 3) else {}))
+        for i, item in enumerate(mini_batch(weights))
+    ]
+    found = with_loss_weights(section, rewarded)
+    alone = with_loss_weights(section, [rewarded[1], rewarded[3]])
+    scale = (LENGTHS[1] + LENGTHS[3]) / sum(LENGTHS)  # what the workers divide by
+    assert all(item.signals.keys() - {"advantages"} == {"returns", "weights", "weights/policy"} for item in found)
+    for item, own in zip([found[1], found[3]], alone, strict=True):
+        np.testing.assert_allclose(item.array("weights/policy") * scale, own.array("weights"), rtol=1e-6)
+    assert not any(found[i].array("weights/policy").any() for i in (0, 2, 4, 5))
+    whole = with_loss_weights(section, mini_batch(weights))
+    for item, own in zip(found, whole, strict=True):  # the other terms, of all of them or of none
+        assert np.array_equal(item.array("weights"), own.array("weights"))
+
+
+def test_a_mini_batch_is_refused_where_no_token_is_left_in_any_term():
+    weights = [np.ones(n, np.float32) for n in LENGTHS]
+    weights[0][:] = 0
+    items = mini_batch(weights)
+    items[0] = items[0].with_signals(advantages=weights[0])
+    with pytest.raises(TrainingError, match="none of the 20 trained tokens"):
+        with_loss_weights(config(), items)
+    with_loss_weights(config("actor_rollout_ref.actor.entropy_coeff=0.1"), items)
+    items[1] = items[1].with_signals(advantages=weights[1])
+    assert with_loss_weights(config(), items)[1].array("weights/policy").all()
 
 
 @pytest.mark.parametrize(

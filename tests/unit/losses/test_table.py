@@ -10,8 +10,9 @@ from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.divergence import check_loss_fn
-from hybrid_gkd.losses.objective import Objective, Targets
-from hybrid_gkd.losses.table import DIVERGENCES
+from hybrid_gkd.losses.table import DIVERGENCES, TERMS
+from hybrid_gkd.student.actor import make_objective
+from hybrid_gkd.types import SIGNALS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
 
@@ -63,10 +64,21 @@ def test_a_loss_that_the_head_cannot_cut_into_chunks_is_refused(reason):
 
 def test_the_objective_trains_on_a_loss_of_ones_own(tmp_path):
     check_loss_fn(squared, tail="bucket")
-    objective = Objective(DistillationConfig(loss_fn=f"{__file__}:squared"), ActorConfig())
+    objective = make_objective(DistillationConfig(loss_fn=f"{__file__}:squared"), ActorConfig())
     teacher, student = torch.randn(2, 3, 5).log_softmax(-1)
-    targets = Targets(teacher_logprobs=teacher[:, :4], teacher_tail=teacher[:, 4], teacher_sampled=teacher[:, 4])
-    loss, parts = objective.loss_fn(targets)(student, slice(None))
+    signals = {"teacher.logprobs": teacher[:, :4], "teacher.tail_logprobs": teacher[:, 4]}
+    loss, parts = objective.loss_fn(signals)(student, slice(None))
     assert torch.equal(loss, squared(teacher[:, :4], student[:, :4], tail="bucket"))
     assert torch.equal(parts["actor/kl_loss"], loss)
     assert not objective.uses_sampled
+
+
+def test_terms_read_signals_that_there_are():
+    loss = DistillationConfig(use_task_rewards=True)
+    objective = make_objective(loss, ActorConfig(use_kl_loss=True))
+    assert [term.name for term in objective.terms] == ["distillation", "policy", "reference"]
+    assert all(term.signal == TERMS[term.name] for term in objective.terms)
+    assert set(TERMS.values()) <= SIGNALS.keys()
+    known = SIGNALS.keys() | {f"weights/{name}" for name in TERMS}
+    own = {f"{term.signal}_weights" for term in objective.terms}
+    assert set(objective.signals) - own <= known

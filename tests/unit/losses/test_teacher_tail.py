@@ -10,10 +10,10 @@ from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.losses import divergence
 from hybrid_gkd.losses.divergence import forward_kl, jsd, kl_both_ways, reverse_kl
 from hybrid_gkd.losses.head import head_loss
-from hybrid_gkd.losses.objective import Objective, Targets
 from hybrid_gkd.losses.topk import top_logprobs
+from hybrid_gkd.student.actor import make_objective
 from hybrid_gkd.teacher import protocol
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import TopK
 
 ROWS, VOCAB, TOPK = 64, 500, 20
 MODES = {
@@ -48,12 +48,12 @@ def sent(logits, topk=TOPK, temperature=1.0):
     targets = torch.zeros(len(logits), dtype=torch.int64)
     found = top_logprobs(logits, lambda rows: rows, targets, temperatures, topk, logits.shape[1])
     names = ("ids", "logprobs", "tail_logprobs", "sampled_logprobs")
-    scores = TeacherTopK(**{name: part.numpy() for name, part in zip(names, found, strict=True)})
+    scores = TopK(**{name: part.numpy() for name, part in zip(names, found, strict=True)})
     frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays([scores]))
     header = protocol.decode_header(bytes(frames[0]))
     (scores,) = protocol.unpack_result(
         header, [bytes(frame) for frame in frames[1:]], topk=topk, vocab_size=logits.shape[1],
-        response_lengths=[len(logits)],
+        num_scored=[len(logits)],
     )
     return scores
 
@@ -61,14 +61,12 @@ def sent(logits, topk=TOPK, temperature=1.0):
 def product(mode, scores, student, temperature=1.0):
     """Value and logit gradient of what a run computes, and the reported sums."""
     weights = {"loss_mode": mode} if mode != "mixed" else {"loss_mode": mode, "mixed_weights": MODES[mode]}
-    objective = Objective(DistillationConfig(**weights), ActorConfig())
+    objective = make_objective(DistillationConfig(**weights), ActorConfig())
     ids = torch.from_numpy(scores.ids).long()
-    targets = Targets(
-        teacher_logprobs=torch.from_numpy(scores.logprobs), teacher_tail=torch.from_numpy(scores.tail_logprobs),
-        teacher_sampled=torch.from_numpy(scores.sampled_logprobs),
-    )
+    names = ("logprobs", "tail_logprobs", "sampled_logprobs")
+    signals = {f"teacher.{name}": torch.from_numpy(getattr(scores, name)) for name in names}
     value, parts = head_loss(
-        student, torch.eye(student.shape[1]), ids, objective.loss_fn(targets), temperature=temperature, chunk_rows=20,
+        student, torch.eye(student.shape[1]), ids, objective.loss_fn(signals), temperature=temperature, chunk_rows=20,
         tail_topk=ids.shape[1],
     )
     return value, torch.autograd.grad(value, student)[0], parts

@@ -40,6 +40,7 @@ from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
+from hybrid_gkd.types import Reading
 from hybrid_gkd.workers.group import holds_snapshots
 from hybrid_gkd.workers.placement import Placement, free_host_bytes
 
@@ -513,9 +514,9 @@ def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
     spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
     planned = teacher_share(given, total_bytes=100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
     engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
-    ids = np.arange(length - 8, dtype=np.int32) % 50
+    reading = Reading(token_ids=np.arange(length, dtype=np.int32) % 50, positions=np.arange(length - 8, length))
     with PeakMemory() as memory:
-        engine.score([(ids, ids[:8])] * (2 * tokens // length), 5, 1.0)
+        engine.score([reading] * (2 * tokens // length), 5, 1.0)
     assert 0 <= memory.peak - planned <= 4 * tokens * (64 + 64 + 16 + 16 + 4)
 
 

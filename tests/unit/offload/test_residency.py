@@ -374,7 +374,7 @@ def test_what_another_process_takes_is_not_the_engines_or_the_students(monkeypat
     card, device = Card(monkeypatch), SharedDevice("cuda")
     engine = device.build_engine(lambda: SleepingEngine(card, known))
     device._models, device.meter.take_peak = ["actor"], lambda: 0
-    residency = device.manage(engine, engine.sleep)
+    residency = device.manage(engine)
     residency.enter("rollout")
     with device.generation():
         card.reserved += GIB

@@ -23,9 +23,9 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.reward_functions import RewardFunction, one_by_one
 from hybrid_gkd.scoring.rewards import Scorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
-from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
+from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, Rollout, Sequence, TeacherTopK
+from hybrid_gkd.types import Rollout, Task, TopK
 
 BATCH, N, NUM_PROMPTS = 3, 2, 10
 FILTER = ("algorithm.filter_groups.enable=true", "distillation.use_task_rewards=true", "reward.answer_key=answer")
@@ -40,8 +40,12 @@ def has_signal(row):
 
 
 def reward(response, answer):
-    """A response is its seed and its index in the generation batch."""
+    """A response is its seed and its number in the group."""
     return float(has_signal(int(answer)) and int(response.split()[1]) % 2)
+
+
+def respond(request, version):
+    return np.array([request.seed, request.id.number], np.int32)
 
 
 def fit(steps, folder, *overrides, reward=reward, **options):
@@ -55,18 +59,18 @@ def fit(steps, folder, *overrides, reward=reward, **options):
         ]
     )  # fmt: skip
     prompts = [
-        Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=str(i)) for i in range(NUM_PROMPTS)
+        Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=str(i)) for i in range(NUM_PROMPTS)
     ]
     asked = []
 
-    def score(sequence):
-        asked.append(sequence)
-        logprobs = np.full((len(sequence.response_ids), 1), -0.5, np.float32)
-        ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+    def score(reading):
+        asked.append(reading)
+        logprobs = np.full((len(reading.positions), 1), -0.5, np.float32)
+        ids, tail = reading.token_ids[reading.positions, None], tail_of(logprobs)
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     trainer = GKDTrainer(
-        config, group=RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
+        config, group=RecordingGroup(respond), tokenizer=NumberTokenizer(), train_prompts=prompts, val_prompts=[],
         reward=reward, tracking=MetricRows(), store=CheckpointStore(folder, keep=None), teacher=LocalTeacher(score),
         settings=learning_settings(config, steps=steps), **options,
     )
@@ -96,15 +100,16 @@ def assert_trained(trainer, planned, size=BATCH):
     group = trainer.group
     assert len(group.trained) == len(planned)
     for items, (kept, _, _) in zip(group.trained, planned, strict=True):
-        assert [item.sequence.index for item in items] == list(range(BATCH * N))
-        assert [item.sequence.prompt_ids.tolist() for item in items] == [[row] for row, _, _ in kept for _ in range(N)]
-        assert [item.sequence.response_ids[0] for item in items] == [
+        assert [item.id for item in items] == [(number, row, i) for row, number, _ in kept for i in range(N)]
+        prompts = [item.tokens[: item.prompt_length].tolist() for item in items]
+        assert prompts == [[row] for row, _, _ in kept for _ in range(N)]
+        assert [item.completion_ids[0] for item in items] == [
             request_seeds(0, number, size * N)[position * N + sample] for _, number, position in kept
             for sample in range(N)
         ]
         for item in items:
-            np.testing.assert_array_equal(item.teacher.ids[:, 0], item.sequence.response_ids)
-            assert (item.advantages > 0).all() == bool(item.sequence.index % 2)
+            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
+            assert (item.array("advantages") > 0).all() == bool(item.id.number % 2)
     assert len(trainer.asked) == len(planned) * BATCH * N
     assert trainer._pending == {}
 
@@ -117,7 +122,8 @@ def assert_trained(trainer, planned, size=BATCH):
     ],
 )  # fmt: skip
 def test_a_group_without_a_signal_has_one_value_alone(values, n, expected):
-    assert groups_with_signal(values, n) == expected
+    samples = [make_sample(i // n, number=i % n) for i in range(len(values))]
+    assert groups_with_signal(samples, values) == [(1, row) for row in expected]
 
 
 def test_metrics_of_a_response():
@@ -131,10 +137,8 @@ def test_metrics_of_a_response():
         return {"score": value, "acc": value > 5} if len(response.text.split()) > 1 else value
 
     pairs = [
-        (Prompt(index=i, token_ids=np.zeros(1, np.int32), text=""), Sequence(
-            index=i, prompt_ids=np.zeros(1, np.int32), response_ids=np.array(ids, np.int32), weight_version=0,
-            finish_reason="stop",
-        )) for i, ids in enumerate([[7], [8, 8], [3] * 8])
+        (Task(index=i, token_ids=np.zeros(1, np.int32), text=""), make_sample(i, prompt=[0], completion=ids))
+        for i, ids in enumerate([[7], [8, 8], [3] * 8])
     ]  # fmt: skip
     scorer = Scorer({"custom": RewardFunction("custom", "mine", one_by_one(score))}, NumberTokenizer(), config)
     scorer._weights = {"custom": 1.0}
@@ -185,7 +189,7 @@ def test_without_the_filter_a_run_goes_on_at_the_same_place(tmp_path):
     sampler = PromptSampler(NUM_PROMPTS, BATCH, True, 0)
     for number, items in enumerate(trainer.group.trained, used + 1):
         rows = np.repeat(sampler.batch(number)[1], N)
-        assert [item.sequence.prompt_ids[0] for item in items] == rows.tolist()
+        assert [item.tokens[: item.prompt_length][0] for item in items] == rows.tolist()
     assert "training/num_gen_batches" not in trainer.tracking.by_step[3]
     assert load_state(tmp_path / "global_step_4").extra_batches == used - 2
 
@@ -212,9 +216,9 @@ def test_what_is_said_of_a_run_that_refills_its_batches(tmp_path):
 
 def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
     def only_at_first(response, answer):
-        seed, index = response.split()
-        first = {str(s) for number in (1, 2, 3) for s in request_seeds(0, number, BATCH * N)}
-        return float(seed in first and int(index) % 2)
+        seed, number = response.split()
+        first = {str(s) for batch in (1, 2, 3) for s in request_seeds(0, batch, BATCH * N)}
+        return float(seed in first and int(number) % 2)
 
     trainer, failure = fit(
         5, tmp_path, "algorithm.filter_groups.max_num_gen_batches=4", "trainer.save_freq=-1", reward=only_at_first
@@ -234,23 +238,21 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
 
 def test_greedy_answers_stay_with_their_prompts(tmp_path):
     trainer, _ = fit(1, tmp_path, "algorithm.adv_estimator=remax")
-    prompts, n = trainer.generation.prompts, N
+    prompts, n = trainer.generation.tasks, N
     refill, rows = Refill(trainer.config, trainer.scorer, 1), [(1, 6, 7), (8, 2, 9)]
-
-    def sequence(index, *ids):
-        ids = np.array(ids, np.int32)
-        return Sequence(index=index, prompt_ids=ids, response_ids=ids, weight_version=0, finish_reason="stop")
 
     for number, batch in enumerate(rows):
         assert not refill.is_full
         refill.add(Rollout(
-            step=1, epoch=0, prompts=tuple(prompts[row] for row in batch), extra_batches=number,
-            sequences=tuple(sequence(i, batch[i // n], i) for i in range(n * len(batch))),
-            greedy=tuple(sequence(i, 100 + row, 0) for i, row in enumerate(batch)),
+            step=1, epoch=0, tasks=tuple(prompts[row] for row in batch), extra_batches=number,
+            samples=tuple(
+                make_sample(row, batch=9 + number, number=i, completion=[row, i]) for row in batch for i in range(n)
+            ),
+            greedy=tuple(make_sample(row, batch=9 + number, number=n, completion=[100 + row, 0]) for row in batch),
         ))  # fmt: skip
     found = refill.rollout()
-    assert [prompt.index for prompt in found.prompts] == [6, 7, 8]
-    assert [(each.index, int(each.response_ids[0])) for each in found.greedy] == [(6, 106), (7, 107), (8, 108)]
+    assert [prompt.index for prompt in found.tasks] == [6, 7, 8]
+    assert [(each.id.row, int(each.trained_ids[0])) for each in found.greedy] == [(6, 106), (7, 107), (8, 108)]
     assert found.extra_batches == 1
 
 

@@ -10,7 +10,7 @@ from hybrid_gkd.config import AlgorithmConfig, rejection_bounds
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.importance import importance_weights, kept_tokens, with_rollout_correction
-from hybrid_gkd.types import Sequence, TrainSequence
+from hybrid_gkd.testing import make_sample
 
 VERL = json.loads(Path(__file__).with_name("verl_rollout_correction.json").read_text())
 """`how` in the file says how the numbers were made."""
@@ -18,16 +18,10 @@ LOGPROBS, DRAWN = ([np.array(row) for row in VERL[name]] for name in ("logprobs"
 
 
 def corrected(*, of_sampled=True, **settings):
-    items = []
-    for index, drawn in enumerate(DRAWN):
-        ids = np.zeros(len(drawn), np.int32)
-        sequence = Sequence(
-            index=index, prompt_ids=ids, response_ids=ids, weight_version=0, finish_reason="stop", logprobs=drawn
-        )
-        items.append(TrainSequence(sequence=sequence))
+    items = [make_sample(row, completion=[0] * len(drawn), logprobs=drawn) for row, drawn in enumerate(DRAWN)]
     items, metrics = with_rollout_correction(AlgorithmConfig(**settings), items, LOGPROBS, of_sampled=of_sampled)
-    own = [1 if item.sampled_weights is None else item.sampled_weights for item in items]
-    return [item.loss_weights * each for item, each in zip(items, own, strict=True)], metrics
+    own = [item.signals.get("sampled_weights", 1) for item in items]
+    return [item.array("weights") * each for item, each in zip(items, own, strict=True)], metrics
 
 
 @pytest.mark.parametrize("case", VERL["weights"])

@@ -26,7 +26,7 @@ from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, load_state
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, TeacherTopK
+from hybrid_gkd.types import Task, TopK
 
 BATCH, NUM_PROMPTS = 3, 9
 VALIDATED = {
@@ -41,12 +41,13 @@ POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separat
 def make_teacher(fails_at=None):
     """Answers a little later and not in the order of the questions; its scores name the response."""
 
-    def score(sequence):
-        if sequence.response_ids[0] == fails_at:
+    def score(reading):
+        completion = reading.token_ids[reading.positions]
+        if completion[0] == fails_at:
             raise BadTeacherReply("row 1 holds NaN")
         logprobs = np.full((2, 1), -0.5, np.float32)
-        ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        ids, tail = completion[:, None], tail_of(logprobs)
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     return LocalTeacher(score, delay=0.01)
 
@@ -62,7 +63,7 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
         ]
     )
     prompts = [
-        Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(NUM_PROMPTS)
+        Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(NUM_PROMPTS)
     ]
     trainer = GKDTrainer(
         config, group=group or RecordingGroup(), tokenizer=NumberTokenizer(), train_prompts=prompts,
@@ -78,14 +79,14 @@ def fit(scheduler, steps, folder, *overrides, teacher=None, group=None, tracking
 
 
 def assert_trained(group, steps):
-    """Exactly these steps' batches, in order, each sequence once and with its own scores."""
+    """Exactly these steps' batches, in order, each sample once and with its own scores."""
     assert len(group.trained) == len(steps)
     for step, items in zip(steps, group.trained, strict=True):
         _, rows = PromptSampler(NUM_PROMPTS, BATCH, True, 0).batch(step)
-        assert [item.sequence.prompt_ids.tolist() for item in items] == [[row] for row in rows]
-        assert [item.sequence.response_ids[0] for item in items] == request_seeds(0, step, BATCH)
+        assert [item.tokens[: item.prompt_length].tolist() for item in items] == [[row] for row in rows]
+        assert [item.completion_ids[0] for item in items] == request_seeds(0, step, BATCH)
         for item in items:
-            np.testing.assert_array_equal(item.teacher.ids[:, 0], item.sequence.response_ids)
+            np.testing.assert_array_equal(item.topk("teacher").ids[:, 0], item.completion_ids)
 
 
 @DEPTHS
@@ -131,12 +132,12 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(scheduler, steps, tmp_path):
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup()
-    step_of = {seed: step for step in range(1, steps + 1) for seed in request_seeds(0, step, BATCH)}
+    step_of = {request_seeds(0, step, BATCH)[0]: step for step in range(1, steps + 1)}
 
-    def ask(sequences):
-        steps_asked = [step_of.get(s.response_ids[0]) for s in sequences if s.index == 0]
+    def ask(readings):
+        steps_asked = [step_of.get(reading.token_ids[reading.positions[0]]) for reading in readings]
         group.events += [("ask", step) for step in steps_asked if step is not None]  # not those of validation
-        return submit(sequences)
+        return submit(readings)
 
     teacher = make_teacher()
     submit, teacher.submit = teacher.submit, ask
@@ -170,7 +171,7 @@ def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_
     """Losses rise by one a step here; other validations than those before and after training are neither."""
     group = RecordingGroup()
     update = group.update
-    group.update = lambda shares: [update(shares)[0] | {"actor/kl_loss": float(len(group.trained))}]
+    group.update = lambda shares, last: [update(shares)[0] | {"actor/kl_loss": float(len(group.trained))}]
     late = ("trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=3")
     trainer, _, _ = fit("sync", 5, tmp_path, *late, group=group)
     assert trainer.first_metrics == {"actor/kl_loss": 1.0}
@@ -288,7 +289,7 @@ def test_a_generation_that_fails_ends_the_run_and_the_last_state_is_saved(schedu
     def respond(request, version):
         if request.seed == failing:
             raise WorkerError("rollout worker 0 died")
-        return np.array([request.seed, request.index], np.int32)
+        return np.array([request.seed, request.id.row], np.int32)
 
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup(respond)
     _, _, failure = fit(scheduler, 7, tmp_path, *pools, "trainer.save_freq=-1", group=group)
@@ -321,8 +322,8 @@ def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overr
     group = RecordingGroup()
     group.size, update = size, group.update
 
-    def fail_at_step_2(shares):
-        if group.trained:
+    def fail_at_step_2(shares, last):
+        if sum(map(len, group.trained)) >= BATCH + bool(overrides):  # at its first or second mini-batch
             raise error
         return update(shares)
 
@@ -364,7 +365,7 @@ def test_the_times_of_a_step_are_without_those_of_checkpoints_and_of_the_start(t
 def test_a_number_that_is_not_finite_ends_the_run_and_is_in_no_row(tmp_path):
     group, tracking = RecordingGroup(), MetricRows()
     update = group.update
-    group.update = lambda shares: [update(shares)[0] | {"actor/lr": math.nan if len(group.trained) == 2 else 0.1}]
+    group.update = lambda shares, last: [update(shares)[0] | {"actor/lr": math.nan if len(group.trained) == 2 else 0.1}]
     _, _, failure = fit("sync", 3, tmp_path, "trainer.save_freq=-1", group=group, tracking=tracking)
     assert str(failure) == "step 2: actor/lr is nan"
     assert group.saved == [2]
@@ -431,9 +432,9 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
     began, ended = threading.Event(), threading.Event()
 
     class Busy(RecordingGroup):
-        def update(self, batches):
+        def update(self, batches, *, last=True):
             assert began.wait(60)
-            return super().update(batches)
+            return super().update(batches, last=last)
 
         def device_metrics(self, *, generating):
             assert generating == self._is_generating
@@ -447,7 +448,7 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
         if request.seed in request_seeds(0, 2, BATCH):
             began.set()
             ended.wait(60)
-        return np.array([request.seed, request.index], np.int32)
+        return np.array([request.seed, request.id.row], np.int32)
 
     group = Busy(respond)
     trainer, _, failure = fit(
@@ -493,7 +494,7 @@ def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
     group.can_save = lambda: False
     update = group.update
 
-    def dies(shares):
+    def dies(shares, last):
         if len(group.trained) == 3:
             raise WorkerError("worker 0 died")
         return update(shares)
@@ -511,7 +512,8 @@ def test_importance_weights_where_no_response_is_stale(tmp_path):
         "sync", 2, tmp_path, "algorithm.rollout_is_threshold=1.5", "algorithm.rollout_is=token",
         "distillation.loss_mode=k3",
     )
-    assert {weight for items in group.trained for item in items for weight in item.sampled_weights.tolist()} == {1.5}
+    found = [item.array("sampled_weights") for items in group.trained for item in items]
+    assert set(np.concatenate(found).tolist()) == {1.5}
     assert trainer.tracking.by_step[1]["actor/importance/kl"] == pytest.approx(-np.log(2))
 
 
@@ -524,11 +526,11 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
     own = loss != "forward_kl"  # the sampled token's ratio counts where the loss is of that token
     for items in group.trained:
         for item in items:
-            np.testing.assert_allclose(item.loss_weights, [1, 2], rtol=1e-6)
-            assert (item.sampled_weights is not None) == own
+            np.testing.assert_allclose(item.array("weights"), [1, 2], rtol=1e-6)
+            assert ("sampled_weights" in item.signals) == own
             if own:
-                np.testing.assert_allclose(item.sampled_weights, [2, 1.5], rtol=1e-6)
-            assert item.old_logprobs is None
+                np.testing.assert_allclose(item.array("sampled_weights"), [2, 1.5], rtol=1e-6)
+            assert "old_logprobs" not in item.signals
     weights = np.array([2, 3] if own else [1, 2])
     size = weights.sum() ** 2 / (2 * (weights**2).sum())
     assert trainer.tracking.by_step[2]["actor/importance/mean"] == pytest.approx(weights.mean())
@@ -537,9 +539,9 @@ def test_importance_weights_reach_the_workers_with_every_loss(loss, tmp_path):
 
 def test_without_a_threshold_nothing_is_weighted_or_computed(tmp_path):
     trainer, group, _ = fit("one_step_off", 2, tmp_path)
-    assert {item.loss_weights is None for items in group.trained for item in items} == {True}
-    assert {item.sampled_weights is None for items in group.trained for item in items} == {True}
-    assert {item.sequence.logprobs is None for items in group.trained for item in items} == {True}
+    assert {"weights" not in item.signals for items in group.trained for item in items} == {True}
+    assert {"sampled_weights" not in item.signals for items in group.trained for item in items} == {True}
+    assert {item.logprobs is None for items in group.trained for item in items} == {True}
     assert "actor/importance/mean" not in trainer.tracking.by_step[2]
 
 

@@ -16,7 +16,7 @@ from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_a
 from hybrid_gkd.reporting.metrics import check_names
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 
 VAL_KWARGS = "actor_rollout_ref.rollout.val_kwargs"
 SAMPLED = (f"{VAL_KWARGS}.temperature=1", "reward.answer_key=answer", "distillation.enabled=false")
@@ -98,7 +98,7 @@ def validate(prompts, *overrides, respond=None):
 
 def make_prompts(sources, file="test"):
     return [
-        Prompt(
+        Task(
             index=i, token_ids=np.full(1, i, np.int32), text=f"question {i}", answer="1", data_source=source, file=file
         )
         for i, source in enumerate(sources)
@@ -109,8 +109,8 @@ def test_each_data_source_has_metrics_and_all_together():
     """Prompt i has i right answers of four, the others are all different; the longest is cut."""
 
     def respond(request, version):
-        row, sample = divmod(request.index, 4)
-        return np.full(1, 1 if sample < row else 7 + request.index, np.int32)
+        _, row, number = request.id
+        return np.full(1, 1 if number < row else 7 + 4 * row + number, np.int32)
 
     found, generations = validate(
         make_prompts(["org/math", "org/math", None, "org/math"]), f"{VAL_KWARGS}.n=4", "trainer.log_val_generations=2",

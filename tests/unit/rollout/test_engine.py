@@ -12,11 +12,12 @@ from transformers import ApertusConfig, ApertusForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, make_engine, resolve_engine
+from hybrid_gkd.errors import ConfigError, WorkerError
+from hybrid_gkd.rollout import engine as rollout_engine
+from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, generate, make_engine, resolve_engine
 from hybrid_gkd.runtime.imports import load_object
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import GenerationRequest, SamplingParams
+from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 OWN_ENGINE = """
 import torch
@@ -51,6 +52,61 @@ def test_an_engine_of_the_users_own_is_built_and_never_sleeps(tmp_path):
     assert (engine.description, engine.stop_token_ids, engine.can_sleep) == ("parrot 1.0", [7], False)
 
 
+class ScriptedEngine(RolloutEngine):
+    """Step i finishes `ends[i]` samples and has computed `computed[i]` tokens of the others."""
+
+    weight_version, computed_tokens = 3, 0
+
+    def __init__(self, ends, computed=()):
+        self.script = list(zip(ends, computed or [0] * len(ends), strict=True))
+
+    def add(self, requests, sampling):
+        self.left = list(requests)
+
+    @property
+    def has_unfinished(self):
+        return bool(self.script)
+
+    def step(self):
+        ends, self.computed_tokens = self.script.pop(0)
+        finished, self.left = self.left[:ends], self.left[ends:]
+        return [self.sample(request, [7], status="stop", logprobs=None) for request in finished]
+
+
+def numbers_yielded(engine, requests):
+    ids = [SampleId(1, 0, number) for number in range(requests)]
+    asked = [GenerationRequest(id=each, prompt_ids=np.array([5], np.int32), seed=0) for each in ids]
+    for part in generate(engine, asked, SamplingParams(max_tokens=9)):
+        yield [sample.id.number for sample in part]
+
+
+def test_samples_that_finish_soon_after_each_other_are_yielded_together(monkeypatch):
+    ends = [0, 2, 0, 1, 1]
+    monkeypatch.setattr(rollout_engine, "TOGETHER_SECONDS", 1000.0)
+    assert list(numbers_yielded(ScriptedEngine(ends), 4)) == [[0, 1, 2, 3]]
+    monkeypatch.setattr(rollout_engine, "TOGETHER_SECONDS", 0.0)
+    assert list(numbers_yielded(ScriptedEngine(ends), 4)) == [[0, 1], [2], [3]]
+
+
+def test_an_engine_shows_progress_as_long_as_it_computes(monkeypatch):
+    """One that computes nothing shows none, so that the trainer's timeout ends it."""
+    monkeypatch.setattr(rollout_engine, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_engine, "TOGETHER_SECONDS", 0.0)
+    assert list(numbers_yielded(ScriptedEngine([0] * 6 + [1], [4, 5, 6, 6, 6, 7, 0]), 1)) == [[]] * 4 + [[0]]
+
+
+def test_an_engine_that_loses_samples_is_not_waited_for():
+    with pytest.raises(WorkerError, match=r"the rollout engine lost 3 of 5 samples"):
+        list(numbers_yielded(ScriptedEngine([2]), 5))
+
+
+def test_weights_come_before_the_first_token():
+    engine = ScriptedEngine([1])
+    engine.weight_version = None
+    with pytest.raises(AssertionError, match="undefined until they are published"):
+        list(numbers_yielded(engine, 1))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("nowhere:Engine", "ModuleNotFoundError"), ("json:Engine", "class of json")]
 )
@@ -66,9 +122,10 @@ def test_transformers_generates_to_the_limit_where_no_token_ends_a_response(tmp_
                           "actor_rollout_ref.teacher.server_ip=x", "trainer.device=cpu"])  # fmt: skip
     engine = make_engine(config, device=torch.device("cpu"), stop_token_ids=[])
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 1)]
-    requests = [GenerationRequest(index=i, prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
-    found = [each for part in engine.generate(requests, SamplingParams(max_tokens=64), 0) for each in part]
-    assert [(len(each.response_ids), each.finish_reason) for each in found] == [(64, "length")] * 2
+    requests = [GenerationRequest(id=SampleId(1, i, 0), prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
+    engine.load_weights(engine.model.state_dict().items(), 0)
+    found = [each for part in generate(engine, requests, SamplingParams(max_tokens=64)) for each in part]
+    assert [(each.num_trained, each.status) for each in found] == [(64, "length")] * 2
 
 
 def test_transformers_takes_buffers_that_a_folder_has(tmp_path):
@@ -80,7 +137,7 @@ def test_transformers_takes_buffers_that_a_folder_has(tmp_path):
     engine = make_engine(config, device=torch.device("cpu"), stop_token_ids=[])
     weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     assert weights.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    engine.load_weights(weights.items())
+    engine.load_weights(weights.items(), 0)
     engine.verify_weights(weights.items())
 
 

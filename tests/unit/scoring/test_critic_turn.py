@@ -10,9 +10,9 @@ from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.critic import value_metrics
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
-from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, tail_of
+from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
 from hybrid_gkd.trainer import GKDTrainer
-from hybrid_gkd.types import Prompt, TeacherTopK, TrainSequence
+from hybrid_gkd.types import Task, TopK
 
 GAE = (
     "data.train_files=unused", "actor_rollout_ref.model.path=unused", "data.train_batch_size=4",
@@ -20,7 +20,7 @@ GAE = (
     "algorithm.adv_estimator=gae", "algorithm.lam=0.5", "trainer.total_training_steps=1",
 )  # fmt: skip
 PPO = "distillation.enabled=false"
-PROMPTS = [Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
+PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
 
 
 def make(*overrides, cls=PPOTrainer, **options):
@@ -39,8 +39,8 @@ def test_values_come_first_and_the_critic_learns_before_the_actor():
     assert [event[0] for event in group.events] == steps
     for item in [i for share in group.critic_updates[0] for part in share for m in part.micro_batches for i in m]:
         # Of two tokens the last one is rewarded with 1: deltas 0 and 0.75, advantages 0.375 and 0.75.
-        np.testing.assert_array_equal(item.values, [0.25, 0.25])
-        np.testing.assert_allclose(item.returns, [0.625, 1.0])
+        np.testing.assert_array_equal(item.array("values"), [0.25, 0.25])
+        np.testing.assert_allclose(item.array("returns"), [0.625, 1.0])
     row = rows.by_step[1]
     assert row["critic/values/mean"] == 0.25
     assert row["critic/returns/mean"] == pytest.approx(0.8125)
@@ -69,10 +69,10 @@ def test_in_its_warm_up_it_learns_alone():
 
 
 def test_the_teacher_and_a_critic_together():
-    def score(sequence):
+    def score(reading):
         logprobs = np.full((2, 1), -0.5, np.float32)
-        ids, tail = sequence.response_ids[:, None], tail_of(logprobs)
-        return TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        ids, tail = reading.token_ids[reading.positions, None], tail_of(logprobs)
+        return TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
 
     trainer, group, _ = make(
         "distillation.use_task_rewards=true", "actor_rollout_ref.teacher.model.path=x", cls=GKDTrainer,
@@ -80,7 +80,7 @@ def test_the_teacher_and_a_critic_together():
     )
     trainer.fit()
     assert len(group.critic_updates) == len(group.updates) == 1
-    assert all(item.teacher is not None and item.advantages is not None for item in group.trained[0])
+    assert all("teacher" in item.signals and "advantages" in item.signals for item in group.trained[0])
 
 
 def test_without_rewards_there_is_no_critic():
@@ -94,7 +94,7 @@ def test_without_rewards_there_is_no_critic():
 def test_after_the_critics_update_the_state_is_not_that_of_a_whole_step():
     trainer, group, _ = make(PPO)
 
-    def refuse(batches):
+    def refuse(batches, last=True):
         raise TrainingError("loss nan, the step was not taken")
 
     group.update = refuse
@@ -110,11 +110,10 @@ def test_after_the_critics_update_the_state_is_not_that_of_a_whole_step():
 
 def test_explained_variance_against_the_formula():
     values, returns = np.array([0.0, 1.0, 2.0], np.float32), np.array([0.0, 2.0, 2.0], np.float32)
-    items = [TrainSequence(sequence=None, values=v, returns=r) for v, r in ((values[:2], returns[:2]),
-                                                                           (values[2:], returns[2:]))]  # fmt: skip
+    items = [make_sample(values=values[part], returns=returns[part]) for part in (slice(2), slice(2, 3))]
     found = value_metrics(items)
     assert found["critic/vf_explained_var"] == pytest.approx(1 - np.var([0, 1, 0]) / np.var([0, 2, 2]))
-    equal = [TrainSequence(sequence=None, values=values, returns=np.ones(3, np.float32))]
+    equal = [make_sample(values=values, returns=np.ones(3, np.float32))]
     assert value_metrics(equal).keys() == {"critic/values/mean", "critic/returns/mean"}
 
 

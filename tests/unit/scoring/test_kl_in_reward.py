@@ -15,8 +15,8 @@ from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.reference import ESTIMATES, ReferenceTurn
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
-from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup
-from hybrid_gkd.types import Prompt, Sequence, TrainSequence
+from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample
+from hybrid_gkd.types import Task
 
 VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text())
 """`how` in the file says how the numbers were made."""
@@ -24,7 +24,7 @@ KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
 LOG_RATIO = np.log(0.5) - np.log(0.125)
 """Of every token, as RecordingGroup computes."""
-PROMPTS = [Prompt(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
+PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
 
 
 def config(*overrides):
@@ -54,9 +54,9 @@ def test_rewards_and_coefficients_are_those_of_verl(case):
     turn = ReferenceTurn(config(*KL, settings, f"algorithm.kl_penalty={KINDS[name]}"), None, None, None)
     for number, step in enumerate(VERL["rewards"][case]):
         sequences = [
-            TrainSequence(
-                sequence=Sequence(index=i, prompt_ids=None, response_ids=None, weight_version=0, finish_reason="stop"),
-                old_logprobs=np.array(old) * (1 + 0.1 * number), ref_logprobs=np.array(reference),
+            make_sample(
+                i, completion=[0] * len(old), old_logprobs=np.array(old) * (1 + 0.1 * number),
+                reference=np.array(reference),
             )
             for i, (old, reference) in enumerate(zip(VERL["logprobs"], VERL["ref_logprobs"], strict=True))
         ]
@@ -80,15 +80,15 @@ def test_estimates_against_their_formulas():
 def test_every_token_loses_the_coefficient_times_its_kl_before_the_estimator():
     trainer, group, rows = make(*KL, steps=1)
     trainer.fit()
-    texts = [" ".join(map(str, item.sequence.response_ids)) for item in group.trained[0]]
+    texts = [" ".join(map(str, item.completion_ids)) for item in group.trained[0]]
     rewards = [np.array([0, len(text) % 2]) - 0.5 * LOG_RATIO for text in texts]
     returns = [np.cumsum(each[::-1])[::-1] for each in rewards]
     together = np.concatenate(returns)
     for item, found in zip(group.trained[0], returns, strict=True):
         want = (found - together.mean()) / np.sqrt(together.var(ddof=1) + 1e-8)
-        np.testing.assert_allclose(item.advantages, want, rtol=1e-4)
-        np.testing.assert_allclose(item.old_logprobs, np.log(0.5))
-        assert item.ref_logprobs is None  # the loss needs none
+        np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-4)
+        np.testing.assert_allclose(item.array("old_logprobs"), np.log(0.5))
+        assert "reference" not in item.signals  # the loss needs none
     assert group.num_forwards == 1
     row = rows.by_step[1]
     assert (row["reward/kl"], row["reward/kl_coef"]) == (pytest.approx(LOG_RATIO), 0.5)
@@ -99,11 +99,11 @@ def test_a_score_of_the_whole_answer_has_the_penalties_of_its_tokens_in_it():
     """grpo sums token rewards, as in verl: an answer of three tokens loses three penalties."""
     n = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "algorithm.norm_adv_by_std_in_grpo=false"]
     trainer, group, _ = make(*KL, *n, steps=1)
-    group._respond = lambda request, version: np.zeros(1 + 2 * (request.index % 2), np.int32)
+    group._respond = lambda request, version: np.zeros(1 + 2 * (request.id.number % 2), np.int32)
     trainer.fit()
     for item in group.trained[0]:  # texts "0" and "0 0 0" are odd: both are right
-        expected = (0.5 if item.sequence.index % 2 == 0 else -0.5) * 2 * 0.5 * LOG_RATIO
-        np.testing.assert_allclose(item.advantages, expected, rtol=1e-5)
+        expected = (0.5 if item.id.number % 2 == 0 else -0.5) * 2 * 0.5 * LOG_RATIO
+        np.testing.assert_allclose(item.array("advantages"), expected, rtol=1e-5)
 
 
 def test_the_greedy_answer_is_compared_without_a_penalty_as_in_verl():
@@ -111,7 +111,7 @@ def test_the_greedy_answer_is_compared_without_a_penalty_as_in_verl():
     group._respond = lambda request, version: np.zeros(1, np.int32)
     trainer.fit()
     for item in group.trained[0]:
-        np.testing.assert_allclose(item.advantages, -0.5 * LOG_RATIO, rtol=1e-5)
+        np.testing.assert_allclose(item.array("advantages"), -0.5 * LOG_RATIO, rtol=1e-5)
 
 
 def test_the_reference_is_asked_once_where_reward_and_loss_need_it_and_never_where_nothing_does():
@@ -126,7 +126,7 @@ def test_the_reference_is_asked_once_where_reward_and_loss_need_it_and_never_whe
         if for_loss is None:
             assert [event[0] for event in group.events[2:5]] == ["ref", "values", "update_critic"]
         else:
-            assert all((item.ref_logprobs is not None) == for_loss for item in group.trained[0])
+            assert all(("reference" in item.signals) == for_loss for item in group.trained[0])
     assert make()[1].num_forwards == 0
 
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_with_the_very_coefficient(tmp_path):
     coefs = [rows.by_step[step]["reward/kl_coef"] for step in range(1, 5)]
     assert coefs == pytest.approx([0.5 * (1 + 0.2 * 2 / 7) ** step for step in range(4)])
     first, group, _ = make(*adaptive, run_dir=tmp_path / "parts", steps=2)
-    group.update, update = lambda batches: fail_at(3, group, update, batches), group.update
+    group.update, update = lambda batches, last=True: fail_at(3, group, update, batches), group.update
     first.fit()
     state = load_state(first.checkpoint)
     assert state.kl_coef == first.reference.coef == coefs[2]
@@ -158,7 +158,7 @@ def fail_at(number, group, update, batches):
 
 def test_a_step_that_was_not_taken_leaves_the_coefficient(tmp_path):
     trainer, group, _ = make(*KL, "algorithm.kl_ctrl.type=adaptive", run_dir=tmp_path)
-    group.update, update = lambda batches: fail_at(2, group, update, batches), group.update
+    group.update, update = lambda batches, last=True: fail_at(2, group, update, batches), group.update
     with pytest.raises(TrainingError):
         trainer.fit()
     assert load_state(trainer.checkpoint).kl_coef == trainer.reference.coef == 0.5 * (1 + 0.2 * 2 / 10000)

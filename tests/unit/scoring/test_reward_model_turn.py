@@ -14,8 +14,8 @@ from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.reward_model import RewardModelTurn, RewardTexts
 from hybrid_gkd.scoring.rewards import Scorer
-from hybrid_gkd.testing import CHAT_TEMPLATE, MetricRows, NumberTokenizer, RecordingGroup, make_tokenizer
-from hybrid_gkd.types import Prompt, Sequence
+from hybrid_gkd.testing import CHAT_TEMPLATE, MetricRows, NumberTokenizer, RecordingGroup, make_sample, make_tokenizer
+from hybrid_gkd.types import Task
 
 OWN = [
     "data.train_files=unused", "data.val_files=unused", "actor_rollout_ref.model.path=unused", "trainer.save_freq=0",
@@ -24,7 +24,7 @@ OWN = [
 ]  # fmt: skip
 MODEL = ["reward_model.enable=true", "reward_model.model.path=judge"]
 PROMPTS = [
-    Prompt(
+    Task(
         index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1",
         messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": str(i)}],
     )
@@ -34,7 +34,7 @@ PROMPTS = [
 
 def respond(request, version):
     """One to four tokens."""
-    return np.full(1 + request.index % 4, 7, np.int32)
+    return np.full(1 + request.id.row % 4, 7, np.int32)
 
 
 def make(*overrides, texts=None, score=None):
@@ -62,7 +62,7 @@ def test_it_scores_after_the_rollout_and_in_validation_which_gives_the_engine_it
     assert [event[2] for event in group.events if event[0] == "reward_model"] == [2, 8, 8, 2, 8, 2]
     for item in group.trained[0]:
         # Greedy answers are as long as the drawn ones here: the reward is the baseline.
-        assert not np.any(item.advantages)
+        assert not np.any(item.array("advantages"))
     row = rows.by_step[2]
     assert row["reward/mean"] == np.mean([2, 3, 4, 5]) == row["reward/greedy"]
     assert row["val/reward_model"] == 2.5
@@ -89,11 +89,8 @@ def test_a_score_that_is_no_number_ends_the_run_with_the_row():
         make(score=float("nan"))[0].fit()
 
 
-def sequence(*ids):
-    return Sequence(
-        index=0, prompt_ids=np.array([1, 2], np.int32), response_ids=np.array(ids, np.int32), weight_version=0,
-        finish_reason="stop",
-    )
+def sample(*ids, row=0):
+    return make_sample(row, prompt=[1, 2], completion=ids)
 
 
 def test_texts_lose_their_end_at_the_limit_which_is_said_and_counted(caplog):
@@ -107,9 +104,9 @@ def test_texts_lose_their_end_at_the_limit_which_is_said_and_counted(caplog):
 
 def test_what_it_reads_is_the_chat_behind_its_own_template():
     tokenizer, own = make_tokenizer(), make_tokenizer(extra_tokens=("<|b|>",))
-    answer = sequence(*tokenizer("yes").input_ids, tokenizer.eos_token_id)
+    answer = sample(*tokenizer("yes").input_ids, tokenizer.eos_token_id)
     np.testing.assert_array_equal(
-        RewardTexts(tokenizer).tokens(PROMPTS[3], answer), [*answer.prompt_ids, *answer.response_ids]
+        RewardTexts(tokenizer).tokens(PROMPTS[3], answer), answer.tokens
     )
     own.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|b|>{% endfor %}"
     found = RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
@@ -126,7 +123,7 @@ def test_micro_batches_are_cut_by_their_own_limit_and_a_longer_text_is_one():
     trainer, group, _ = make("reward_model.forward_max_token_len_per_gpu=4")
     asked, compute = [], group.compute_reward_scores
     group.compute_reward_scores = lambda shares: asked.append(shares) or compute(shares)
-    pairs = [(PROMPTS[i % 4], sequence(*range(length))) for i, length in enumerate((1, 1, 1, 6))]
+    pairs = [(PROMPTS[i % 4], sample(*range(length), row=i)) for i, length in enumerate((1, 1, 1, 6))]
     assert trainer.scorer.scores(pairs) == [3, 3, 3, 8]
     (shares,) = asked
     assert len(shares) == group.size
@@ -174,7 +171,7 @@ def test_where_groups_are_left_out_the_engine_gets_its_weights_back_before_it_re
     """Half of the groups have no signal, so that a step takes two generation batches, each of which is scored once."""
     monkeypatch.setattr(
         f"{__name__}.respond",
-        lambda request, version: np.full(1 + (request.index % 2) * (int(request.prompt_ids[0]) % 2), 7, np.int32),
+        lambda request, version: np.full(1 + request.id.number * (request.id.row % 2), 7, np.int32),
     )
     trainer, group, rows = make(
         "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "algorithm.filter_groups.enable=true",

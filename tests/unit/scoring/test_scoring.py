@@ -21,8 +21,8 @@ from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import RewardFunction, load_functions
 from hybrid_gkd.scoring.rewards import Scorer
-from hybrid_gkd.testing import NumberTokenizer
-from hybrid_gkd.types import Prompt, Sequence
+from hybrid_gkd.testing import NumberTokenizer, make_sample
+from hybrid_gkd.types import Task
 
 
 @pytest.fixture
@@ -48,12 +48,8 @@ def make(tmp_path):
 
 
 def pair(row, *ids, answer="7"):
-    prompt = Prompt(index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, extra_info={"row": row})
-    sequence = Sequence(
-        index=row, prompt_ids=prompt.token_ids, response_ids=np.array(ids, np.int32), weight_version=0,
-        finish_reason="stop",
-    )
-    return prompt, sequence
+    prompt = Task(index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, extra_info={"row": row})
+    return prompt, make_sample(row, prompt=prompt.token_ids, completion=ids)
 
 
 def test_builtin_functions_that_are_quick_start_no_process(make):
@@ -96,7 +92,7 @@ def test_a_row_without_an_answer_is_named(make):
 
 
 def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_path):
-    """What begin() handed over is not computed again, and a sequence that is gone is forgotten."""
+    """What begin() handed over is not computed again, and a sample that is gone is forgotten."""
     scorer = make(text=f"""
         def compute_score(data_source, solution_str, ground_truth, extra_info):
             with open({str(tmp_path / "calls")!r}, "a") as file:

@@ -1,7 +1,5 @@
 """What an actor makes of a micro-batch for its loss. CPU, one rank."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,36 +7,16 @@ import torch
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
-from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.types import MiniBatch, TopK
 
 
 def scored(index, length):
-    """A sequence with the teacher's scores of its response."""
+    """A sample with the teacher's scores."""
     ids = np.tile(np.arange(4, dtype=np.int32), (length, 1))
     logprobs = np.log(np.full((length, 4), 0.2, np.float32))
-    sequence = Sequence(
-        index=index, prompt_ids=np.zeros(2, np.int32), response_ids=np.zeros(length, np.int32), weight_version=0,
-        finish_reason="stop",
-    )
-    teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
-    return TrainSequence(sequence=sequence, teacher=teacher)
-
-
-def test_factors_of_the_distillation_are_made_where_one_is_not_1(tmp_path, monkeypatch):
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.device=cpu",
-        "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
-    ])  # fmt: skip
-    whole, other = scored(0, 3), scored(1, 2)
-    sampled = torch.zeros(5, dtype=torch.int64)
-    with single_process_group():
-        actor = Actor(config, device=torch.device("cpu"), num_updates=1)
-        _, targets = actor._targets((whole, replace(other, teacher_weight=0.5)), sampled)
-        assert targets.teacher_weights.tolist() == [1, 1, 1, 0.5, 0.5]
-        monkeypatch.setattr(np, "full", None)  # no array of ones is built
-        _, targets = actor._targets((whole, other), sampled)
-        assert targets.teacher_weights is None
+    teacher = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail_of(logprobs), sampled_logprobs=logprobs[:, 0])
+    return make_sample(index, prompt=[0, 0], completion=[0] * length, teacher=teacher)
 
 
 @pytest.mark.parametrize("reshard", ["true", "false"])

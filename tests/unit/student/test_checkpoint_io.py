@@ -23,8 +23,8 @@ from hybrid_gkd.student.checkpoint_io import (
     snapshot_bytes,
     snapshot_model,
 )
-from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.saving import Saver
 
 
@@ -43,13 +43,10 @@ def make_phimoe(folder):
 def random_batch(seed):
     rng = np.random.default_rng(seed)
     prompt, response = rng.integers(0, 256, 5, np.int32), rng.integers(0, 256, 20, np.int32)
-    sequence = Sequence(
-        index=0, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="stop"
-    )
     ids = np.stack([rng.permutation(256)[:4] for _ in response]).astype(np.int32)
     scores = np.log(rng.dirichlet(np.ones(5), len(response))[:, :4]).astype(np.float32)
-    teacher = TeacherTopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
-    item = TrainSequence(sequence=sequence, teacher=teacher)
+    teacher = TopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
+    item = make_sample(prompt=prompt.tolist(), completion=response.tolist(), teacher=teacher)
     return MiniBatch(micro_batches=((item,),), num_tokens=len(response))
 
 
@@ -83,7 +80,7 @@ def test_a_resumed_actor_goes_on_to_the_last_digit(make, overrides, tmp_path):
         load_model(resumed, tmp_path / "actor")
         results = []
         for actor in (whole, resumed):
-            logprobs = actor.compute_logprobs(random_batch(2).micro_batches)[0].tolist()
+            (logprobs,) = (found.tolist() for found in actor.compute_logprobs(random_batch(2).micro_batches).values())
             metrics = [actor.update(random_batch(step)) for step in range(2, 4)]
             results.append((logprobs, metrics, dict(actor.full_tensors(torch.float32))))
     assert results[0][:2] == results[1][:2]

@@ -9,8 +9,8 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.student.checkpoint_io import load_model, save_model
 from hybrid_gkd.student.critic import Critic
-from hybrid_gkd.testing import make_tiny_model, single_process_group
-from hybrid_gkd.types import MiniBatch, Sequence, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group
+from hybrid_gkd.types import MiniBatch
 
 CPU = torch.device("cpu")
 RETURN = 1.5
@@ -25,15 +25,13 @@ def make_config(model, *overrides):
 
 
 def micro_batch(seed, values=None):
-    """Three sequences of odd lengths, one of a single response token."""
+    """Three samples of odd lengths, one with a single trained token."""
     rng, items = np.random.default_rng(seed), []
     for index, length in enumerate((5, 1, 12)):
-        sequence = Sequence(
-            index=index, prompt_ids=rng.integers(0, 256, 4 + index, np.int32), weight_version=0,
-            response_ids=rng.integers(0, 256, length, np.int32), finish_reason="stop",
-        )
-        old = values[index] if values else np.zeros(length, np.float32)
-        items.append(TrainSequence(sequence=sequence, values=old, returns=np.full(length, RETURN, np.float32)))
+        prompt, completion = (rng.integers(0, 256, n, np.int32).tolist() for n in (4 + index, length))
+        item = make_sample(index, prompt=prompt, completion=completion, returns=np.full(length, RETURN, np.float32))
+        old = values[item.id] if values else np.zeros(length, np.float32)
+        items.append(item.with_signals(values=old))
     return tuple(items)
 
 
@@ -59,12 +57,11 @@ def test_values_are_those_of_the_state_before_each_token(tied, tmp_path):
         found = critic.compute_values((micro_batch(0)[:1], micro_batch(0)[1:]))
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for item in micro_batch(0):
-        prompt, response = item.sequence.prompt_ids, item.sequence.response_ids
-        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        ids = torch.from_numpy(item.tokens.astype(np.int64))
         with torch.no_grad():
-            states = plain.model(ids[None]).last_hidden_state[0, len(prompt) - 1 : -1]
+            states = plain.model(ids[None]).last_hidden_state[0, item.positions - 1]
         np.testing.assert_allclose(
-            found[item.sequence.index], states @ torch.linspace(-1, 1, 64) + 0.25, rtol=1e-5, atol=1e-5
+            found[item.id], states @ torch.linspace(-1, 1, 64) + 0.25, rtol=1e-5, atol=1e-5
         )
 
 

@@ -21,8 +21,8 @@ from hybrid_gkd.errors import CheckpointError, ConfigError, HybridGKDError, Mode
 from hybrid_gkd.models.spec import model_spec
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
-from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.types import MiniBatch, TopK
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 RANK, ALPHA, STEPS, K = 3, 6, 4, 8
@@ -52,17 +52,14 @@ def random_items(step, count=4):
         prompt, response = (rng.integers(0, 256, rng.integers(2, 20)).astype(np.int32) for _ in range(2))
         ids = np.stack([rng.permutation(256)[:K] for _ in response]).astype(np.int32)
         scores = np.log(rng.dirichlet(np.ones(K + 1), len(response))[:, :K]).astype(np.float32)
-        teacher = TeacherTopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
-        sequence = Sequence(
-            index=index, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="stop"
-        )
-        items.append(TrainSequence(sequence=sequence, teacher=teacher))
+        teacher = TopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
+        items.append(make_sample(index, prompt=prompt.tolist(), completion=response.tolist(), teacher=teacher))
     return items
 
 
 def share(step, rank=0, ranks=1):
     items = random_items(step)
-    num_tokens = sum(len(item.sequence.response_ids) for item in items)
+    num_tokens = sum(item.num_trained for item in items)
     return MiniBatch(micro_batches=tuple((item,) for item in items[rank::ranks]), num_tokens=num_tokens)
 
 
@@ -78,13 +75,12 @@ def plain_losses(model, adapter, config):
     for step in range(STEPS):
         loss, num_tokens = 0.0, 0
         for item in random_items(step):
-            prompt, response = item.sequence.prompt_ids, item.sequence.response_ids
-            logits = model(torch.tensor(np.concatenate([prompt, response])[None]).long()).logits[0]
-            q = logits[len(prompt) - 1 : -1].softmax(-1).gather(1, torch.tensor(item.teacher.ids).long())
-            p = torch.tensor(item.teacher.logprobs).exp()
+            logits, teacher = model(torch.tensor(item.tokens[None]).long()).logits[0], item.topk("teacher")
+            q = logits[item.positions - 1].softmax(-1).gather(1, torch.tensor(teacher.ids).long())
+            p = torch.tensor(teacher.logprobs).exp()
             rest_p, rest_q = 1 - p.sum(1), 1 - q.sum(1)
             loss = loss + (p * (p / q).log()).sum() + (rest_p * (rest_p / rest_q).log()).sum()
-            num_tokens += len(response)
+            num_tokens += item.num_trained
         losses.append((loss / num_tokens).item())
         (loss / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(trained, config.actor_rollout_ref.actor.grad_clip)
@@ -217,10 +213,10 @@ def test_training_starts_from_an_adapter_and_what_is_exported_loads_into_peft(tr
         assert all(layer.scaling["default"] == ALPHA / RANK for layer in layers_of(actor.hf_model))
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(trained / "model"), after)
     for item in items:
-        prompt, response = item.sequence.prompt_ids, torch.tensor(item.sequence.response_ids).long()
-        logits = model(torch.cat([torch.tensor(prompt).long(), response])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0].detach().numpy()
-        np.testing.assert_allclose(found[item.sequence.index], expected, atol=1e-5)
+        logits = model(torch.tensor(item.tokens[None]).long()).logits[0, item.positions - 1]
+        chosen = torch.tensor(item.trained_ids).long()[:, None]
+        expected = logits.log_softmax(-1).gather(1, chosen)[:, 0].detach().numpy()
+        np.testing.assert_allclose(found[item.id], expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -233,14 +229,14 @@ def test_the_reference_is_the_model_below_the_adapters(trained):
         reference = actor.compute_ref_logprobs((items,))
         expected = make_actor(trained / "model").compute_logprobs((items,))
         before = actor.compute_logprobs((items,))
-        for index, values in expected.items():
-            assert np.array_equal(reference[index], values)
-            assert np.abs(before[index] - values).max() > 0.01
+        for item, values in expected.items():
+            assert np.array_equal(reference[item], values)
+            assert np.abs(before[item] - values).max() > 0.01
         actor.update(share(0))
         assert len(actor.optimizer.state) == 2 * len(layers_of(actor.hf_model))
         after, again = actor.compute_logprobs((items,)), actor.compute_ref_logprobs((items,))
-        assert all(np.array_equal(again[index], reference[index]) for index in expected)
-        assert all(not np.array_equal(after[index], before[index]) for index in expected)
+        assert all(np.array_equal(again[item], reference[item]) for item in expected)
+        assert all(not np.array_equal(after[item], before[item]) for item in expected)
 
 
 def layers_of(model):

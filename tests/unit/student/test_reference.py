@@ -16,7 +16,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.student.reference import Reference
 from hybrid_gkd.testing import LocalGroup, MetricRows, NumberTokenizer, make_tiny_model, single_process_group
-from hybrid_gkd.types import Prompt
+from hybrid_gkd.types import Task
 
 KL = "actor_rollout_ref.actor"
 
@@ -34,7 +34,7 @@ def train(config):
         return np.random.default_rng(request.seed).integers(0, 256, 5).astype(np.int32)
 
     rows = MetricRows()
-    prompts = [Prompt(index=i, token_ids=np.array([i, 7], np.int32), text=str(i), answer="1") for i in range(4)]
+    prompts = [Task(index=i, token_ids=np.array([i, 7], np.int32), text=str(i), answer="1") for i in range(4)]
     group = LocalGroup(config, respond=respond, num_updates=2)
     group.reference_config = config
     PPOTrainer(
@@ -101,13 +101,12 @@ def test_the_whole_distribution_of_a_reference_is_compared(topk, tmp_path):
     assert "actor/distillation/overlap_ratio" not in rows[1]
     values, models = [], [AutoModelForCausalLM.from_pretrained(folder).double() for folder in (model, other)]
     for item in group.trained[0]:
-        prompt, response = item.sequence.prompt_ids, item.sequence.response_ids
-        ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
+        ids = torch.tensor(item.tokens, dtype=torch.int64)[None]
         with torch.no_grad():
-            q, p = ((m(ids).logits[0, len(prompt) - 1 : -1] / 0.7).softmax(-1) for m in models)
+            q, p = ((m(ids).logits[0, item.positions - 1] / 0.7).softmax(-1) for m in models)
         assert q.shape[1] == 259
         p, chosen = p.topk(topk)
-        np.testing.assert_array_equal(item.ref_topk.ids[:, :3], chosen[:, :3])
+        np.testing.assert_array_equal(item.topk("reference_topk").ids[:, :3], chosen[:, :3])
         q = q.gather(1, chosen)
         if topk < 259:
             q, p = (torch.cat([each, 1 - each.sum(1, keepdim=True)], 1) for each in (q, p))

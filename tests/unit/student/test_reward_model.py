@@ -17,7 +17,7 @@ from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.offload.budget import phase_bytes
 from hybrid_gkd.student.reward_model import RewardModel
 from hybrid_gkd.testing import make_tiny_model, single_process_group
-from hybrid_gkd.types import Prompt, RewardText
+from hybrid_gkd.types import RewardText, Task
 
 CPU = torch.device("cpu")
 CLASSIFIERS = ("Qwen2ForSequenceClassification", "Qwen2ForTokenClassification")
@@ -61,7 +61,7 @@ def test_scores_of_packed_texts_are_those_of_transformers(architecture, student,
 def examine(student, path, *overrides):
     """What the check before a run says."""
     config = make_config(student, path, *overrides)
-    prompt = Prompt(
+    prompt = Task(
         index=0, token_ids=np.zeros(3, np.int32), text="a", messages=[{"role": "user", "content": "a"}]
     )
     facts = Facts(config, tokenizer=load_tokenizer(str(student)), train_prompts=[prompt])

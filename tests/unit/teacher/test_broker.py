@@ -50,7 +50,7 @@ class FakeWorker:
             self.inbox.put(work)
 
     def answer(self, work):
-        scores = [faults.expected_scores(*pair, work.request.topk) for pair in work.sequences]
+        scores = [faults.expected_scores(reading, work.request.topk) for reading in work.readings]
         result = protocol.ScoreResult(id=work.request.id, attempt=work.request.attempt, server=self._name)
         self._link.reply(result, protocol.result_arrays(scores))
 
@@ -59,15 +59,15 @@ def test_work_goes_round_whatever_a_worker_says_it_can_hold(broker):
     workers = [FakeWorker(broker, "greedy", 1024), FakeWorker(broker, "modest", 3)]
     wait_until(lambda: broker.num_workers == 2)
     with faults.connected(f"127.0.0.1:{broker.port}", num_microbatches=1) as client:
-        batch = faults.make_sequences(np.random.default_rng(0), 6)
+        batch = faults.make_readings(np.random.default_rng(0), 6)
         futures = client.submit(batch)
         wait_until(lambda: sum(worker.inbox.qsize() for worker in workers) == 6)
         assert [worker.inbox.qsize() for worker in workers] == [3, 3]
         for worker in workers:
             for _ in range(3):
                 worker.answer(worker.inbox.get(timeout=TIMEOUT))
-        for future, sequence in zip(futures, batch, strict=True):
-            faults.expect(future.result(TIMEOUT), sequence)
+        for future, reading in zip(futures, batch, strict=True):
+            faults.expect(future.result(TIMEOUT), reading)
 
 
 def test_a_peer_that_names_itself_is_told(broker):
@@ -125,7 +125,7 @@ def test_a_client_whose_connection_is_cut_gets_all_its_scores(broker):
     worker = FakeWorker(broker, "worker", 4)
     wait_until(lambda: broker.num_workers == 1)
     with contextlib.closing(Cable(broker.port)) as cable, faults.connected(cable.address) as client:
-        batch = faults.make_sequences(np.random.default_rng(0), 8)
+        batch = faults.make_readings(np.random.default_rng(0), 8)
         futures = client.submit(batch)
         held = [worker.inbox.get(timeout=TIMEOUT) for _ in range(2)]
         cable.cut()
@@ -134,8 +134,8 @@ def test_a_client_whose_connection_is_cut_gets_all_its_scores(broker):
         while not all(future.done() for future in futures):
             with contextlib.suppress(queue.Empty):
                 worker.answer(worker.inbox.get(timeout=0.1))
-        for future, sequence in zip(futures, batch, strict=True):
-            faults.expect(future.result(TIMEOUT), sequence)
+        for future, reading in zip(futures, batch, strict=True):
+            faults.expect(future.result(TIMEOUT), reading)
         assert client.drain_metrics().retries > 0
 
 

@@ -1,24 +1,31 @@
 """Messages survive the round trip, and whatever is not a valid message is a ProtocolError."""
 
+import time
+
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.errors import TeacherError, TeacherRefused
 from hybrid_gkd.teacher import network, protocol
+from hybrid_gkd.teacher.ranges import count_ranges, positions_of, ranges_of
 from hybrid_gkd.testing import tail_of
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
-SEQUENCES = [
-    (np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32)),
-    (np.array([6], np.int32), np.array([7, 8, 9], np.int32)),
-]
+
+def reading(token_ids, positions, name="reading 0"):
+    return Reading(token_ids=np.array(token_ids, np.int32), positions=np.array(positions), name=name)
+
+
+READINGS = [reading([1, 2, 3, 4, 5], [3, 4]), reading([6, 7, 8, 9], [1, 3], name="reading 1")]
 
 
 def request(**changes) -> protocol.ScoreRequest:
     fields = {
         "id": "a", "attempt": 1, "timeout_seconds": 5.0, "topk": 2, "temperature": 1.0,
-        "prompt_lengths": [3, 1], "response_lengths": [2, 3],
+        "lengths": [5, 4], "ranges": [[3, 5], [1, 2, 3, 4]],
     } | changes  # fmt: skip
     return protocol.ScoreRequest(**fields)
 
@@ -28,13 +35,89 @@ def over_the_wire(frames):
     return protocol.decode_header(raw[0]), raw[1:]
 
 
-def test_request_round_trip():
-    header, frames = over_the_wire(protocol.encode(request(), [protocol.request_array(SEQUENCES)]))
+def expect_round_trip(readings):
+    changes = {
+        "lengths": [each.num_tokens for each in readings],
+        "ranges": [ranges_of(each.positions) for each in readings],
+    }
+    header, frames = over_the_wire(protocol.encode(request(**changes), [protocol.request_array(readings)]))
     unpacked = protocol.unpack_request(header, frames)
-    assert header.num_tokens == 9
-    for (prompt, response), (expected_prompt, expected_response) in zip(unpacked, SEQUENCES, strict=True):
-        np.testing.assert_array_equal(prompt, expected_prompt)
-        np.testing.assert_array_equal(response, expected_response)
+    assert header.num_tokens == sum(changes["lengths"])
+    assert header.num_scored == sum(len(each.positions) for each in readings)
+    for index, (found, expected) in enumerate(zip(unpacked, readings, strict=True)):
+        assert found.name == f"reading {index}"
+        assert found.positions.dtype == np.int64
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(found.positions, expected.positions)
+    return changes
+
+
+def test_request_round_trip():
+    assert expect_round_trip(READINGS) == {"lengths": [5, 4], "ranges": [[3, 5], [1, 2, 3, 4]]}
+
+
+@given(st.lists(st.sets(st.integers(1, 40), min_size=1), min_size=1, max_size=5), st.data())
+def test_any_positions_survive_the_round_trip_as_the_fewest_ranges(all_positions, data):
+    readings = []
+    for positions in map(sorted, all_positions):
+        length = data.draw(st.integers(positions[-1] + 1, positions[-1] + 9))
+        readings.append(reading(np.arange(length), positions))
+        pairs = np.array(ranges_of(readings[-1].positions)).reshape(-1, 2)
+        assert len(pairs) == count_ranges(readings[-1].positions)
+        assert (pairs[1:, 0] > pairs[:-1, 1]).all()
+    expect_round_trip(readings)
+
+
+BAD_RANGES = {
+    "none": [], "half of one": [3], "half of the second": [1, 2, 3], "empty": [2, 2], "backwards": [3, 2],
+    "the first token, which nothing predicts": [0, 2], "past the end": [3, 6], "far past the end": [1, 2**31 - 1],
+    "descending": [3, 4, 1, 2], "overlapping": [1, 3, 2, 4], "the same again": [1, 2, 1, 2],
+    "empty at the end": [1, 5, 5, 5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranges", BAD_RANGES.values(), ids=BAD_RANGES)
+def test_ranges_that_no_reading_has_are_refused(ranges):
+    with pytest.raises(TeacherRefused, match=r"^name: the ranges of its scored tokens ascend from 1 to its 5 tokens"):
+        positions_of(ranges, 5, "name")
+    header = request(ranges=[ranges, [1, 4]])
+    assert isinstance(header.num_scored, int)  # the broker counts before a worker refuses
+    header, frames = over_the_wire(protocol.encode(header, [protocol.request_array(READINGS)]))
+    with pytest.raises(TeacherRefused, match=r"^reading 0: the ranges"):
+        protocol.unpack_request(header, frames)
+
+
+@given(st.lists(st.integers(0, 12), max_size=8), st.integers(0, 10))
+def test_ranges_are_either_refused_or_positions_within_the_reading(ranges, length):
+    try:
+        positions = positions_of(ranges, length, "name")
+    except TeacherRefused:
+        pairs = [range(start, stop) for start, stop in zip(ranges[::2], ranges[1::2], strict=False)]
+        found = [each for pair in pairs for each in pair]
+        fits = found == sorted(set(found)) and all(0 < each < length for each in found)
+        assert not ranges or len(ranges) % 2 or not all(pairs) or not fits
+    else:
+        assert (np.diff(positions, prepend=0, append=length) > 0).all()
+
+
+@pytest.mark.parametrize(("lengths", "ranges"), [([], []), ([9], [[1, 9], [1, 9]]), ([4, 5], [[1, 4]])])
+def test_a_request_whose_lists_do_not_match_is_refused(lengths, ranges):
+    ids = np.zeros(sum(lengths), np.int32)
+    header, frames = over_the_wire(protocol.encode(request(lengths=lengths, ranges=ranges), [ids]))
+    with pytest.raises(TeacherRefused, match="each with its length and its ranges"):
+        protocol.unpack_request(header, frames)
+
+
+def test_the_most_hostile_ranges_that_a_message_has_room_for_cost_little():
+    """Any number of empty lists would take a hundred times the memory of the message."""
+    with pytest.raises(protocol.ProtocolError, match=r"length <= 8192"):
+        protocol.decode_header(bytes(protocol.encode(request(ranges=[[]] * 500_000))[0]))
+    huge = [1, 2**31 - 1] * 100_000
+    header, frames = over_the_wire(protocol.encode(request(ranges=[huge, [1, 4]]), [protocol.request_array(READINGS)]))
+    started = time.process_time()
+    with pytest.raises(TeacherRefused, match="reading 0"):
+        protocol.unpack_request(header, frames)
+    assert time.process_time() - started < 1  # 0.02 s
 
 
 def test_result_round_trip_is_float16_for_candidates_and_float32_for_all_else():
@@ -44,11 +127,11 @@ def test_result_round_trip_is_float16_for_candidates_and_float32_for_all_else():
         logprobs = np.log(rng.dirichlet(np.ones(7), num_rows)).astype(np.float32)[:, :4]
         ids = np.stack([rng.permutation(50)[:4] for _ in range(num_rows)]).astype(np.int32)
         tail, sampled = tail_of(logprobs), logprobs[:, 1].copy()
-        scores.append(TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled))
+        scores.append(TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled))
     frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays(scores))
     header, raw = over_the_wire(frames)
     assert [len(frame) for frame in raw] == [9 * 4 * 4, 9 * 4 * 2, 9 * 4, 9 * 4]
-    received = protocol.unpack_result(header, raw, topk=4, vocab_size=50, response_lengths=[3, 1, 5])
+    received = protocol.unpack_result(header, raw, topk=4, vocab_size=50, num_scored=[3, 1, 5])
     for score, expected in zip(received, scores, strict=True):
         np.testing.assert_array_equal(score.ids, expected.ids)
         np.testing.assert_allclose(score.logprobs, expected.logprobs, rtol=1e-3)
@@ -100,7 +183,7 @@ def test_bad_header(body):
 
 def test_every_flipped_bit_of_a_header_is_noticed():
     """Without the header's checksum, a reply would find another request, or another K or temperature be scored."""
-    good = bytes(protocol.encode(request(), [protocol.request_array(SEQUENCES)])[0])
+    good = bytes(protocol.encode(request(), [protocol.request_array(READINGS)])[0])
     for position in range(8 * len(good)):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8
@@ -120,8 +203,8 @@ def test_another_version_is_told_from_damage():
     ("field", "value"),
     [
         ("timeout_seconds", float("nan")), ("timeout_seconds", float("inf")), ("timeout_seconds", -1.0),
-        ("temperature", 0.0), ("temperature", float("nan")), ("topk", 0), ("prompt_lengths", [-1]),
-        ("id", ""), ("id", "x" * 65),
+        ("temperature", 0.0), ("temperature", float("nan")), ("topk", 0), ("lengths", [-1]),
+        ("ranges", [[-1, 2]]), ("ranges", [1, 2]), ("lengths", [1] * 8193), ("id", ""), ("id", "x" * 65),
     ],
 )  # fmt: skip
 def test_impossible_request_values(field, value):
@@ -130,7 +213,7 @@ def test_impossible_request_values(field, value):
 
 
 def damaged(change):
-    header, frames = over_the_wire(protocol.encode(request(), [protocol.request_array(SEQUENCES)]))
+    header, frames = over_the_wire(protocol.encode(request(), [protocol.request_array(READINGS)]))
     return change(header, list(frames))
 
 
@@ -149,8 +232,7 @@ def with_spec(header, **changes):
         (lambda header, frames: (with_spec(header, dtype="float32"), frames), "int32 array"),
         (lambda header, frames: (with_spec(header, shape=(3, 3)), frames), "int32 array"),
         (lambda header, frames: (with_spec(header, shape=(2**30, 2**30)), frames), "bytes arrived"),
-        (lambda header, frames: (msgspec.structs.replace(header, response_lengths=[5]), frames), "response lengths"),
-        (lambda header, frames: (msgspec.structs.replace(header, response_lengths=[2, 4]), frames), "10 token ids"),
+        (lambda header, frames: (msgspec.structs.replace(header, lengths=[5, 5]), frames), "10 token ids"),
     ],
 )
 def test_bad_frames(change, text):
@@ -166,21 +248,30 @@ MODEL = protocol.ModelInfo(
 
 
 @pytest.mark.parametrize(
-    ("changes", "sequences", "text"),
+    ("changes", "readings", "text"),
     [
-        ({}, SEQUENCES, None),
-        ({"topk": 5}, SEQUENCES, "topk 5 is above the 4"),
-        ({"temperature": 0.5}, SEQUENCES, "temperature 0.5: the vllm backend"),
-        ({}, [], "no sequences"),
-        ({}, [(np.arange(4), np.arange(2))], "6 tokens, the server's limit is 5"),
-        ({}, [(np.arange(0), np.arange(2))], "needs a prompt and a response"),
-        ({}, [(np.arange(2), np.array([10]))], "outside the 10"),
-        ({}, [(np.array([-1]), np.arange(2))], "outside the 10"),
+        ({"topk": 5}, READINGS, "topk 5 is above the 4"),
+        ({"temperature": 0.5}, READINGS, "temperature 0.5: the vllm backend"),
+        ({}, [*READINGS, reading(np.arange(6), [2], "the third")], "the third has 6 tokens, the server's limit is 5"),
+        ({}, [reading([0, 1, 10], [2])], "reading 0 has token ids outside the 10 .* for example 10"),
+        ({}, [reading([-1, 0], [1])], "outside the 10"),
     ],
 )
-def test_refusals_name_the_reason(changes, sequences, text):
-    reason = protocol.refusal(request(**changes), sequences, MODEL)
-    assert reason is None if text is None else text in reason
+def test_refusals_name_the_reason(changes, readings, text):
+    protocol.check_request(request(), READINGS, MODEL)
+    with pytest.raises(TeacherRefused, match=text):
+        protocol.check_request(request(**changes), readings, MODEL)
+
+
+def test_as_many_ranges_are_taken_as_fit_into_a_header():
+    """Every other token of a long reading; its numbers have five bytes."""
+    most, model = protocol.MAX_RANGES, msgspec.structs.replace(MODEL, max_sequence_length=1 << 20)
+    long = reading(np.zeros(1 << 20), (1 << 20) - 1 - 2 * np.arange(most)[::-1])
+    assert protocol.reading_refusal(long, model) is None
+    header = protocol.encode(request(lengths=[1 << 20], ranges=[ranges_of(long.positions)]))[0]
+    assert len(header) < protocol.MAX_HEADER_BYTES
+    more = reading(long.token_ids, [1, *long.positions])
+    assert f"has {most + 1} separate ranges" in protocol.reading_refusal(more, model)
 
 
 @pytest.mark.parametrize("address", ["", "15555", "host:", "host:x", "host:0", "host:70000", ":15555"])

@@ -23,7 +23,7 @@ from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client import requests
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
-from hybrid_gkd.types import Sequence, TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
 TIMEOUT = 30.0  # seconds; no test waits for it
 STUDENT = {"tokenizer_hash": "h", "tokenizer_size": 50, "max_sequence_length": 32}
@@ -37,16 +37,18 @@ def model_info(**changes):
     return protocol.ModelInfo(**fields)
 
 
-def scores_of(pairs, topk):
-    """Scores that depend on the tokens, so that a mix-up would show."""
-    logprobs = [np.full((len(response), topk), -3.0, np.float32) for _, response in pairs]
-    return [
-        TeacherTopK(
-            ids=(response[:, None] + np.arange(topk)).astype(np.int32) % 50, logprobs=each, tail_logprobs=tail_of(each),
-            sampled_logprobs=-(prompt.sum() + response).astype(np.float32),
-        )
-        for (prompt, response), each in zip(pairs, logprobs, strict=True)
-    ]
+def scores_of(readings, topk):
+    """Scores that depend on the tokens and their positions, so that a mix-up would show."""
+    found = []
+    for reading in readings:
+        targets = reading.token_ids[reading.positions]
+        logprobs = np.full((len(targets), topk), -3.0, np.float32)
+        found.append(TopK(
+            ids=(targets[:, None] + np.arange(topk)).astype(np.int32) % 50, logprobs=logprobs,
+            tail_logprobs=tail_of(logprobs),
+            sampled_logprobs=-(reading.token_ids.sum() + targets + reading.positions).astype(np.float32),
+        ))  # fmt: skip
+    return found
 
 
 class Server:
@@ -109,45 +111,45 @@ class Server:
         self._socket.send_multipart([client, *protocol.encode(message, arrays)])
 
 
-def result_for(request, pairs):
+def result_for(request, readings):
     header = protocol.ScoreResult(id=request.id, attempt=request.attempt, server="worker")
-    return header, protocol.result_arrays(scores_of(pairs, request.topk))
+    return header, protocol.result_arrays(scores_of(readings, request.topk))
 
 
-def answer(server, client, request, pairs):
+def answer(server, client, request, readings):
     server.held.discard(request.id)
-    server.send(client, *result_for(request, pairs))
+    server.send(client, *result_for(request, readings))
 
 
-def answer_twice(server, client, request, pairs):
-    answer(server, client, request, pairs)
-    answer(server, client, request, pairs)
+def answer_twice(server, client, request, readings):
+    answer(server, client, request, readings)
+    answer(server, client, request, readings)
 
 
-def silence(server, client, request, pairs):
+def silence(server, client, request, readings):
     pass
 
 
-def lose(server, client, request, pairs):
+def lose(server, client, request, readings):
     server.held.discard(request.id)
 
 
-def damage(server, client, request, pairs):
+def damage(server, client, request, readings):
     server.held.discard(request.id)
-    frames = protocol.encode(*result_for(request, pairs))
+    frames = protocol.encode(*result_for(request, readings))
     frames[2] = frames[2] * 0 - 1
     server._socket.send_multipart([client, *frames])
 
 
-def poison(server, client, request, pairs):
+def poison(server, client, request, readings):
     server.held.discard(request.id)
-    header, arrays = result_for(request, pairs)
+    header, arrays = result_for(request, readings)
     arrays[1][0, 0] = np.nan
     server.send(client, header, arrays)
 
 
 def error(code):
-    def step(server, client, request, pairs):
+    def step(server, client, request, readings):
         server.held.discard(request.id)
         reply = protocol.ScoreError(id=request.id, attempt=request.attempt, code=code, reason="because")
         server.send(client, reply)
@@ -161,18 +163,17 @@ def _fast_heartbeats(monkeypatch):
     monkeypatch.setattr(protocol, "LIVENESS_SECONDS", 1.0)
 
 
-def sequences(count=3):
+def make_readings(count=3):
+    """Of 2 to 9 tokens, of which every other one is scored in the last of four and of the others the end."""
     rng = np.random.default_rng(1)
-    return [
-        Sequence(
-            index=index,
-            prompt_ids=rng.integers(0, 50, 1 + index % 4, dtype=np.int32),
-            response_ids=rng.integers(0, 50, 1 + index % 5, dtype=np.int32),
-            weight_version=0,
-            finish_reason="stop",
-        )
-        for index in range(count)
-    ]
+    readings = []
+    for index in range(count):
+        first = 1 + index % 4
+        length = first + 1 + index % 5
+        positions = np.arange(first, length) if first < 4 else np.arange(1, length, 2)
+        token_ids = rng.integers(0, 50, length, dtype=np.int32)
+        readings.append(Reading(token_ids=token_ids, positions=positions, name=f"sample {index}"))
+    return readings
 
 
 def connect(*servers, **options):
@@ -181,46 +182,47 @@ def connect(*servers, **options):
 
 
 def expect_scores(futures, batch):
-    for future, sequence in zip(futures, batch, strict=True):
+    for future, reading in zip(futures, batch, strict=True):
         score = future.result(TIMEOUT)
-        expected = scores_of([(sequence.prompt_ids, sequence.response_ids)], 4)[0]
+        (expected,) = scores_of([reading], 4)
         np.testing.assert_array_equal(score.ids, expected.ids)
         np.testing.assert_array_equal(score.sampled_logprobs, expected.sampled_logprobs)
 
 
 def test_scores_come_back_in_order_and_are_counted():
-    batch = sequences(50)
+    batch = make_readings(50)
     # A timeout that is longer than a message may have.
     with Server() as server, connect(server, n_server_workers=2, request_timeout=1e8) as client:
         assert client.handshake(**STUDENT).model == "m"
         expect_scores(client.submit(batch), batch)
         metrics = client.drain_metrics()
-        assert metrics.tokens == sum(sequence.num_tokens for sequence in batch)
+        assert metrics.tokens == sum(reading.num_tokens for reading in batch)
+        assert metrics.scored_tokens == sum(len(reading.positions) for reading in batch)
         assert len(metrics.latencies) == len(server.requests) == 13
         assert metrics.retries == 0
         assert client.drain_metrics().tokens == 0
 
 
 def test_what_is_uncounted_is_in_no_metrics_and_what_was_counted_before_still_is():
-    first, second = sequences(4), sequences(12)[4:]
+    first, second = make_readings(4), make_readings(12)[4:]
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
         expect_scores(client.submit(first), first)
         with client.uncounted():
             expect_scores(client.submit(second), second)
         metrics = client.drain_metrics()
-        assert metrics.tokens == sum(sequence.num_tokens for sequence in first)
+        assert metrics.tokens == sum(reading.num_tokens for reading in first)
         assert len(metrics.requests) == 1
         assert client.drain_metrics().tokens == 0
 
 
 @pytest.mark.slow
 def test_at_most_n_server_workers_requests_are_in_flight():
-    batch = sequences(9)
+    batch = make_readings(9)
     gate = threading.Event()
     most = []
 
-    def hold(server, client, request, pairs):
+    def hold(server, client, request, readings):
         most.append(len(server.held))
         if len(most) == 2:
             gate.set()
@@ -241,7 +243,7 @@ FAULTS = [lose, damage, poison, error("failed"), error("busy"), error("expired")
 
 @pytest.mark.parametrize("fault", [*FAULTS, pytest.param(silence, marks=pytest.mark.slow)])
 def test_one_fault_is_repaired(fault):
-    batch = sequences()
+    batch = make_readings()
     with Server(fault) as server, connect(server, request_timeout=8 if fault is silence else 60) as client:
         client.handshake(**STUDENT)
         expect_scores(client.submit(batch), batch)
@@ -251,7 +253,7 @@ def test_one_fault_is_repaired(fault):
 
 
 def test_repeated_reply_is_delivered_once():
-    first, second = sequences(3), sequences(6)[3:]
+    first, second = make_readings(3), make_readings(6)[3:]
     with Server(answer_twice) as server, connect(server) as client:
         client.handshake(**STUDENT)
         expect_scores(client.submit(first), first)
@@ -261,15 +263,15 @@ def test_repeated_reply_is_delivered_once():
 
 @pytest.mark.slow
 def test_late_reply_of_an_earlier_attempt_is_used_once():
-    batch = sequences()
+    batch = make_readings()
     kept = []
 
-    def keep(server, client, request, pairs):
+    def keep(server, client, request, readings):
         kept.append(request)
 
-    def answer_the_first(server, client, request, pairs):
-        answer(server, client, kept[0], pairs)
-        answer(server, client, request, pairs)
+    def answer_the_first(server, client, request, readings):
+        answer(server, client, kept[0], readings)
+        answer(server, client, request, readings)
 
     with Server(keep, answer_the_first) as server, connect(server, request_timeout=4) as client:
         client.handshake(**STUDENT)
@@ -281,7 +283,7 @@ def test_late_reply_of_an_earlier_attempt_is_used_once():
 def test_bad_replies_end_in_an_error_that_says_what_was_wrong(fault, text):
     with Server(*[fault] * 3) as server, connect(server, max_retries=2) as client:
         client.handshake(**STUDENT)
-        for future in client.submit(sequences()):
+        for future in client.submit(make_readings()):
             with pytest.raises(BadTeacherReply, match=text) as caught:
                 future.result(TIMEOUT)
             assert server.address in str(caught.value)
@@ -289,63 +291,52 @@ def test_bad_replies_end_in_an_error_that_says_what_was_wrong(fault, text):
 
 
 def test_what_no_server_can_score_is_refused_by_name_and_never_sent():
-    batch = sequences(3)
-    long = Sequence(
-        index=41, prompt_ids=np.ones(60, np.int32), response_ids=np.ones(5, np.int32), weight_version=0,
-        finish_reason="length",
-    )  # fmt: skip
-    foreign = Sequence(
-        index=42, prompt_ids=np.array([64], np.int32), response_ids=np.ones(5, np.int32), weight_version=0,
-        finish_reason="stop",
-    )  # fmt: skip
-    empty = Sequence(
-        index=43, prompt_ids=np.ones(1, np.int32), response_ids=np.ones(0, np.int32), weight_version=0,
-        finish_reason="stop",
-    )  # fmt: skip
+    batch = make_readings(3)
+    long = Reading(token_ids=np.ones(65, np.int32), positions=np.array([60]), name="row 41, sample 0")
+    foreign = Reading(token_ids=np.array([64, 1, 1], np.int32), positions=np.array([1]))
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
-        futures = client.submit([long, *batch, foreign, empty])
+        futures = client.submit([long, *batch, foreign])
         expect_scores(futures[1:4], batch)
         for future, text in (
-            (futures[0], "sequence 41 has 65 tokens, the server's limit is 64"),
-            (futures[4], "sequence 42 has token ids outside the 64 that the model can read, for example 64"),
-            (futures[5], "sequence 43 needs a prompt and a response; got 1 and 0 tokens"),
+            (futures[0], "row 41, sample 0 has 65 tokens, the server's limit is 64"),
+            (futures[4], "a reading has token ids outside the 64 that the model can read, for example 64"),
         ):
             with pytest.raises(TeacherRefused, match=f"{server.address}: {text}"):
                 future.result(TIMEOUT)
-        assert sum(len(request.prompt_lengths) for request in server.requests) == 3
+        assert sum(len(request.lengths) for request in server.requests) == 3
 
 
 def test_requests_are_packed_by_tokens(monkeypatch):
     monkeypatch.setattr(requests, "TOKENS_PER_REQUEST", 20)
-    batch = sequences(40)
+    batch = make_readings(40)
     with Server() as server, connect(server, num_microbatches=8) as client:
         client.handshake(**STUDENT)
         expect_scores(client.submit(batch), batch)
         sizes = [request.num_tokens for request in server.requests]
         assert max(sizes) <= 20
         assert len(sizes) < 15
-        assert sum(sizes) == sum(sequence.num_tokens for sequence in batch)
+        assert sum(sizes) == sum(reading.num_tokens for reading in batch)
 
 
 @pytest.mark.slow
 def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
     monkeypatch.setattr(teacher_client, "MAX_WAITING_TOKENS", 30)
-    batch = sequences(60)
+    batch = make_readings(60)
     most, queued = [], []
 
     class Watched(list):
-        """`submit` takes a sequence after it has found room for the one before."""
+        """`submit` takes a reading after it has found room for the one before."""
 
         def __iter__(self):
             queued.clear()
-            for sequence in list.__iter__(self):
-                yield sequence
-                queued.append(sequence.num_tokens)
+            for reading in list.__iter__(self):
+                yield reading
+                queued.append(reading.num_tokens)
 
-    def note(server, client, request, pairs):
+    def note(server, client, request, readings):
         most.append(sum(queued) - sum(each.num_tokens for each in server.requests))
-        answer(server, client, request, pairs)
+        answer(server, client, request, readings)
 
     with Server(*[note] * 60) as server, connect(server, num_microbatches=1, n_server_workers=1) as submitter:
         submitter.handshake(**STUDENT)
@@ -387,7 +378,7 @@ def test_refusal_is_final():
     with Server(error("refused")) as server, connect(server) as client:
         client.handshake(**STUDENT)
         with pytest.raises(TeacherRefused, match="because"):
-            client.submit(sequences())[0].result(TIMEOUT)
+            client.submit(make_readings())[0].result(TIMEOUT)
         assert len(server.requests) == 1
 
 
@@ -395,7 +386,7 @@ def test_refusal_is_final():
 def test_timeout_names_server_request_and_wait():
     with Server(*[silence] * 9) as server, connect(server, request_timeout=1.0, max_retries=1) as client:
         client.handshake(**STUDENT)
-        futures = client.submit(sequences())
+        futures = client.submit(make_readings())
         for future in futures:
             with pytest.raises(
                 TeacherTimeout, match=r"3 sequences, .* tokens\): waited 1\.\d s for its scores"
@@ -407,7 +398,7 @@ def test_timeout_names_server_request_and_wait():
 
 def lost(change, **options):
     """The error of a request that is sent after one was scored and `change(server)` has happened."""
-    batch = sequences(2)
+    batch = make_readings(2)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server())
         client = stack.enter_context(connect(server, request_timeout=3.0, **options))
@@ -451,10 +442,10 @@ def test_a_wait_for_the_handshake_is_said(monkeypatch, caplog):
 
 @pytest.mark.slow
 def test_failover_to_the_next_server():
-    batch = sequences(20)
+    batch = make_readings(20)
     dies = threading.Event()
 
-    def die(server, client, request, pairs):
+    def die(server, client, request, readings):
         server.answers_pings = False
         server.script = [silence] * 1000
         dies.set()
@@ -467,9 +458,9 @@ def test_failover_to_the_next_server():
 
 
 def test_restarted_server_is_asked_again():
-    batch = sequences()
+    batch = make_readings()
 
-    def restart(server, client, request, pairs):
+    def restart(server, client, request, readings):
         server.instance = "second"
         server.held.clear()
 
@@ -482,7 +473,7 @@ def test_restarted_server_is_asked_again():
 @pytest.mark.slow
 def test_a_connection_that_libzmq_gives_up_is_opened_again():
     """After a handshake that can never succeed, libzmq does not try again, whoever listens there later."""
-    batch = sequences()
+    batch = make_readings()
     with contextlib.ExitStack() as stack:
         with Server() as server:
             client = stack.enter_context(connect(server))
@@ -501,15 +492,15 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
 
 
 def test_server_that_comes_back_with_another_model_ends_the_run():
-    def change(server, client, request, pairs):
+    def change(server, client, request, readings):
         server.instance, server.model = "second", model_info(tokenizer_hash="other")
 
     with Server(change) as server, connect(server) as client:
         client.handshake(**STUDENT)
         with pytest.raises(TeacherMismatch, match="tokenizer hash: the teacher has other, the student needs h"):
-            client.submit(sequences())[0].result(TIMEOUT)
+            client.submit(make_readings())[0].result(TIMEOUT)
         with pytest.raises(TeacherMismatch):
-            client.submit(sequences())
+            client.submit(make_readings())
 
 
 @pytest.mark.parametrize(
@@ -518,7 +509,7 @@ def test_server_that_comes_back_with_another_model_ends_the_run():
         ({"tokenizer_hash": "x"}, {}, "tokenizer hash: the teacher has x, the student needs h"),
         ({"vocab_size": 49}, {}, "tokenizer size: the teacher has 49, the student needs 50"),
         ({"max_topk": 3}, {}, "the teacher has 3, the student needs 4"),
-        ({"max_sequence_length": 31}, {}, "tokens of prompt and response: the teacher has 31, the student needs 32"),
+        ({"max_sequence_length": 31}, {}, "tokens of a sequence: the teacher has 31, the student needs 32"),
         ({"any_temperature": False}, {"temperature": 0.5}, r"only 1\.0 \(backend hf\), the student needs 0\.5"),
     ],
 )
@@ -528,30 +519,38 @@ def test_mismatch_names_both_sides(changes, options, text):
             client.handshake(**STUDENT)
 
 
-def test_token_ids_may_be_lists():
-    batch = sequences(3)
+def test_token_ids_and_positions_may_be_lists():
+    batch = make_readings(4)
     listed = [
-        dataclasses.replace(each, prompt_ids=each.prompt_ids.tolist(), response_ids=each.response_ids.tolist())
+        dataclasses.replace(each, token_ids=each.token_ids.tolist(), positions=each.positions.tolist())
         for each in batch
     ]
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
+        assert client.served == {server.address: server.model}
         expect_scores(client.submit(listed), batch)
-        with pytest.raises(TeacherError, match="sequence 0: prompt_ids are a list or array of integers, got float64"):
-            client.submit([dataclasses.replace(batch[0], prompt_ids=[0.5])])
-        (refused,) = client.submit([dataclasses.replace(batch[0], response_ids=[])])
-        with pytest.raises(TeacherRefused, match="needs a prompt and a response"):
-            refused.result(TIMEOUT)
+    (request,) = server.requests
+    assert request.ranges == [[1, 2], [2, 4], [3, 6], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
-def test_the_teacher_may_see_another_prompt():
-    (sequence,) = sequences(1)
-    other = dataclasses.replace(sequence, prompt_ids=np.arange(9, dtype=np.int32))
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"token_ids": [0.5, 1.5]}, "sample 0: token_ids are a list or array of integers, got float64"),
+        ({"positions": [1.0]}, "sample 0: positions are a list or array of integers, got float64"),
+        ({"positions": [[1]]}, r"integers, got int64 of shape \(1, 1\)"),
+        ({"positions": []}, "sample 0: positions are ascending, from 1 to below its 2 tokens, and at least one"),
+        ({"positions": [0, 1]}, r"at least one; got \[0, 1\]"),
+        ({"positions": [2]}, r"at least one; got \[2\]"),
+        ({"positions": [1, 1]}, r"at least one; got \[1, 1\]"),
+        ({"token_ids": [1, 2, 3], "positions": np.array([2, 1], np.uint32), "name": ""}, "a reading: .* got .2, 1."),
+    ],
+)
+def test_what_is_no_reading_is_an_error_at_once(change, text):
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
-        assert client.served == {server.address: server.model}
-        assert other.prompt_ids.sum() != sequence.prompt_ids.sum()
-        expect_scores(client.submit([dataclasses.replace(sequence, teacher_prompt_ids=other.prompt_ids)]), [other])
+        with pytest.raises(TeacherError, match=text):
+            client.submit([dataclasses.replace(make_readings(1)[0], **change)])
 
 
 def test_servers_of_different_models():
@@ -566,7 +565,7 @@ def test_nobody_there():
         with pytest.raises(TeacherUnreachable, match=rf"127\.0\.0\.1:1: {limit} .*: connection refused since \d\d:"):
             client.handshake(**STUDENT)
         with pytest.raises(TeacherError, match="before handshake"):
-            client.submit(sequences())
+            client.submit(make_readings())
 
 
 def test_bad_addresses_are_refused_at_once():
@@ -579,7 +578,7 @@ def test_close_fails_what_is_open():
     with Server(silence) as server:
         with connect(server) as client:
             client.handshake(**STUDENT)
-            futures = client.submit(sequences())
+            futures = client.submit(make_readings())
         for future in futures:
             with pytest.raises(TeacherError, match="closed"):
                 future.result(TIMEOUT)
@@ -594,14 +593,14 @@ def test_a_dead_thread_fails_everything(monkeypatch):
         client.handshake(**STUDENT)
         monkeypatch.setattr(protocol, "unpack_result", explode)
         with pytest.raises(TeacherError, match="boom"):
-            client.submit(sequences())[0].result(TIMEOUT)
+            client.submit(make_readings())[0].result(TIMEOUT)
         with pytest.raises(TeacherError, match="boom"):
-            client.submit(sequences())
+            client.submit(make_readings())
 
 
 @pytest.mark.slow
 def test_cancelled_futures_are_left_out():
-    batch = sequences(8)
+    batch = make_readings(8)
     with Server(silence) as server, connect(server, n_server_workers=1, request_timeout=4) as client:
         client.handshake(**STUDENT)
         futures = client.submit(batch)

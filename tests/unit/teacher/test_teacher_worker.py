@@ -13,7 +13,7 @@ from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, Sco
 from hybrid_gkd.teacher.server import worker as worker_module
 from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, BusyTime, ScoringWorker, Work
 from hybrid_gkd.testing import tail_of
-from hybrid_gkd.types import TeacherTopK
+from hybrid_gkd.types import Reading, TopK
 
 INFO = ModelInfo(
     model="m", backend="hf", vocab_size=9, num_embeddings=9, tokenizer_hash="h", max_topk=4, max_sequence_length=9999,
@@ -23,7 +23,7 @@ POISON = 8
 
 
 class Engine(ScoringEngine):
-    """Scores one sequence per step, and breaks on a prompt that begins with POISON."""
+    """Scores one reading per step, and breaks on one that begins with POISON."""
 
     def __init__(self):
         super().__init__(INFO)
@@ -36,12 +36,13 @@ class Engine(ScoringEngine):
         self.saw_leftovers = self.saw_leftovers or any(each() is not None for each in self.computed)
         activations = np.zeros(9)
         self.computed.append(weakref.ref(activations))
-        if item.prompt_ids[0] == POISON:
+        first_id = item.reading.token_ids[0]
+        if first_id == POISON:
             raise ValueError("poison")
-        shape = (len(item.response_ids), item.k)
+        shape = (len(item.rows), item.k)
         ids = np.broadcast_to(np.arange(item.k, dtype=np.int32), shape)
-        first = np.full(shape, -item.prompt_ids[0], np.float32)
-        scores = TeacherTopK(ids=ids, logprobs=first, tail_logprobs=tail_of(first), sampled_logprobs=first[:, 0])
+        first = np.full(shape, -first_id, np.float32)
+        scores = TopK(ids=ids, logprobs=first, tail_logprobs=tail_of(first), sampled_logprobs=first[:, 0])
         return [(item, scores)]
 
 
@@ -59,13 +60,16 @@ class Link:
         self.replies[message.id] = (message, arrays)
 
 
-def work(name, firsts, num_response=3, timeout=600.0):
-    sequences = [(np.array([first], np.int32), np.ones(num_response, np.int32)) for first in firsts]
+def work(name, firsts, num_scored=3, timeout=600.0):
+    """Of readings that begin with `firsts`."""
+    positions = np.arange(1, num_scored + 1)
+    readings = [Reading(token_ids=np.insert(np.ones(num_scored, np.int32), 0, each), positions=positions)
+                for each in firsts]  # fmt: skip
     request = ScoreRequest(
-        id=name, attempt=0, timeout_seconds=timeout, topk=2, temperature=1.0, prompt_lengths=[1] * len(firsts),
-        response_lengths=[num_response] * len(firsts),
+        id=name, attempt=0, timeout_seconds=timeout, topk=2, temperature=1.0, lengths=[num_scored + 1] * len(firsts),
+        ranges=[[1, num_scored + 1]] * len(firsts),
     )  # fmt: skip
-    return Work(request, sequences, time.monotonic() + timeout)
+    return Work(request, readings, time.monotonic() + timeout)
 
 
 def run(monkeypatch, works, match="the end"):

@@ -98,7 +98,7 @@ def make_updater(total):
         return {}
 
     def passes(micro_batch, first):
-        activations = PER_TOKEN * sum(item.sequence.num_tokens for item in micro_batch)
+        activations = PER_TOKEN * sum(sample.num_tokens for sample in micro_batch)
         device.take(activations)
         for left in range(BLOCKS, 0, -1):
             for call in calls:
@@ -115,7 +115,7 @@ def make_updater(total):
 
 def train(updater, *micro_batches):
     """One update; then what leaves for the rollout has left."""
-    items = tuple((SimpleNamespace(sequence=SimpleNamespace(num_tokens=tokens)),) for tokens in micro_batches)
+    items = tuple((SimpleNamespace(num_tokens=tokens),) for tokens in micro_batches)
     updater.update([MiniBatch(micro_batches=items, num_tokens=sum(micro_batches))])
     updater.residency.enter("publish")
 

@@ -35,16 +35,16 @@ def test_parameters_come_during_the_rollout_where_engine_and_teacher_keep_room_t
     ])  # fmt: skip
     worker, params, found = Worker(config, role="worker", rank=0, size=1, device="cpu", folder="."), Params(), []
 
-    def generate(*_):
+    def step():
         found.append(params.there / GIB)
-        yield []
+        return [None]
 
-    worker.weight_version, worker.clock = 0, Clock()
-    worker.engine = SimpleNamespace(generate=generate)
+    worker.clock = Clock()
+    worker.engine = SimpleNamespace(weight_version=0, add=lambda *_: None, has_unfinished=True, step=step)
     worker.shared = SimpleNamespace(generation=nullcontext)
     worker.residency = Residency(
         {"actor_params": params}, movable={"actor_params"}, resident=set(),
         free_bytes=lambda: free * GIB - params.there,
     )
-    assert len(list(worker.generate([], SamplingParams(max_tokens=1)))) == 1
+    assert len(list(worker.generate([None], SamplingParams(max_tokens=1)))) == 1
     assert (*found, params.there / GIB) == (meanwhile, at_the_end)

@@ -1,0 +1,161 @@
+"""The terms that an actor's loss is the sum of: each a function of the student's log-probabilities and of one signal.
+
+A term is of the samples that have its signal. Its function sees other rows too, where a micro-batch has any: with
+neutral values, and what it makes of them is left out.
+
+Shapes: R trained tokens of a micro-batch, r of them in a chunk of the head, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_gkd.losses import divergence
+from hybrid_gkd.losses.table import DIVERGENCES, Divergence, PolicyLoss
+
+Signals = Mapping[str, Tensor]
+"""Of the trained tokens of a micro-batch or of a chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r], and of
+candidates <name>.logprobs [r, K], <name>.tail_logprobs [r] and <name>.sampled_logprobs [r]. What no sample has is left
+out; has.<name>, bool [r], says which rows have it, where not all do. sequence_log_ratio: see `Objective`."""
+Metrics = dict[str, Tensor]
+"""By name, [r]."""
+
+
+class Student(NamedTuple):
+    """The student's log-probabilities at the tokens of a chunk."""
+
+    sampled: Tensor
+    """[r], of the tokens themselves, where a term is of them."""
+    candidates: Tensor
+    """[r, K], of the candidates of the term's signal; K = 0 where that has none."""
+    tail: Tensor | None
+    """[r], the log of the mass outside of them; None: not known by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One summand of the loss."""
+
+    name: str
+    """Of TERMS in table.py; weights/<name> are its weights where it is not of all samples."""
+    signal: str
+    """What a sample must have; <signal>_weights are further factors."""
+    function: Callable[[Signals, Student], tuple[Tensor, Metrics]]
+    """A chunk's signals and the student -> the value [r], with gradient, and what is reported."""
+    of_sampled: bool
+    """Of the sampled token: `sampled_weights` are factors of it."""
+    of_candidates: bool = False
+    """Its signal has candidates."""
+    coefficient: float = 1.0
+
+
+Policy = Callable[[Signals, Tensor, Tensor], tuple[Tensor, Metrics]]
+"""A chunk's signals, advantages [r], the student's log-probabilities of the sampled tokens [r] -> as a term's."""
+
+
+def policy_loss(row: PolicyLoss, options: Mapping[str, float]) -> Policy:
+    """A policy loss with its options, relative to the old log-probabilities; at a ratio of 1 where there are none."""
+
+    def function(chunk: Signals, advantages: Tensor, sampled: Tensor) -> tuple[Tensor, Metrics]:
+        old, of_sequences = old_logprobs(chunk, sampled), dict[str, Any]()
+        if row.of_sequences:
+            ratios = chunk.get("sequence_log_ratio")
+            of_sequences["sequence_log_ratio"] = torch.zeros_like(old) if ratios is None else ratios
+        loss, clipped = row.function(sampled, old, advantages, **options, **of_sequences)
+        return loss, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": old - sampled}
+
+    return function
+
+
+def old_logprobs(signals: Signals, sampled: Tensor) -> Tensor:
+    """Under the weights before the rollout's first mini-batch; without such those being trained, `sampled`, [r]."""
+    if "old_logprobs" not in signals:
+        return sampled.detach()
+    old, known = signals["old_logprobs"], signals.get("has.old_logprobs")
+    return old if known is None else torch.where(known, old, sampled.detach())
+
+
+def policy(loss: Policy) -> Term:
+    """A policy loss on advantages."""
+
+    def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
+        value, metrics = loss(chunk, chunk["advantages"], student.sampled)
+        return value, metrics | {"actor/pg_loss": value}
+
+    return Term(name="policy", signal="advantages", function=function, of_sampled=True)
+
+
+def reference(kl: Divergence, coefficient: float) -> Term:
+    """The KL from the student to the reference policy: of the sampled token, or on the reference's candidates."""
+
+    def of_sampled(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
+        value = kl.function(chunk["reference"], student.sampled)
+        return value, {"actor/ref_kl": value}
+
+    def of_candidates(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
+        tails = {"teacher_tail": chunk["reference_topk.tail_logprobs"], "student_tail": student.tail}
+        value = kl.function(chunk["reference_topk.logprobs"], student.candidates, tail="bucket", **tails)
+        return value, {"actor/ref_kl": value}
+
+    sampled = kl.signal == "sampled"
+    return Term(
+        name="reference", signal="reference" if sampled else "reference_topk", of_sampled=sampled,
+        function=of_sampled if sampled else of_candidates, of_candidates=not sampled, coefficient=coefficient,
+    )
+
+
+def distillation(
+    divergences: Sequence[tuple[float, Divergence]], *, tail: str, beta: float, coefficient: float,
+    limit: float | None = None, estimator: str = "", policy: Policy | None = None,
+) -> Term:
+    """The weighted sum of divergences to the teacher, each token's between -limit and limit.
+
+    With `policy` its policy gradient, by the `estimator` k1, k2 or k3; `limit` is then of the advantage.
+    """
+    settings = {"tail": tail, "beta": beta}
+
+    def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
+        teacher, teacher_tail = chunk["teacher.logprobs"], chunk["teacher.tail_logprobs"]
+        # In every mode, so that runs with different losses can be compared.
+        forward, reverse = divergence.kl_both_ways(teacher, student.candidates, teacher_tail, student.tail)
+        known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
+        values = []
+        for factor, row in divergences:
+            if tail == "bucket" and row in known:
+                value = known[row]
+            elif row.signal == "sampled":
+                value = row.function(chunk["teacher.sampled_logprobs"], student.sampled)
+            else:
+                options = {name: settings[name] for name in row.options}
+                tails = divergence.tails_for(row.function, teacher_tail, student.tail)
+                value = row.function(teacher, student.candidates, **tails, **options)
+            values.append(factor * value)
+        value = torch.stack(values).sum(0)
+        metrics = {
+            "actor/kl_loss": value,
+            "actor/distillation/forward_kl": forward,
+            "actor/distillation/reverse_kl": reverse,
+            "actor/distillation/student_mass": divergence.support_mass(student.candidates.detach()),
+            "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # float16 has rounded the candidates' own
+        }
+        weight = value
+        if policy is not None:
+            weight = divergence.score_weight(estimator, chunk["teacher.sampled_logprobs"], student.sampled)
+        if limit is not None:
+            metrics["actor/distillation/clamp_share"] = weight.abs() > limit
+            value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)
+        if policy is None:
+            return value, metrics
+        loss, found = policy(chunk, -weight, student.sampled)
+        # The added term has no gradient: it makes the loss of the first pass the estimator's mean.
+        return loss + (value - weight).detach(), metrics | found
+
+    return Term(
+        name="distillation", signal="teacher", function=function, coefficient=coefficient, of_candidates=True,
+        of_sampled=any(row.signal == "sampled" for _, row in divergences),
+    )
