@@ -22,8 +22,8 @@ from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import loading
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
-from hybrid_gkd.testing import make_tiny_model, single_process_group, tail_of
-from hybrid_gkd.types import MiniBatch, Sequence, TeacherTopK, TrainSequence
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.types import MiniBatch, TopK
 
 NUM_RANKS = 2
 CPU = torch.device("cpu")
@@ -326,13 +326,11 @@ def random_mini_batch(seed):
     micro_batches = []
     for index in range(2):
         prompt, response = rng.integers(0, 256, 5, np.int32), rng.integers(0, 256, 6, np.int32)
-        sequence = Sequence(
-            index=2 * seed + index, prompt_ids=prompt, response_ids=response, weight_version=0, finish_reason="stop"
-        )
         ids = np.stack([rng.permutation(256)[:4] for _ in response]).astype(np.int32)
         scores = np.log(rng.dirichlet(np.ones(5), len(response))[:, :4]).astype(np.float32)
-        teacher = TeacherTopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
-        micro_batches.append((TrainSequence(sequence=sequence, teacher=teacher),))
+        teacher = TopK(ids=ids, logprobs=scores, tail_logprobs=tail_of(scores), sampled_logprobs=scores[:, 0])
+        sample = make_sample(2 * seed + index, prompt=prompt, completion=response, teacher=teacher)
+        micro_batches.append((sample,))
     return MiniBatch(micro_batches=tuple(micro_batches), num_tokens=24)
 
 

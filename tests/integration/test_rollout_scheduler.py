@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from hybrid_gkd.compat.vllm import scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
@@ -69,10 +72,11 @@ def scheduler_of(folder, port, fast_paths):
     ])  # fmt: skip
     dist.init_process_group("gloo")
     engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[])
-    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
-    requests = [GenerationRequest(index=i, prompt_ids=np.arange(3, 9 + i, dtype=np.int32), seed=i) for i in range(3)]
-    parts = engine.generate(requests, SamplingParams(max_tokens=9, logprobs=True), 0)
-    found = {each.index: (each.response_ids.tolist(), each.logprobs.tolist()) for part in parts for each in part}
+    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items(), 1)
+    prompts = [np.arange(3, 9 + i, dtype=np.int32) for i in range(3)]
+    requests = [GenerationRequest(id=SampleId(1, i, 0), prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
+    parts = generate(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
+    found = {each.id: (each.tokens.tolist(), each.logprobs.tolist()) for part in parts for each in part}
     return type(engine.engine.engine_core.engine_core.scheduler).__name__, found
 
 

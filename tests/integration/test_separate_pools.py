@@ -16,11 +16,14 @@ from test_workers import learn_values, make_config, random_batch, shares
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import GenerationRequest, RewardText, SamplingParams, TrainSequence
+from hybrid_gkd.types import GenerationRequest, RewardText, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
-REQUESTS = [GenerationRequest(index=i, prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i) for i in range(10)]
+REQUESTS = [
+    GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i % 7 + 1, dtype=np.int32) + i, seed=i)
+    for i in range(10)
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def make_group(config):
 
 def generate(group):
     sampling = SamplingParams(max_tokens=24, logprobs=True)
-    return sorted((s for part in group.generate(REQUESTS, sampling) for s in part), key=lambda s: s.index)
+    return sorted((s for part in group.generate(REQUESTS, sampling) for s in part), key=lambda s: s.id)
 
 
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
@@ -77,15 +80,14 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
         for version in range(2):
             group.publish(version)
             found = generate(group)
-            drawn.append([s.response_ids.tolist() for s in found])
-            assert {s.weight_version for s in found} == {version}
-            batch = [TrainSequence(sequence=s) for s in found]
-            logprobs = group.compute_logprobs([(tuple(batch[rank::actors]),) for rank in range(actors)])
+            drawn.append([s.completion_ids.tolist() for s in found])
+            assert {number for s in found for number in s.versions} == {version}
+            logprobs = group.compute_logprobs([(tuple(found[rank::actors]),) for rank in range(actors)])
             for s in found:
-                np.testing.assert_allclose(s.logprobs, logprobs[s.index], atol=2e-5)
+                np.testing.assert_allclose(s.logprobs, logprobs[s.id], atol=2e-5)
             group.update(shares(random_batch(version), actors, 128))
         assert drawn[0] != drawn[1]
-        texts = [RewardText(index=request.index, token_ids=request.prompt_ids) for request in REQUESTS]
+        texts = [RewardText(index=request.id.row, token_ids=request.prompt_ids) for request in REQUESTS]
         scores = group.compute_reward_scores([(tuple(texts[rank::actors]),) for rank in range(actors)])
         assert len(set(scores.values())) == len(REQUESTS)
         loaded = [w.__ray_call__.remote(lambda worker: hasattr(worker, "reward_model")) for w in group.rollouts.workers]
@@ -232,7 +234,9 @@ def test_a_rollout_worker_lost_in_a_generation_is_named_and_the_student_can_be_s
                 yield []
             raise RuntimeError("waited for to the end")
 
-        worker.engine.generate = go_on
+        import hybrid_gkd.workers.worker
+
+        hybrid_gkd.workers.worker.generate = go_on
 
     with make_group(separate(model, tmp_path, 1, 2)) as group:
         shorten_deadlines(group)

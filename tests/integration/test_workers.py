@@ -22,6 +22,7 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
+from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage
 from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
 from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import ray_cluster
@@ -425,7 +426,9 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
                 yield []
                 time.sleep(0.05)
 
-        worker.weight_version, worker.engine.generate = 0, generate
+        import hybrid_gkd.workers.worker
+
+        hybrid_gkd.workers.worker.generate = generate
 
     stuck = "the student cannot be saved: in a collective with a worker that has failed: worker 1"
     with contextlib.closing(make_group(config)) as group:
