@@ -27,16 +27,8 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.pinned import OffloadedTensors, page_locked
 from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
-from hybrid_gkd.testing import make_tokenizer, tail_of
-from hybrid_gkd.types import (
-    GenerationRequest,
-    MiniBatch,
-    RewardText,
-    SamplingParams,
-    Sequence,
-    TeacherTopK,
-    TrainSequence,
-)
+from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of
+from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -79,16 +71,48 @@ def config_for(model, folder, *overrides):
     )
 
 
-def distil(sequences, step):
+def random_requests(lengths):
+    """With prompts of so many tokens."""
+    rng = np.random.default_rng(0)
+    return [
+        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=rng.integers(0, 151936, n).astype(np.int32), seed=i)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def random_samples(count):
+    rng = np.random.default_rng(0)
+    return [
+        make_sample(i, prompt=rng.integers(0, 151936, 20 + i), completion=rng.integers(0, 151936, 40 + 3 * i))
+        for i in range(count)
+    ]
+
+
+def draw(group, requests, sampling):
+    """The requests' samples, in their order."""
+    return sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.id)
+
+
+def versions(samples):
+    return {version for s in samples for version in s.versions.tolist()}
+
+
+def logprob_differences(group, samples, workers=1):
+    """Between the engine and the actor, of all tokens."""
+    logprobs = group.compute_logprobs([(tuple(samples[rank::workers]),) for rank in range(workers)])
+    return np.concatenate([np.abs(s.logprobs - logprobs[s.id]) for s in samples])
+
+
+def distil(samples, step):
     rng = np.random.default_rng(step)
     batch = []
-    for s in sequences:
-        ids = np.stack([rng.choice(151936, TOPK, replace=False) for _ in s.response_ids]).astype(np.int32)
+    for s in samples:
+        ids = np.stack([rng.choice(151936, TOPK, replace=False) for _ in range(s.num_trained)]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(TOPK + 1), len(ids))[:, :TOPK]).astype(np.float32)
         tail = tail_of(logprobs)
-        teacher = TeacherTopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
-        batch.append(TrainSequence(sequence=s, teacher=teacher))
-    num_tokens = sum(len(s.response_ids) for s in sequences)
+        teacher = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=logprobs[:, 0])
+        batch.append(s.with_signals(teacher=teacher))
+    num_tokens = sum(s.num_trained for s in samples)
     half = len(batch) // 2
     return [[MiniBatch(micro_batches=(tuple(batch[:half]), tuple(batch[half:])), num_tokens=num_tokens)]]
 
@@ -100,11 +124,7 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
         model, tmp_path, f"{fsdp}.param_offload={offload}", f"{fsdp}.optimizer_offload={offload}",
         f"actor_rollout_ref.rollout.free_cache_engine={offload}",
     )
-    rng = np.random.default_rng(0)
-    requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 100 + i).astype(np.int32), seed=i)
-        for i in range(32)
-    ]
+    requests = random_requests(range(100, 132))
     losses, drawn = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
@@ -112,11 +132,9 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
         print(group.description)
         for step in range(4):
             print("publish", group.publish(step))
-            sampling = SamplingParams(max_tokens=128, logprobs=True)
-            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
-            drawn.append([s.response_ids.tolist() for s in found])
-            logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in found),)])
-            difference = np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])
+            found = draw(group, requests, SamplingParams(max_tokens=128, logprobs=True))
+            drawn.append([s.completion_ids.tolist() for s in found])
+            difference = logprob_differences(group, found)
             print("logprob difference", difference.mean(), difference.max())
             assert difference.mean() < MEAN_LOGPROB_DIFFERENCE
             losses.append(group.update(distil(found, 0))[0]["actor/kl_loss"])
@@ -127,7 +145,8 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
         print("losses", losses, "peak GiB", memory)
         neighbour = torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")  # in this process: not the worker's
         group.publish(4)
-        assert len([s for part in group.generate(requests, sampling) for s in part]) == len(requests)
+        again = draw(group, requests, SamplingParams(max_tokens=128, logprobs=True))
+        assert [s.id for s in again] == [request.id for request in requests]
         beside = group.device_metrics()
         del neighbour
         torch.cuda.empty_cache()
@@ -180,33 +199,24 @@ def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
         f"actor_rollout_ref.rollout.enforce_eager={eager}", "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes=64",
     )
-    rng = np.random.default_rng(0)
-    requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 50 + i).astype(np.int32), seed=i)
-        for i in range(16)
-    ]
-
-    def generate(group):
-        sampling = SamplingParams(max_tokens=64, temperature=0.0)
-        found = [s for part in group.generate(requests, sampling) for s in part]
-        return sorted(found, key=lambda s: s.index)
-
+    requests = random_requests(range(50, 66))
+    sampling = SamplingParams(max_tokens=64, temperature=0.0)
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
     ) as group:
         group.publish(0)
-        start = generate(group)
+        start = draw(group, requests, sampling)
         group.save_checkpoint(tmp_path / "start", tokenizer_path=str(model))
         group.update(distil(start, 0))
         group.publish(1)
-        changed = generate(group)
+        changed = draw(group, requests, sampling)
         group.load_checkpoint(tmp_path / "start")
         group.publish(2)
-        restored = generate(group)
+        restored = draw(group, requests, sampling)
         seconds = [group.publish(version)["publish"] for version in range(3, 23)]
         print("20 publishes, seconds:", np.round(seconds, 4).tolist())
-        last = generate(group)
-    tokens = [[s.response_ids.tolist() for s in found] for found in (start, changed, restored, last)]
+        last = draw(group, requests, sampling)
+    tokens = [[s.completion_ids.tolist() for s in found] for found in (start, changed, restored, last)]
     assert tokens[0] != tokens[1]
     assert tokens[0] == tokens[2]
     assert tokens[0] == tokens[3]
@@ -229,22 +239,16 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
         tmp_path / "model", tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
         "actor_rollout_ref.rollout.verify_weights=false", "actor_rollout_ref.actor.optim.lr=1e-3",
     )
-    rng = np.random.default_rng(0)
-    requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 20 + i).astype(np.int32), seed=i)
-        for i in range(16)
-    ]
+    requests = random_requests(range(20, 36))
     drawn, differences = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
     ) as group:
         for version in range(3):
             group.publish(version)
-            sampling = SamplingParams(max_tokens=64, logprobs=True)
-            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
-            drawn.append([s.response_ids.tolist() for s in found])
-            logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in found),)])
-            differences.append(np.mean(np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])))
+            found = draw(group, requests, SamplingParams(max_tokens=64, logprobs=True))
+            drawn.append([s.completion_ids.tolist() for s in found])
+            differences.append(logprob_differences(group, found).mean())
             group.update(distil(found, version))
     print("logprob differences", differences)
     assert max(differences) < ROUTED_LOGPROB_DIFFERENCE
@@ -273,15 +277,8 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
         model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
         f"trainer.save_freq={1 if behind else -1}",
     )
-    rng = np.random.default_rng(0)
-    fixed = [
-        Sequence(
-            index=i, prompt_ids=rng.integers(0, 151936, 20 + i).astype(np.int32),
-            response_ids=rng.integers(0, 151936, 40 + 3 * i).astype(np.int32), weight_version=0, finish_reason="stop",
-        )
-        for i in range(8)
-    ]
-    requests = [GenerationRequest(index=s.index, prompt_ids=s.prompt_ids, seed=s.index) for s in fixed]
+    fixed = random_samples(8)
+    requests = random_requests(range(20, 28))
     folder = tmp_path / "checkpoint"
     found = []
     for resumes in (False, True):
@@ -301,11 +298,10 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
             elif not resumes:
                 sums = group.save_checkpoint(folder, tokenizer_path=str(model))
             group.publish(2)
-            drawn = [s for part in group.generate(requests, SamplingParams(max_tokens=16)) for s in part]
-            assert len(drawn) == len(fixed)
-            logprobs = group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in fixed),)])
+            assert len(draw(group, requests, SamplingParams(max_tokens=16))) == len(requests)
+            logprobs = group.compute_logprobs([(tuple(fixed),)])
             metrics = [group.update(distil(fixed, step))[0] for step in (2, 3)]
-            found.append((np.concatenate([logprobs[s.index] for s in fixed]), metrics))
+            found.append((np.concatenate([logprobs[s.id] for s in fixed]), metrics))
             if not resumes:
                 sums = group.finish_snapshot()[0] if behind else sums
                 assert {name.split("/")[0] for name in sums} == {"actor", "huggingface"}
@@ -384,18 +380,15 @@ def test_a_hundred_verified_publishes_and_no_growth(model, tmp_path):
     """Every publish is compared value by value; memory after step 50 is that after step 3, within 1 %."""
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     config = config_for(model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
-    rng = np.random.default_rng(0)
-    requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 60).astype(np.int32), seed=i) for i in range(16)
-    ]
+    requests = random_requests([60] * 16)
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=50, stop_token_ids=[256])
     ) as group:
         for step in range(1, 51):
             group.publish(2 * step)
             group.publish(2 * step + 1)
-            found = [s for part in group.generate(requests, SamplingParams(max_tokens=16)) for s in part]
-            assert {s.weight_version for s in found} == {2 * step + 1}
+            found = draw(group, requests, SamplingParams(max_tokens=16))
+            assert versions(found) == {2 * step + 1}
             group.update(distil(found, step))
             group.publish(2 * step + 2)
             if step == 3:
@@ -405,17 +398,10 @@ def test_a_hundred_verified_publishes_and_no_growth(model, tmp_path):
     assert late == pytest.approx(early, rel=0.01)
 
 
-def train_on_given_sequences(model, folder, workers, tensor_parallel):
-    """Metrics of three steps on the same sequences and scores, after checks of the engine against the actor."""
-    rng = np.random.default_rng(0)
-    fixed = [
-        Sequence(
-            index=i, prompt_ids=rng.integers(0, 151936, 20 + i).astype(np.int32),
-            response_ids=rng.integers(0, 151936, 40 + 3 * i).astype(np.int32), weight_version=0, finish_reason="stop",
-        )
-        for i in range(16)
-    ]
-    requests = [GenerationRequest(index=s.index, prompt_ids=s.prompt_ids, seed=s.index) for s in fixed]
+def train_on_given_samples(model, folder, workers, tensor_parallel):
+    """Metrics of three steps on the same samples and scores, after checks of the engine against the actor."""
+    fixed = random_samples(16)
+    requests = random_requests(range(20, 36))
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     config = config_for(
         model, folder, f"trainer.n_gpus_per_node={workers}", f"{fsdp}.param_offload=true",
@@ -428,16 +414,12 @@ def train_on_given_sequences(model, folder, workers, tensor_parallel):
     ) as group:
         for step in range(3):
             print(workers, tensor_parallel, "publish", group.publish(step))
-            sampling = SamplingParams(max_tokens=64, logprobs=True)
-            found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
-            assert [s.index for s in found] == list(range(16))
-            items = [TrainSequence(sequence=s) for s in found]
-            logprobs = group.compute_logprobs([(tuple(items[r::workers]),) for r in range(workers)])
-            difference = np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found])
-            assert difference.mean() < MEAN_LOGPROB_DIFFERENCE
+            found = draw(group, requests, SamplingParams(max_tokens=64, logprobs=True))
+            assert [s.id for s in found] == [request.id for request in requests]
+            assert logprob_differences(group, found, workers).mean() < MEAN_LOGPROB_DIFFERENCE
             first, second = distil(fixed, 0)[0][0].micro_batches
             batch = [*first, *second]
-            num_tokens = sum(len(s.response_ids) for s in fixed)
+            num_tokens = sum(s.num_trained for s in fixed)
             shares = [
                 [MiniBatch(micro_batches=(tuple(batch[r::workers]),), num_tokens=num_tokens)] for r in range(workers)
             ]
@@ -448,15 +430,15 @@ def train_on_given_sequences(model, folder, workers, tensor_parallel):
 
 @pytest.fixture(scope="module")
 def one_card(model, tmp_path_factory):
-    return train_on_given_sequences(model, tmp_path_factory.mktemp("one_card"), 1, 1)
+    return train_on_given_samples(model, tmp_path_factory.mktemp("one_card"), 1, 1)
 
 
 @pytest.mark.parametrize(("workers", "tensor_parallel"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_several_gpus_train_as_one(workers, tensor_parallel, model, one_card, tmp_path):
-    """Same sequences and scores: the same loss curve in bf16; the engine agrees with the actor at each layout."""
+    """Same samples and scores: the same loss curve in bf16; the engine agrees with the actor at each layout."""
     if torch.cuda.device_count() < workers:
         pytest.skip(f"needs {workers} GPUs")
-    curve = train_on_given_sequences(model, tmp_path, workers, tensor_parallel)
+    curve = train_on_given_samples(model, tmp_path, workers, tensor_parallel)
     for one, other in zip(one_card, curve, strict=True):
         for name in one.keys() - {"actor/distillation/overlap_ratio"}:  # of a sample of rows, others on each layout
             # bf16 products are summed in another order on each layout; the reduction over ranks is float32.
@@ -491,21 +473,18 @@ def test_a_reward_model_comes_and_goes(model, tmp_path, offload):
         f"actor_rollout_ref.rollout.free_cache_engine={offload}", "reward_model.enable=true",
         f"reward_model.model.path={tmp_path / 'judge'}", "distillation.enabled=false", "actor_rollout_ref.rollout.n=2",
     )
-    requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, 151936, 100 + i).astype(np.int32), seed=i)
-        for i in range(16)
-    ]
+    requests = random_requests(range(100, 116))
     found = []
     with ray_cluster(config, "cuda"), contextlib.closing(
         WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
     ) as group:
         for step in range(3):
             group.publish(step)
-            drawn = [s for part in group.generate(requests, SamplingParams(max_tokens=32)) for s in part]
-            assert {s.weight_version for s in drawn} == {step}
+            drawn = draw(group, requests, SamplingParams(max_tokens=32))
+            assert versions(drawn) == {step}
             scores = group.compute_reward_scores([(tuple(texts[:9]), tuple(texts[9:]))])
             found.append(np.array([scores[text.index] for text in texts]))
-            group.compute_logprobs([(tuple(TrainSequence(sequence=s) for s in drawn),)])
+            group.compute_logprobs([(tuple(drawn),)])
         memory = group.device_metrics()
     print("scores", found[0], plain, memory)
     np.testing.assert_array_equal(found[0], found[1])

@@ -11,10 +11,18 @@ import pytest
 import ray
 import torch
 from processes import stop_process
-from test_hybrid_engine import MEAN_LOGPROB_DIFFERENCE, config_for, distil, model  # noqa: F401 (a fixture)
+from test_hybrid_engine import (
+    MEAN_LOGPROB_DIFFERENCE,
+    config_for,
+    distil,
+    draw,
+    logprob_differences,
+    model,  # noqa: F401 (a fixture)
+    versions,
+)
 
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
-from hybrid_gkd.types import GenerationRequest, SamplingParams, TrainSequence
+from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -32,7 +40,7 @@ def separate(folder, path, actors, rollouts, *overrides):
 def requests(count=32):
     rng = np.random.default_rng(0)
     return [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, 256, 16 + i % 7).astype(np.int32), seed=i)
+        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=rng.integers(0, 256, 16 + i % 7).astype(np.int32), seed=i)
         for i in range(count)
     ]
 
@@ -51,13 +59,9 @@ def test_weights_arrive_and_the_engine_uses_them(model, tmp_path, actors, rollou
     ) as group:
         for version in range(3):  # verify_weights compares every weight with what was sent
             print(group.publish(version))
-            sampling = SamplingParams(max_tokens=64, logprobs=True)
-            found = sorted((s for part in group.generate(requests(), sampling) for s in part), key=lambda s: s.index)
-            assert {s.weight_version for s in found} == {version}
-            batch = [TrainSequence(sequence=s) for s in found]
-            logprobs = group.compute_logprobs([(tuple(batch[rank::actors]),) for rank in range(actors)])
-            difference = np.mean(np.concatenate([np.abs(s.logprobs - logprobs[s.index]) for s in found]))
-            assert difference < MEAN_LOGPROB_DIFFERENCE
+            found = draw(group, requests(), SamplingParams(max_tokens=64, logprobs=True))
+            assert versions(found) == {version}
+            assert logprob_differences(group, found, actors).mean() < MEAN_LOGPROB_DIFFERENCE
             shares = [distil(found[rank::actors], version) for rank in range(actors)]
             total = sum(share[0][0].num_tokens for share in shares)
             group.update([[dataclasses.replace(part, num_tokens=total) for part in share[0]] for share in shares])
@@ -98,7 +102,7 @@ def test_peers_of_a_worker_that_fails_are_not_waited_for(model, tmp_path, caplog
         WorkerGroup(config, device="cuda", num_updates=3, stop_token_ids=[256])
     ) as group:
         group.publish(0)
-        found = [s for part in group.generate(requests(), SamplingParams(max_tokens=64)) for s in part]
+        found = draw(group, requests(), SamplingParams(max_tokens=64))
         ray.get(group.actors.workers[1].__ray_call__.remote(plant), timeout=60)
         with pytest.raises(DeviceMemoryError, match=r"phase update: worker 1 ran out"):
             group.accumulate([distil(found[rank::2], 0)[0][0] for rank in range(2)])

@@ -5,7 +5,6 @@ checkpoint that is written behind the steps.
 """
 
 import contextlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
 from hybrid_gkd.testing import make_tokenizer
-from hybrid_gkd.types import GenerationRequest, MiniBatch, SamplingParams, TrainSequence
+from hybrid_gkd.types import GenerationRequest, MiniBatch, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
 
@@ -40,43 +39,41 @@ def model(tmp_path_factory):
 
 
 def train(group, steps, first):
-    """Metrics of so many steps, each with a rollout, and the reference's log-probabilities of fixed sequences."""
+    """Metrics of so many steps, each with a rollout, and its mean log-ratio of student and reference, in nats."""
     rng = np.random.default_rng(0)
     requests = [
-        GenerationRequest(index=i, prompt_ids=rng.integers(0, VOCAB, 50 + i).astype(np.int32), seed=i)
+        GenerationRequest(id=SampleId(1, i, 0), prompt_ids=rng.integers(0, VOCAB, 50 + i).astype(np.int32), seed=i)
         for i in range(16)
     ]
     rows, reference = [], []
     for step in range(first, first + steps):
         group.publish(step)
         sampling = SamplingParams(max_tokens=64, logprobs=True)
-        found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.index)
-        items = [TrainSequence(sequence=sequence) for sequence in found]
-        shares = [(tuple(items),)]
+        found = sorted((s for part in group.generate(requests, sampling) for s in part), key=lambda s: s.id)
+        shares = [(tuple(found),)]
         old, ref = group.compute_logprobs(shares), group.compute_ref_logprobs(shares)
-        difference = np.concatenate([np.abs(s.logprobs - old[s.index]) for s in found])
+        difference = np.concatenate([np.abs(s.logprobs - old[s.id]) for s in found])
         assert difference.mean() < 0.015  # the engine's bf16 kernels against the actor's
-        reference.append(np.mean(np.concatenate([old[s.index] - ref[s.index] for s in found])))
-        advantages = [np.linspace(-1, 1, len(s.response_ids)).astype(np.float32) for s in found]
-        items = [
-            replace(item, advantages=a, old_logprobs=old[item.sequence.index], ref_logprobs=ref[item.sequence.index])
-            for item, a in zip(items, advantages, strict=True)
+        reference.append(np.mean(np.concatenate([old[s.id] - ref[s.id] for s in found])))
+        batch = [
+            s.with_signals(
+                advantages=np.linspace(-1, 1, s.num_trained, dtype=np.float32), old_logprobs=old[s.id],
+                reference=ref[s.id],
+            )
+            for s in found
         ]
         row = {}
         if group.config.uses_critic:
             values = group.compute_values(shares)
-            items = [
-                replace(item, values=values[item.sequence.index], returns=np.ones_like(item.advantages))
-                for item in items
-            ]
-            row |= group.update_critic(batches(items))[0]
-        rows.append(row | group.update(batches(items))[0])
+            batch = [s.with_signals(values=values[s.id], returns=np.ones(s.num_trained, np.float32)) for s in batch]
+            row |= group.update_critic(mini_batch(batch))[0]
+        rows.append(row | group.update(mini_batch(batch))[0])
     return rows, reference
 
 
-def batches(items):
-    num_tokens = sum(len(item.sequence.response_ids) for item in items)
-    return [[MiniBatch(micro_batches=(tuple(items[:8]), tuple(items[8:])), num_tokens=num_tokens)]]
+def mini_batch(batch):
+    num_tokens = sum(s.num_trained for s in batch)
+    return [[MiniBatch(micro_batches=(tuple(batch[:8]), tuple(batch[8:])), num_tokens=num_tokens)]]
 
 
 @pytest.mark.parametrize("which", ["critic", "lora"])
@@ -123,7 +120,7 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
     assert abs(reference[1]) > 1e-4
     assert memory["memory/rollout/actor_rest_gb"] < 0.3
     on_device = {name.split("/")[2] for name in memory if name.startswith("memory/rollout/")}
-    assert not on_device & {"params_gb", "critic_params_gb", "critic_optimizer_gb", "ref_params_gb"}, on_device
+    assert on_device == {"engine_weights_gb", "kv_cache_gb", "actor_rest_gb"}
     if which == "critic":
         assert found[0][1]["critic/vf_loss"] < found[0][0]["critic/vf_loss"]
     for one, other in zip(*found, strict=True):
