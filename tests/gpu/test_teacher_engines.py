@@ -109,34 +109,3 @@ def test_kernels_choose_what_a_sort_would(dtype, k):
     assert found.tail[7] < -15
     torch.testing.assert_close(found.sampled, expected.gather(1, targets[:, None])[:, 0], atol=1e-4, rtol=0)
     assert (found.ids.sort(dim=1).values.diff(dim=1) > 0).all()
-
-
-def fp8_scores(folder, own_layers):
-    """Scores of a teacher in fp8, and how many products get fp8 from the layer before them."""
-    from hybrid_gkd.teacher.engines import vllm_fp8
-
-    if not own_layers:
-        vllm_fp8.TRIED = ()
-    counts, install = [], vllm_fp8.install
-    vllm_fp8.install = lambda model: counts.append(install(model))
-    engine = load_engine(EngineOptions(
-        ckpt_path=folder, backend="vllm", dtype="bfloat16", gpu_memory_utilization=0.3,
-        engine_kwargs='{"vllm": {"quantization": "fp8"}}',
-    ))  # fmt: skip
-    return engine.score(make_readings(9), 64, 1.0), counts
-
-
-@pytest.mark.skipif(not vllm_available(), reason="vLLM is not installed")
-def test_layers_that_round_to_fp8_themselves_are_no_further_from_float32(model_path):
-    errors = {}
-    for own_layers in (False, True):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found, counts = pool.submit(fp8_scores, model_path, own_layers).result(TIMEOUT)
-        assert counts == [3 * 4 if own_layers else 0]  # of each layer the products of queries, gates, and down
-        exact = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).cuda().eval()
-        differences = []
-        for reading, score in zip(make_readings(9), found, strict=True):
-            expected = logprobs(exact, reading, 1.0)
-            differences.append(np.abs(score.logprobs - np.take_along_axis(expected, score.ids, 1)).ravel())
-        errors[own_layers] = float(np.concatenate(differences).mean())
-    assert 0 < errors[True] <= 1.02 * errors[False], errors
