@@ -1,4 +1,4 @@
-"""The short paths through vLLM's scheduler and model runner against vLLM's own: the same requests, in one engine.
+"""The short paths through vLLM's scheduler and model runner against vLLM's own: the same requests, in two engines.
 
 In a process of its own, because vLLM changes the process that imports it.
 """
@@ -78,12 +78,12 @@ def compare(folder, device, *, caching, blocks, more=None, prompts=PROMPTS):
     On a GPU every job takes the model runner's short path, which adds up in another order: so log-probabilities may
     differ there by the rounding of float32.
     """
-    llm = make_llm(folder, device, caching=caching, blocks=blocks, more=more or {})
+    options, jobs = {"caching": caching, "blocks": blocks}, JOBS + RUNNER_JOBS if device == "cuda" else JOBS
+    theirs = make_llm(folder, device, **options, more=more or {})  # stays: its end would be that of the process group
+    expected = [generate(theirs, job, prompts, own=False) for job in jobs]
+    llm = make_llm(folder, device, **options, more={**(more or {}), **short_scheduler.engine_args({})})
     core = llm.llm_engine.engine_core.engine_core
-    jobs = JOBS + RUNNER_JOBS if device == "cuda" else JOBS
-    expected = [generate(llm, job, prompts, own=False) for job in jobs]
-    assert short_scheduler.install(llm.llm_engine) is None
-    assert "the scheduler is Decode" in short_scheduler.install(llm.llm_engine)  # a second time
+    assert short_scheduler.short_path(llm.llm_engine) is core.scheduler
     if device == "cuda":
         assert short_runner.install(llm.llm_engine) is None
         assert "the model runner is" in short_runner.install(llm.llm_engine)  # a second time
