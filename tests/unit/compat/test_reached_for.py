@@ -8,6 +8,7 @@ import ray
 import torch
 from ray._private.services import get_node_ip_address
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
@@ -27,7 +28,7 @@ def test_a_backward_pass_of_fsdp2_is_abandoned():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         expected = torch.autograd.grad(model(given).sum(), [*model.parameters()])
         for module in (*model, model):
-            fully_shard(module)
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         model.set_requires_gradient_sync(False)  # gradients that wait to be reduced
         model(given).sum().backward()
         handle = model[0].register_forward_hook(lambda module, inputs, output: output.register_hook(interrupt) and None)
