@@ -62,15 +62,12 @@ def load_packed(generation: Any) -> None:
     generation.llm.reset_prefix_cache()
 
 
-def compute_in_autocast(trainer: DistillationTrainer) -> None:
+class AutocastTrainer(DistillationTrainer):  # type: ignore[misc]
     """As bf16=True asks for: accelerate puts its autocast around the student's forward, and TRL 1.16 calls others."""
-    compute = trainer._compute_loss
 
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        with trainer.accelerator.autocast():
-            return compute(*args, **kwargs)
-
-    trainer._compute_loss = compute_loss
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self.accelerator.autocast():
+            return super()._compute_loss(*args, **kwargs)
 
 
 def main() -> None:
@@ -87,7 +84,7 @@ def main() -> None:
     }  # fmt: skip
     settings = forward_kl(device, **(own | spec["settings"]))
     with open(spec["rows"], "w") as rows:
-        trainer = DistillationTrainer(
+        trainer = (AutocastTrainer if spec["autocast"] else DistillationTrainer)(
             spec["student"], spec["teacher"], settings,
             Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
             processing_class=AutoTokenizer.from_pretrained(spec["student"], padding_side="left"),
@@ -95,8 +92,6 @@ def main() -> None:
         )  # fmt: skip
         generation = trainer.vllm_generation
         force_lengths(generation.llm.llm_engine)
-        if spec["autocast"]:
-            compute_in_autocast(trainer)
         if device == "cpu":
             generation.sync_weights = lambda: load_packed(generation)
         trainer.train()

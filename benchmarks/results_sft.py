@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hybrid_gkd.compat.vllm.scheduler import install
+from hybrid_gkd.compat.vllm.scheduler import engine_args
 from hybrid_gkd.compat.vllm.versions import device_engine_args, import_llm
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
@@ -56,8 +56,7 @@ def sampled_answers(
     )  # fmt: skip
     arguments |= {"model": teacher, "max_model_len": max_model_len, "max_num_seqs": MAX_NUM_SEQS, "seed": seed}
     # Token ids and the scheduler of a student's engine, so that a token costs the time that it costs there.
-    engine = llm(**(arguments | given), skip_tokenizer_init=True)
-    install(engine.llm_engine)
+    engine = llm(**(arguments | engine_args(given) | given), skip_tokenizer_init=True)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     ids = tokenizer([prompt_text(prompt) for prompt in prompts], add_special_tokens=False).input_ids
     sampling = SamplingParams(

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hybrid_gkd.compat.transformers import use_attention
 from hybrid_gkd.errors import ModelError
 
 PACKED_ATTENTION = "hybrid_gkd_packed"
@@ -189,7 +190,7 @@ def _packed_mask(*, config: Any, local_size: int | None = None, use_vmap: bool =
         "an attention mask": kwargs.get("attention_mask") is not None,
     })
     if local_size is None and getattr(config, "sliding_window", None) is None:
-        config._attn_implementation = _PLAIN
+        use_attention(config, _PLAIN)
     return None if local_size is None else torch.tensor(local_size)
 
 

@@ -67,7 +67,7 @@ class OffloadedTensors(MemoryOwner):
             return
         storages = [storage for storage in self._storages() if storage.device.type == "cuda"]
         # New tensors (first optimizer step, a checkpoint) have no copies, whatever the old ones had.
-        if {s._cdata for s in storages} == {s._cdata for s, _ in self._on_host}:
+        if {s.data_ptr() for s in storages} == {s.data_ptr() for s, _ in self._on_host}:
             return
         self._finish()
         lengths = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
@@ -134,7 +134,7 @@ class OffloadedTensors(MemoryOwner):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
             if storage.nbytes() > SMALL:
-                found[storage._cdata] = storage
+                found[storage.data_ptr()] = storage
         return list(found.values())
 
     def _make_arena(self, num_bytes: int) -> torch.Tensor:

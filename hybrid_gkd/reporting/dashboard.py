@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hybrid_gkd.compat.wandb import app_url, find_view, workspace_json
 from hybrid_gkd.config import CUSTOM, MODEL, Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
@@ -331,12 +332,12 @@ def save_workspace(entity: str, project: str, run: Config | None = None, *, upda
     import wandb_workspaces.workspaces as ws
 
     api = wandb.Api(timeout=API_SECONDS)
-    made, there = make_workspace(entity, project, run), _find(api, entity, project, "project-view")
+    made, there = make_workspace(entity, project, run), find_view(api, entity, project, "project-view", NAME)
     if there is not None and not update:
         return None
     if there is not None:
         name = there["name"].removeprefix("nw-").removesuffix("-v")
-        made, sections = ws.Workspace.from_url(f"{_server(api)}/{entity}/{project}?nw={name}"), made.sections
+        made, sections = ws.Workspace.from_url(f"{app_url(api)}/{entity}/{project}?nw={name}"), made.sections
         made.sections = sections
     made.save()
     return str(made.url)
@@ -348,42 +349,18 @@ def save_report(entity: str, project: str, run: Config | None = None) -> str:
     import wandb_workspaces.reports.v2 as wr
 
     api = wandb.Api(timeout=API_SECONDS)
-    made, there = make_report(entity, project, run), _find(api, entity, project, "runs")
+    made, there = make_report(entity, project, run), find_view(api, entity, project, "runs", NAME)
     if there is not None:
-        address = f"{_server(api)}/{entity}/{project}/reports/{NAME}--{there['id'].rstrip('=')}"
+        address = f"{app_url(api)}/{entity}/{project}/reports/{NAME}--{there['id'].rstrip('=')}"
         made, blocks = wr.Report.from_url(address), made.blocks
         made.blocks = blocks
     made.save()
     return str(made.url)
 
 
-def _server(api: Any) -> str:
-    from wandb_workspaces._graphql import get_app_url
-
-    return str(get_app_url(api)).rstrip("/")
-
-
-def _find(api: Any, entity: str, project: str, kind: str) -> dict[str, str] | None:
-    """`id` and `name` of the project's view of this kind that is called NAME; None if there is none.
-
-    wandb_workspaces finds workspaces ("project-view") and reports ("runs") by their address alone.
-    """
-    from wandb_workspaces._graphql import execute_graphql
-
-    query = """query Views($project: String!, $entity: String!, $kind: String!) {
-        project(name: $project, entityName: $entity) {
-            allViews(viewType: $kind) { edges { node { id name displayName } } }
-        }
-    }"""
-    found = execute_graphql(api, query, {"project": project, "entity": entity, "kind": kind})
-    edges = ((found.get("project") or {}).get("allViews") or {}).get("edges", [])
-    return next((edge["node"] for edge in edges if edge["node"]["displayName"] == NAME), None)
-
-
 def specification(entity: str, project: str, run: Config | None = None) -> dict[str, Any]:
-    """The workspace as it would be sent: plain data. The library has no public way to it."""
-    sent = make_workspace(entity, project, run)._to_model().model_dump_json(by_alias=True, exclude_none=True)
-    found: dict[str, Any] = json.loads(sent)
+    """The workspace as it would be sent: plain data."""
+    found: dict[str, Any] = json.loads(workspace_json(make_workspace(entity, project, run)))
     return found
 
 

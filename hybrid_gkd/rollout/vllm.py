@@ -70,12 +70,15 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
             arguments["gpu_memory_utilization"] = _measured_share(config)
+        if rollout.fast_paths:
+            arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
         vllm_compat.unlink_shared_memory()
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
-        self.scheduler = self._install_scheduler(rollout.engine_kwargs.vllm) if rollout.fast_paths else None
+        self.scheduler = scheduler.short_path(self.engine)
+        """With the short path for decode steps; None where vLLM has its own."""
         self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)
         logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
@@ -93,15 +96,6 @@ class VLLMRolloutEngine(RolloutEngine):
         self.running: dict[str, GenerationRequest] = {}
         """Those that it has, by their names there."""
         self.names = map(str, itertools.count())
-
-    def _install_scheduler(self, engine_kwargs: dict[str, Any]) -> Any:
-        """vLLM's scheduler with the short path for decode steps; None where it stays as vLLM has made it."""
-        given = "scheduler_cls" in engine_kwargs
-        reason = "engine_kwargs.vllm.scheduler_cls is given" if given else scheduler.install(self.engine)
-        if reason is not None:
-            logger.warning("rollout engine: vLLM schedules every step itself, which is slower: %s", reason)
-            return None
-        return self.engine.engine_core.engine_core.scheduler
 
     def _install_runner(self) -> Any:
         """vLLM's model runner with the short path for the scheduler's short steps; None where it stays vLLM's."""

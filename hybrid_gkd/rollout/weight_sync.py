@@ -52,9 +52,9 @@ class WeightSync:
             store = open_store(address, rank=rank, size=size, timeout=timeout)
             self._group: Any
             if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=timeout + ABORT_SECONDS)
-                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, size, options)
+                nccl: Any = dist.ProcessGroupNCCL  # its stub leaves this constructor out
+                limit = timedelta(seconds=timeout + ABORT_SECONDS)
+                self._group = nccl(dist.PrefixStore("weights", store), rank, size, limit)
             else:
                 self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             # Connect now, so that an unreachable address shows at the start of a run.

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hybrid_gkd.compat.torch import copy_each
+
 # The older name is deprecated since torch 2.13, where the newer one is first found.
 all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -98,7 +100,7 @@ def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
     found = [each if each.dtype == dtype else torch.empty_like(each, dtype=dtype) for each in tensors]
     pairs = [(new, old) for new, old in zip(found, tensors, strict=True) if new is not old]
     if pairs:
-        torch._foreach_copy_([new for new, _ in pairs], [old for _, old in pairs])
+        copy_each([new for new, _ in pairs], [old for _, old in pairs])
     return found
 
 

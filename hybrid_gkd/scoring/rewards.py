@@ -66,18 +66,20 @@ class Scorer:
         config: the whole configuration.
         model: the reward model, where there is one.
         clock: gets the spans `reward`.
+        weights: of the functions and the model in the sum, by name; `config.reward_weights` if None.
     """
 
     def __init__(
         self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config,
-        model: RewardModelTurn | None = None, clock: Clock | None = None,
+        model: RewardModelTurn | None = None, clock: Clock | None = None, weights: dict[str, float] | None = None,
     ):  # fmt: skip
         self.functions, self.tokenizer, self.config, self.model = functions, tokenizer, config, model
         self.section, self._clock = config.reward, clock or Clock()
         self._is_waited_for = config.actor_rollout_ref.hybrid_engine or not config.algorithm.filter_groups.enable
         """Else a background thread scores what it has generated, while the trainer does something else."""
         known = {*functions, *([MODEL] if model is not None else [])}
-        self._weights = {name: weight for name, weight in config.reward_weights.items() if name in known}
+        given = config.reward_weights if weights is None else weights
+        self._weights = {name: weight for name, weight in given.items() if name in known}
         self._pool: RewardPool | None = None
         self._lock = threading.Lock()  # a rollout may be generated in another thread while one is scored
         self._entries: dict[SampleId, _Entry] = {}
@@ -88,9 +90,7 @@ class Scorer:
         """Of a plain function (response, answer), which is called in this process."""
         compute = one_by_one(lambda response: function(response.text, response.right_answer))
         given = RewardFunction(CUSTOM, getattr(function, "__name__", "given"), compute)
-        scorer = cls({CUSTOM: given}, tokenizer, config, clock=clock)
-        scorer._weights = {CUSTOM: 1.0}
-        return scorer
+        return cls({CUSTOM: given}, tokenizer, config, clock=clock, weights={CUSTOM: 1.0})
 
     def close(self) -> None:
         """End the processes, if there are any."""

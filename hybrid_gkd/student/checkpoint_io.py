@@ -171,7 +171,7 @@ def gather_huggingface(
         write, left_out = functools.partial(write_adapter, model.adapters.config), set[str]()
         gathered = gather_adapter(hf_model, bucket_bytes=model.bucket_bytes)
     else:
-        write, left_out = functools.partial(_write_weights, hf_model), _tied_names(hf_model)
+        write, left_out = functools.partial(_write_weights, hf_model), set(hf_model.all_tied_weights_keys)
         gathered = model.full_tensors(hf_model.stored_dtype)
     weights = {name: to_host(tensor) for name, tensor in gathered if is_first and name not in left_out}
 
@@ -189,17 +189,12 @@ def gather_huggingface(
 
 def _end_with(token: int, folder: Path) -> None:
     """Have transformers end responses where the student's ended: it does not ask the tokenizer, as vLLM does."""
-    config = GenerationConfig.from_pretrained(folder)
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    fields = GenerationConfig.from_pretrained(folder).to_dict()
+    ends = fields["eos_token_id"] if isinstance(fields["eos_token_id"], list) else [fields["eos_token_id"]]
     if token not in ends:
-        config.eos_token_id = [end for end in ends if end is not None] + [token]
-        config._from_model_config = False  # else transformers takes the tokens of config.json
-        config.save_pretrained(folder)
-
-
-def _tied_names(hf_model: Any) -> set[str]:
-    ties = getattr(hf_model.config, "tie_word_embeddings", False)
-    return set((getattr(hf_model, "_tied_weights_keys", None) or ()) if ties else ())
+        fields["eos_token_id"] = [end for end in ends if end is not None] + [token]
+        # Without the mark that these are config.json's: transformers would take the tokens from there.
+        GenerationConfig(**{name: value for name, value in fields.items() if name[0] != "_"}).save_pretrained(folder)
 
 
 def _write_weights(hf_model: Any, weights: dict[str, Tensor], folder: Path) -> None:

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from hybrid_gkd.compat.transformers import unneeded_keys
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.fast_layers import use_torch_norms
@@ -224,7 +225,7 @@ def _mismatch(model: Any, weights: list[Weight], checkpoint: dict[str, Any]) -> 
                 return f"{name} has shape {checkpoint[name].get_shape()} instead of {list(tensor.shape)}"
         unused.difference_update(present)
     # As transformers does: weights that the architecture declares unneeded, and buffers that old versions saved.
-    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    patterns = [*unneeded_keys(model), r"rotary_emb\.inv_freq$"]
     unused = {name for name in unused if not any(re.search(pattern, name) for pattern in patterns)}
     return f"the model has no {min(unused)}" if unused else None
 

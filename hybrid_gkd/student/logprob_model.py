@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybrid_gkd.compat.transformers import mixes_in_attention_only
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
@@ -77,7 +78,7 @@ def _top_logprobs(
 def refuse_leaks(model: Any) -> None:
     """Raises ModelError if the architecture mixes packed sequences."""
     # A layer that mixes tokens outside the attention function is never told where a sequence ends.
-    if not model._supports_attention_backend or model._is_stateful:
+    if not mixes_in_attention_only(model):
         raise ModelError(
             f"{model.config.model_type}: packed sequences would leak into each other; the architecture must mix tokens "
             "in transformers' attention interface only (_supports_attention_backend, not _is_stateful)"

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hybrid_gkd.compat.torch import abandon_backward
+from hybrid_gkd.compat.transformers import block_classes
 from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
@@ -96,6 +98,7 @@ class ShardedModel:
         reduce_dtype = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        self._saved = set(self.hf_model.state_dict())
         self._blocks = decoder_blocks(self.hf_model)  # now: FSDP2 gives modules classes of other names
         for blocks in block_groups(self._blocks):
             fully_shard(blocks, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
@@ -150,14 +153,8 @@ class ShardedModel:
                 hook.remove()
 
     def abandon_backward(self) -> None:
-        """Drop all gradients and bring FSDP2 back to where a forward pass can begin, for which it has no public way."""
-        self.model.set_reshard_after_backward(True)
-        for parameter in fsdp_parameters(self.model):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # not before it was gathered for the first time
-                parameter._unsharded_param.grad = None
-        # The final callback of a backward pass does exactly this.
-        self.model._get_fsdp_state()._root_post_backward_final_callback()
+        """Drop all gradients and bring FSDP2 back to where a forward pass can begin."""
+        abandon_backward(self.model)
         self.model.zero_grad()
 
     def clip_grad_norm(self, largest: float) -> Tensor:
@@ -195,10 +192,7 @@ class ShardedModel:
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """What a folder has beside parameters, such as the biases of a router; every rank has them whole."""
-        for path, module in self.hf_model.named_modules():
-            for name, buffer in module.named_buffers(prefix=path, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    yield name, buffer
+        return ((name, each) for name, each in self.hf_model.named_buffers() if name in self._saved)
 
     def layout(self) -> Layout:
         """Of `full_tensors`."""
@@ -217,16 +211,6 @@ class ShardedModel:
         return itertools.chain(weights, self.saved_buffers())
 
 
-def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 keeps about each parameter, also the gradients that it has not reduced yet."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one or none
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from group.fsdp_params if group is not None else ()
-
-
 def take_workspaces(device: torch.device) -> None:
     """Let cuBLAS take the memory that it needs in this thread and in autograd's, and that it never gives back.
 
@@ -239,7 +223,7 @@ def take_workspaces(device: torch.device) -> None:
 
 def decoder_blocks(model: Any) -> list[nn.Module]:
     """The transformer blocks of a Hugging Face model, by the class names that it must not split."""
-    names = set(model._no_split_modules or [])
+    names = block_classes(model)
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise ModelError(f"{type(model).__name__} names no decoder blocks (_no_split_modules) to shard")

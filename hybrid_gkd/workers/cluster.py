@@ -13,10 +13,11 @@ from typing import Any
 
 import ray
 
+from hybrid_gkd.compat.ray import on_loopback
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.workers.own_cluster import on_loopback, own_group, starting
+from hybrid_gkd.workers.own_cluster import own_group, starting
 from hybrid_gkd.workers.placement import Role
 from hybrid_gkd.workers.pool import Pool
 

@@ -15,9 +15,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-import ray
-from ray._private import ray_constants
-
 from hybrid_gkd.runtime.processes import wait_for_end
 
 logger = logging.getLogger(__name__)
@@ -83,17 +80,3 @@ def starting(group: int | None) -> Iterator[None]:
             signal.signal(number, before[number])
     for first in came[:1]:
         signal.raise_signal(first)
-
-
-@contextlib.contextmanager
-def on_loopback() -> Iterator[None]:
-    """What Ray starts within listens on 127.0.0.1 only, as on macOS; on Linux no option of Ray's does it."""
-    if not hasattr(ray_constants, "ENABLE_RAY_CLUSTER"):
-        logger.warning("this Ray %s listens on all interfaces, see docs/security.md", ray.__version__)
-        yield
-        return
-    there, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = there

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import socket
 from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from same_tokens import check_cases, check_two_ranks
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.compat.vllm import scheduler as short_scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.engine import generate
@@ -37,29 +35,6 @@ def test_both_schedulers_give_the_same_tokens(tmp_path):
 @pytest.mark.usefixtures("only_tensor_parallel_engine")
 def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
     check_two_ranks(make_tiny_model(tmp_path / "model", num_words=200), "cpu", TIMEOUT)
-
-
-def leave_unknown_ones_alone():
-    vllm_compat.prepare_environment("cpu")
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    other = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace())))
-    empty = object.__new__(Scheduler)
-    lacking = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=empty)))
-    elsewhere = SimpleNamespace(engine_core=SimpleNamespace())  # the core is in another process
-    reasons = [short_scheduler.install(engine) for engine in (other, lacking, elsewhere)]
-    vllm_compat.vllm_version = lambda: "0.29.1"
-    reasons.append(short_scheduler.install(other))
-    return reasons, type(empty) is Scheduler
-
-
-def test_a_scheduler_that_is_not_known_stays_as_it_is():
-    (other, lacking, elsewhere, untried), is_untouched = in_own_process(leave_unknown_ones_alone)
-    assert other == "the scheduler is SimpleNamespace"
-    assert lacking.startswith("the scheduler has no running, requests")
-    assert elsewhere.startswith("this vLLM is built differently: ")
-    assert untried == "this path was not tried with vLLM 0.29.1"
-    assert is_untouched
 
 
 def scheduler_of(folder, port, fast_paths):

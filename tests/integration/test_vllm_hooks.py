@@ -1,5 +1,6 @@
 """The scorer in the places that the installed vLLM has for it, in both generations of model runners."""
 
+import inspect
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
@@ -106,8 +107,25 @@ def miss_what_is_not_there():
         vllm_compat.keep_raw_prompt_logprobs()
 
 
+def find_what_is_taken_when_it_is_there():
+    """Without these vllm_compat would go on, and say or do less."""
+    vllm_compat.prepare_environment("cpu")
+    from vllm.config import CacheConfig
+    from vllm.device_allocator import cumem
+    from vllm.model_executor.layers.fused_moe import fused_moe_method_base
+    from vllm.v1.worker import gpu_worker
+
+    assert "kv_cache_max_concurrency" in CacheConfig.__dataclass_fields__
+    for module, what in (
+        (cumem, "pointer_to_data"), (gpu_worker, vllm_compat.GREW), (fused_moe_method_base, "moe_kernel"),
+    ):  # fmt: skip
+        assert what in inspect.getsource(module), (module, what)
+
+
 def test_hooks():
     """In a process of its own, because vLLM changes the process that imports it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for function in (use_newer_runner, use_older_runner, miss_what_is_not_there):
+        for function in (
+            use_newer_runner, use_older_runner, miss_what_is_not_there, find_what_is_taken_when_it_is_there
+        ):
             pool.submit(function).result(TIMEOUT)

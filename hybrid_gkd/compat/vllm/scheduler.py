@@ -2,16 +2,18 @@
 
 vLLM's scheduler decides anew in every step what each sequence may compute, which costs more time than the GPU needs for
 a small model. In most steps of a rollout there is nothing to decide: nothing can be admitted, the KV cache has room,
-and every running sequence computes one token. `install` gives the scheduler of an engine a subclass that does these
+and every running sequence computes one token. `engine_args` gives an engine a subclass of its scheduler that does these
 steps itself, changes the state that vLLM's own code would change, and leaves every other step to it. Tokens come out of
 the scheduler once per sequence, when it ends; log-probabilities are kept as numbers and taken with `take_logprobs`.
 
-With and without asynchronous scheduling and with both model runners. For a version in which nobody has compared the
-tokens, and for an engine that does more than a rollout needs, `install` says why not and leaves it as it is.
+With and without asynchronous scheduling and with both model runners. With a version in which nobody has compared the
+tokens, and in an engine that does more than a rollout needs, the scheduler is vLLM's, and a warning says why.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,9 @@ import numpy as np
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 
+logger = logging.getLogger(__name__)
+
+LEFT = "rollout engine: vLLM schedules every step itself, which is slower: %s"
 TRIED = ((0, 26), (0, 32))
 """Versions of vLLM whose tokens were compared, by tests/same_tokens.py: 0.26 on a GPU, 0.32 on the CPU."""
 NEEDED = (
@@ -33,26 +38,54 @@ STEPS_IN_FLIGHT = 3
 """At least as many as vLLM computes at a time, without pipeline parallelism."""
 
 
-def install(engine: Any) -> str | None:
-    """Give the engine (vLLM's LLMEngine, in this process) the short path; None, or why it was left as it is."""
-    if reason := vllm_compat.untried(TRIED):
-        return reason
-    try:
+def engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the short path; none, and a warning, where this vLLM was not tried.
+
+    Or where `given`, the arguments of the user, have a scheduler.
+    """
+    reason = "engine_kwargs.vllm.scheduler_cls is given" if "scheduler_cls" in given else vllm_compat.untried(TRIED)
+    if reason is None:
+        try:
+            _parts_of_vllm()
+        except ImportError as error:
+            reason = f"this vLLM is built differently: {error}"
+    if reason is not None:
+        logger.warning(LEFT, reason)
+        return {}
+    # vLLM says of every class but its own that it may not fit and is not asynchronous; this one was tried, and is.
+    logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
+    return {"scheduler_cls": RolloutScheduler}
+
+
+def short_path(engine: Any) -> Any:
+    """The scheduler of an engine (vLLM's LLMEngine, in this process) if it has the short path, else None."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    return scheduler if isinstance(scheduler, DecodeSteps) else None
+
+
+class RolloutScheduler:
+    """For vLLM's argument `scheduler_cls`: makes vLLM's scheduler with the short path, or, and a warning, without.
+
+    It is chosen here because vLLM takes one class before it knows whether it schedules asynchronously.
+    """
+
+    def __new__(cls, vllm_config: Any, **arguments: Any) -> Any:
         vllm = _parts_of_vllm()
-        scheduler = engine.engine_core.engine_core.scheduler
-        if type(scheduler) not in (vllm.Scheduler, vllm.AsyncScheduler):
-            return f"the scheduler is {type(scheduler).__name__}"
-        missing = [name for name in NEEDED if not hasattr(scheduler, name)]
-        if missing:
-            return f"the scheduler has no {', '.join(missing)}"
-        unusual = _unusual(scheduler, engine.vllm_config)
-    except (ImportError, AttributeError) as error:
-        return f"this vLLM is built differently: {error}"
-    if unusual:
-        return f"the engine uses {', '.join(unusual)}"
-    scheduler.__class__ = vllm_compat.with_methods(type(scheduler), DecodeSteps)
-    scheduler.begin(vllm)
-    return None
+        base: Any = vllm.AsyncScheduler if vllm_config.scheduler_config.async_scheduling else vllm.Scheduler
+        try:
+            unusual = _unusual(vllm_config, **arguments)
+            reason = f"the engine uses {', '.join(unusual)}" if unusual else None
+        except AttributeError as error:
+            reason = f"this vLLM is built differently: {error}"
+        if reason is None:
+            scheduler = type(f"Decode{base.__name__}", (DecodeSteps, base), {"vllm": base})(vllm_config, **arguments)
+            missing = [name for name in NEEDED if not hasattr(scheduler, name)]
+            if not missing:
+                scheduler.begin(vllm)
+                return scheduler
+            reason = f"the scheduler has no {', '.join(missing)}"
+        logger.warning(LEFT, reason)
+        return base(vllm_config, **arguments)
 
 
 def _parts_of_vllm() -> SimpleNamespace:
@@ -74,19 +107,22 @@ def _parts_of_vllm() -> SimpleNamespace:
     )
 
 
-def _unusual(scheduler: Any, config: Any) -> list[str]:
-    """What the short path does not do."""
+def _unusual(
+    config: Any, *, kv_cache_config: Any, include_finished_set: bool, log_stats: bool, **arguments: Any
+) -> list[str]:
+    """What the short path does not do, of a scheduler that is made with these arguments."""
+    of_experts = (config.model_config, getattr(config, "aux_output_config", None))  # in 0.26, and in 0.32
     features = {
         "speculative decoding": config.speculative_config is not None,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
-        "connectors": any(getattr(scheduler, name, None) for name in ("connector", "ec_connector")),
-        "statistics": scheduler.log_stats,
-        "several clients": scheduler.finished_req_ids_dict is not None,
-        "priorities": scheduler.policy.name != "FCFS",
+        "connectors": config.kv_transfer_config is not None or config.ec_transfer_config is not None,
+        "statistics": log_stats,
+        "several clients": include_finished_set,
+        "priorities": config.scheduler_config.policy != "fcfs",
         "cascade attention": not config.model_config.disable_cascade_attn,
         "an encoder": config.model_config.is_encoder_decoder,
-        "aligned state blocks": getattr(scheduler, "need_mamba_block_aligned_split", False),
-        "routed experts": bool(getattr(scheduler, "enable_return_routed_experts", False)),
+        "aligned state blocks": kv_cache_config.has_mamba_layers and config.cache_config.mamba_cache_mode == "align",
+        "routed experts": any(getattr(each, "enable_return_routed_experts", False) for each in of_experts),
         "KV cache events": bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events),
     }
     return [name for name, used in features.items() if used]
@@ -94,6 +130,8 @@ def _unusual(scheduler: Any, config: Any) -> list[str]:
 
 class DecodeSteps:
     """Methods for a subclass of vLLM's Scheduler or AsyncScheduler, which is their attribute `vllm`."""
+
+    vllm: Any
 
     def begin(self: Any, vllm: SimpleNamespace) -> None:
         """Set up the state of the short path, once, with `_parts_of_vllm`."""

@@ -126,7 +126,8 @@ class HFScoringEngine(ScoringEngine):
         head = self._head
         if head is None:
             return hidden
-        plain = type(head) is torch.nn.Linear and getattr(head, "bias", None) is None and not hasattr(head, "_hf_hook")
+        # A part of a model on several devices has a forward of its own, which moves what it gets.
+        plain = type(head) is torch.nn.Linear and getattr(head, "bias", None) is None and "forward" not in vars(head)
         if plain and hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
         return head(hidden)

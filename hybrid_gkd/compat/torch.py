@@ -1,0 +1,37 @@
+"""What torch has no public way to: private parts of FSDP2, and one operation on many tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+
+def abandon_backward(model: Any) -> None:
+    """Bring the root module of FSDP2 from within a backward pass back to where a forward pass can begin.
+
+    Drops the gradients that are not reduced yet, and does what ends a backward pass: FSDPState's
+    `_root_post_backward_final_callback`. Tried with torch 2.11 and 2.13. Raises AttributeError if it is built
+    differently.
+    """
+    model.set_reshard_after_backward(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one or none
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                for parameter in group.fsdp_params if group is not None else ():
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):  # not before it was gathered for the first time
+                        parameter._unsharded_param.grad = None
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy every source to its target, which may be of another type, many of them in one kernel.
+
+    `torch._foreach_copy_`, tried with torch 2.11 and 2.13; raises AttributeError without it.
+    """
+    torch._foreach_copy_(targets, sources)
