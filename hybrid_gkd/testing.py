@@ -31,6 +31,7 @@ from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
+    Plan,
     Reading,
     RewardText,
     Sample,
@@ -205,18 +206,18 @@ class RecordingGroup:
         self.events.append(("update",))
         return [{"actor/loss": 1.0, "actor/lr": 0.1 * number} for number in range(len(batches[0]))]
 
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.num_forwards += 1
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.id: np.full(i.num_trained, np.log(0.5), np.float32) for i in items}
 
-    def compute_divergences(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         self.events.append(("divergences", self._version, len(items)))
         token = np.array([[0.5, 0.25]], np.float32)
         return {item.id: token.repeat(item.num_trained, 0) for item in items}
 
-    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.events.append(("ref",))
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.id: np.full(i.num_trained, np.log(0.125), np.float32) for i in items}
@@ -226,7 +227,7 @@ class RecordingGroup:
         self.events.append(("reward_model", self._version, len(texts)))
         return {text.index: float(len(text.token_ids)) for text in texts}
 
-    def compute_values(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         self.events.append(("values",))
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
         return {i.id: np.full(i.num_trained, 0.25, np.float32) for i in items}
@@ -297,19 +298,19 @@ class LocalGroup(RecordingGroup):
         super().update(batches)
         return [self.actor.update(batch) for batch in batches[0]]
 
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         return self.actor.compute_logprobs(micro_batches[0])
 
-    def compute_divergences(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         super().compute_divergences(micro_batches)
         return self.actor.compute_divergences(micro_batches[0])
 
-    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         if not self.config.has_reference_model:
             return self.actor.compute_ref_logprobs(micro_batches[0])
         return self.reference.compute_logprobs(micro_batches[0])
 
-    def compute_ref_topk(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, TopK]:
+    def compute_ref_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
         if not self.config.has_reference_model:
             return self.actor.compute_ref_topk(micro_batches[0])
         return self.reference.compute_topk(micro_batches[0], num_ids=self.actor.num_ids)
@@ -318,7 +319,7 @@ class LocalGroup(RecordingGroup):
         super().compute_reward_scores(micro_batches)
         return self.reward_model.compute_scores(micro_batches[0])
 
-    def compute_values(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         return self.critic.compute_values(micro_batches[0])
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:

@@ -208,8 +208,8 @@ class GKDTrainer(PPOTrainer):
             part = pairs[start : start + size]
             with self.teacher.client.uncounted():
                 taken = self._take_scores(self.teacher.start(part), len(part))
-            plan = self.batches.plan([sample.with_signals(teacher=taken[sample.id]) for _, sample in part])
-            found |= self.group.compute_divergences([tuple(share) for share in plan])
+            with_scores = [sample.with_signals(teacher=taken[sample.id]) for _, sample in part]
+            found |= self.group.compute_divergences(self.batches.plan(with_scores))
             scored |= {each: taken[each] for each in shown if each in taken}
         rows = []
         for sample, row in shown.values():

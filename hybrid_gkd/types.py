@@ -80,10 +80,13 @@ class TopK:
     """[R], of the trained token itself."""
 
 
+Arrays = list[np.ndarray]
+"""One array for each sample."""
 Signal = np.ndarray | TopK
 """One value per trained token, float32 [R], or the candidates of a policy."""
 SIGNALS = {
     "teacher": "TopK of the teacher",
+    "rewards": "[R] what each token has earned; the score of the whole sample is at its last trained token",
     "advantages": "[R] how much better each token was than expected",
     "old_logprobs": "[R] log-probabilities under the weights before the rollout's first mini-batch",
     "reference": "[R] log-probabilities under the reference policy",
@@ -259,6 +262,10 @@ class Rollout:
     """Of how it was generated, where groups are left out."""
 
 
+Plan = list[tuple[tuple[Sample, ...], ...]]
+"""For each worker its micro-batches, of which all get equally many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
     """A worker's share of an optimizer step. All get equally many micro-batches, some empty: each runs collectives."""
@@ -266,7 +273,6 @@ class MiniBatch:
     micro_batches: tuple[tuple[Sample, ...], ...]
     num_tokens: int
     """Trained tokens of the mini-batch over ALL workers: the denominator of the loss."""
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
 from hybrid_gkd.runtime.imports import keep_loaded
 from hybrid_gkd.scoring.reward_model import RewardModelTurn
-from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import RunInfo
@@ -210,7 +210,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if facts.reward_texts is not None:
         model = RewardModelTurn(config, group, facts.reward_texts, clock)
     if facts.reward is not None:
-        scorer = Scorer(facts.reward, facts.tokenizer, config, model, clock)
+        scorer = RewardScorer(facts.reward, facts.tokenizer, config, model, clock)
         stack.enter_context(contextlib.closing(scorer))
     arguments: dict[str, Any] = {
         "group": group, "tokenizer": facts.tokenizer, "train_prompts": facts.train_prompts,

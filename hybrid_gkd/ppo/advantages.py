@@ -22,12 +22,12 @@ import numpy as np
 
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.runtime.imports import is_import_path, load_object
+from hybrid_gkd.scoring.rewards import token_rewards
+from hybrid_gkd.types import Arrays
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import AlgorithmConfig
 
-Arrays = list[np.ndarray]
-"""One array for each response."""
 Estimator = Callable[[Arrays, int, Arrays | None, "AlgorithmConfig"], tuple[Arrays, Arrays | None]]
 VARIANCE_FLOOR = 1e-8
 """Added to a variance that is divided by."""
@@ -178,14 +178,6 @@ def check_estimator(estimator: Estimator, n: int, section: AlgorithmConfig) -> N
         raise refusal(f"must give advantages of the shapes {[[length] for length in lengths]}; it gave {shapes}")
     if not all(np.isfinite(each).all() for each in found):
         raise refusal("gave advantages that are not finite")
-
-
-def token_rewards(scores: np.ndarray, lengths: list[int]) -> Arrays:
-    """Scores [B * n] of whole responses as token-level rewards: on the last token of each."""
-    rewards = [np.zeros(length, np.float32) for length in lengths]
-    for reward, score in zip(rewards, scores, strict=True):
-        reward[-1] = score
-    return rewards
 
 
 def _scores(rewards: Arrays) -> np.ndarray:

@@ -16,13 +16,13 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import answers_to_score
-from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.types import Pair, Rollout, Sample, Task
 
 logger = logging.getLogger(__name__)
 
-GROUP_METRICS: dict[str, Callable[[Scorer, list[Pair]], list[float]]] = {
-    "acc": Scorer.accuracies, "score": Scorer.scores, "seq_reward": Scorer.rewards,
+GROUP_METRICS: dict[str, Callable[[RewardScorer, list[Pair]], list[float]]] = {
+    "acc": RewardScorer.accuracies, "score": RewardScorer.scores, "seq_reward": RewardScorer.rewards,
 }  # fmt: skip
 """By `algorithm.filter_groups.metric`: of responses to their prompts, a number for each."""
 
@@ -41,7 +41,7 @@ class Refill:
     They are kept in the order in which their prompts were drawn. Those beyond a full batch are not trained on.
     """
 
-    def __init__(self, config: Config, scorer: Scorer, step: int):
+    def __init__(self, config: Config, scorer: RewardScorer, step: int):
         self.section, self.scorer, self.step = config.algorithm.filter_groups, scorer, step
         self.size = config.data.train_batch_size
         self._batches: list[Rollout] = []
@@ -61,7 +61,7 @@ class Refill:
     def add(self, batch: Rollout) -> list[Sample]:
         """Take a generation batch; return the samples of it that are kept.
 
-        Raises TrainingError: the batch was the last one allowed, and there are too few groups; and as `Scorer.scores`.
+        Raises TrainingError: the batch was the last one allowed, and there are too few groups; else as `scores`.
         """
         pairs, count = answers_to_score(batch), len(batch.samples)
         self._rewards += self.scorer.rewards(pairs)[:count]

@@ -15,7 +15,7 @@ from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.steps import make_sampler, request_seeds
 from hybrid_gkd.runtime.spans import Clock, working_for
-from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.types import (
     GenerationRequest,
     Pair,
@@ -44,7 +44,7 @@ class Generation:
     """
 
     def __init__(
-        self, config: Config, group: WorkerGroup, tasks: list[Task], scorer: Scorer | None, ahead: RolloutsAhead,
+        self, config: Config, group: WorkerGroup, tasks: list[Task], scorer: RewardScorer | None, ahead: RolloutsAhead,
         clock: Clock,
     ):  # fmt: skip
         self.config, self.group, self.tasks, self.scorer = config, group, tasks, scorer
@@ -135,7 +135,7 @@ class Generation:
 
     def _drawn(
         self, tasks: abc.Sequence[Task], requests: list[GenerationRequest], sampling: SamplingParams,
-        scorer: Scorer | None,
+        scorer: RewardScorer | None,
     ) -> Iterator[list[Pair]]:  # fmt: skip
         """Yield samples with their tasks as they are finished.
 

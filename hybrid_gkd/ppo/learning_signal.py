@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid_gkd.config import ADV_ESTIMATORS, Config
-from hybrid_gkd.ppo.advantages import Arrays, load_estimator, token_rewards
-from hybrid_gkd.types import Pair, Rollout, Sample, with_tasks
+from hybrid_gkd.ppo.advantages import load_estimator
+from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, with_tasks
 
 
 def needs_greedy_answers(config: Config) -> bool:
@@ -23,29 +23,32 @@ def answers_to_score(rollout: Rollout) -> list[Pair]:
 
 
 def with_advantages(
-    config: Config, rollout: Rollout, samples: list[Sample], scores: list[float],
-    values: Arrays | None = None, of_tokens: Arrays | None = None,
+    config: Config, rollout: Rollout, samples: list[Sample], greedy: list[Sample], of_tokens: Arrays | None = None
 ) -> tuple[list[Sample], dict[str, float]]:
     """Return the samples of a rollout with their advantages, and metrics.
 
-    `scores` are those of `answers_to_score`; empty where samples as a whole have none. `values`, a critic's of each
-    sample, become signals, with what it is to learn in their place. `of_tokens`: rewards of the trained tokens of each
-    sample, added to the scores; behind them perhaps those of the greedy ones.
+    Args:
+        samples: perhaps with rewards, and with a critic's values, in whose place it is to learn the returns.
+        greedy: those of the rollout, likewise with rewards.
+        of_tokens: further rewards of the trained tokens of each sample, and perhaps of the greedy ones behind them.
     """
     section, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    lengths = [sample.num_trained for sample in samples]
-    drawn, greedy = np.split(np.array(scores, np.float32), [len(lengths)])
+    drawn, of_greedy = scores_of(samples), scores_of(greedy)
     metrics = {"reward/mean": float(drawn.mean()), "reward/std": float(drawn.std())} if len(drawn) else {}
-    rewards = token_rewards(drawn if len(drawn) else np.zeros(len(lengths)), lengths)
+    rewards = [
+        sample.array("rewards") if len(drawn) else np.zeros(sample.num_trained, np.float32) for sample in samples
+    ]
     if of_tokens is not None:
         rewards = [reward + each for reward, each in zip(rewards, of_tokens, strict=False)]
+    values = [sample.array("values") for sample in samples] if config.uses_critic else None
     baseline = values
-    if rollout.greedy:
-        of_greedy = (of_tokens or [])[len(lengths) :]
-        places = {each.id.group: place for place, each in enumerate(rollout.greedy)}
+    if greedy:
+        of_greedy_tokens = (of_tokens or [])[len(samples) :]
+        places = {each.id.group: place for place, each in enumerate(greedy)}
         baseline = [
             greedy_baseline(
-                sample.num_trained, greedy[place] if len(greedy) else 0.0, of_greedy[place] if of_greedy else None
+                sample.num_trained, of_greedy[place] if len(of_greedy) else 0.0,
+                of_greedy_tokens[place] if of_greedy_tokens else None,
             )
             for sample, place in ((sample, places[sample.id.group]) for sample in samples)
         ]
@@ -54,11 +57,17 @@ def with_advantages(
     samples = [sample.with_signals(advantages=np.asarray(each, np.float32)) for sample, each in pairs]
     if values is not None:
         assert returns is not None
-        targets = zip(samples, values, returns, strict=True)
-        samples = [sample.with_signals(values=value, returns=each) for sample, value, each in targets]
-    if len(greedy):
-        metrics["reward/greedy"] = float(greedy.mean())
+        samples = [sample.with_signals(returns=each) for sample, each in zip(samples, returns, strict=True)]
+    if len(of_greedy):
+        metrics["reward/greedy"] = float(of_greedy.mean())
     return samples, metrics
+
+
+def scores_of(samples: list[Sample]) -> np.ndarray:
+    """Return the rewards of whole samples, float32 [number of samples]; empty where they have none."""
+    found = [sample.array("rewards").sum() for sample in samples if "rewards" in sample.signals]
+    assert len(found) in (0, len(samples)), "some samples have no reward"
+    return np.array(found, np.float32)
 
 
 def greedy_baseline(length: int, score: float, of_tokens: np.ndarray | None) -> np.ndarray:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +19,10 @@ from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import decode
-from hybrid_gkd.ppo.advantages import Arrays
 from hybrid_gkd.ppo.best import best_to_resume, new_best
 from hybrid_gkd.ppo.generation import Generation
 from hybrid_gkd.ppo.importance import with_rollout_correction
-from hybrid_gkd.ppo.learning_signal import answers_to_score, with_advantages
+from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.saving import Saving
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
@@ -33,10 +32,11 @@ from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_me
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.critic import CriticTurn
-from hybrid_gkd.scoring.reference import ReferenceTurn
-from hybrid_gkd.scoring.rewards import Reward, Scorer
+from hybrid_gkd.scoring.reference import KLPenalty, reference_scorer
+from hybrid_gkd.scoring.rewards import Reward, RewardScorer
+from hybrid_gkd.scoring.scorer import WorkersScorer, scored
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
-from hybrid_gkd.types import Pair, Rollout, Sample, Task, TrainerLog, with_tasks
+from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, with_tasks
 from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
@@ -87,16 +87,17 @@ class PPOTrainer:
 
     def __init__(
         self, config: Config, *, group: WorkerGroup, tokenizer: Any, train_prompts: list[Task],
-        val_prompts: list[Task], reward: Scorer | Reward | None, tracking: TrainerLog, store: CheckpointStore,
+        val_prompts: list[Task], reward: RewardScorer | Reward | None, tracking: TrainerLog, store: CheckpointStore,
         resume_from: Path | None = None, settings: dict[str, Any] | None = None, clock: Clock | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):  # fmt: skip
         self.config, self.group, self.tokenizer = config, group, tokenizer
         self.num_train_prompts, self.val_prompts = len(train_prompts), val_prompts
+        self._tasks = {task.index: task for task in train_prompts}
         self.clock, self.stop_requested = clock or Clock(), stop_requested
-        if reward is not None and not isinstance(reward, Scorer):
-            reward = Scorer.of(reward, tokenizer, config, self.clock)
-        self.scorer = reward
+        if reward is not None and not isinstance(reward, RewardScorer):
+            reward = RewardScorer.of(reward, tokenizer, config, self.clock)
+        self.rewards = reward
         self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.total_steps = total_steps(config, len(train_prompts))
         self.step = self.extra_batches = 0
@@ -120,10 +121,11 @@ class PPOTrainer:
                 config.actor_rollout_ref.nccl_timeout + LATE_SECONDS, "actor_rollout_ref.nccl_timeout, a grace period"
             ),
         )
-        self.generation = Generation(config, group, train_prompts, self.scorer, self._rollouts, self.clock)
+        self.generation = Generation(config, group, train_prompts, self.rewards, self._rollouts, self.clock)
         self.batches = Batches(config, config.actor_rollout_ref.actor, group)
         self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
-        self.reference = ReferenceTurn(config, group, self.clock, self.batches)
+        self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
+        self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
@@ -165,7 +167,7 @@ class PPOTrainer:
         """Update, publish, validate, report, save; without what takes time that a requested stop does not have."""
         metrics = self._unreported = self._update_actor(rollout)
         self.step, self.extra_batches, self._weights_are_whole = rollout.step, rollout.extra_batches, True
-        self.reference.end_step()
+        self.kl_penalty.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
         if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._goes_on():
             with self.clock.span("save_checkpoint"):
@@ -217,19 +219,22 @@ class PPOTrainer:
 
         Of rewards of the samples, `of_tokens` and a critic's values; see the function `with_advantages`.
         """
-        samples = samples or [*rollout.samples]
-        scores, metrics = list[float](), dict[str, float]()
+        samples, greedy, metrics = samples or [*rollout.samples], [*rollout.greedy], dict[str, float]()
         if of_tokens is None or self.config.trains_on_rewards:
-            assert self.scorer is not None
-            pairs = answers_to_score(rollout)
-            scores, metrics = self.scorer.rewards(pairs), self.scorer.metrics(pairs[: len(rollout.samples)])
+            assert self.rewards is not None
+            both = scored(self.rewards, self.pairs([*samples, *greedy]))
+            samples, greedy = both[: len(samples)], both[len(samples) :]
+            metrics |= self.rewards.metrics(self.pairs(samples))
         if self.config.algorithm.use_kl_in_reward:
             with self.clock.span("update_actor"):
                 samples = self.with_old_logprobs(samples)
-            samples, of_tokens, found = self.reference.penalised(samples, of_tokens)
+            samples = self._referenced(samples)
+            of_tokens, found = self.kl_penalty.apply(samples, of_tokens)
             metrics |= found
-        values = None if self.critic is None else self.critic.values(rollout)
-        samples, found = with_advantages(self.config, rollout, samples, scores, values, of_tokens)
+        if self.critic is not None:
+            with self.clock.span("values"):
+                samples = scored(self.critic.values, self.pairs(samples))
+        samples, found = with_advantages(self.config, rollout, samples, greedy, of_tokens)
         if self.critic is None:
             return samples, metrics | found
         with self._changing_weights(steps=num_critic_updates(self.config, 1)):
@@ -237,7 +242,11 @@ class PPOTrainer:
 
     def with_reference(self, samples: list[Sample]) -> list[Sample]:
         """Add the reference policy's log-probabilities where the loss needs them."""
-        return self.reference.with_logprobs(samples)
+        return self._referenced(samples) if self.config.actor_rollout_ref.actor.use_kl_loss else samples
+
+    def _referenced(self, samples: list[Sample]) -> list[Sample]:
+        with self.clock.span("ref"):
+            return scored(self.reference, self.pairs(samples))
 
     def with_corrections(
         self, samples: list[Sample], *, policy_loss: bool = True
@@ -254,10 +263,11 @@ class PPOTrainer:
 
     def with_old_logprobs(self, samples: list[Sample]) -> list[Sample]:
         """Add log-probabilities of the trained tokens under the present weights, unless they are there."""
-        if all("old_logprobs" in sample.signals for sample in samples):
-            return samples
-        found = self.group.compute_logprobs([tuple(share) for share in self.batches.plan(samples)])
-        return [sample.with_signals(old_logprobs=found[sample.id]) for sample in samples]
+        return scored(self.old_logprobs, self.pairs(samples))
+
+    def pairs(self, samples: Iterable[Sample]) -> list[Pair]:
+        """Return samples of the training data with their tasks."""
+        return [(self._tasks[sample.id.row], sample) for sample in samples]
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
         """Take `ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each."""
@@ -304,7 +314,7 @@ class PPOTrainer:
             pairs = with_tasks(self.val_prompts, found)
             for validator in self.validators:
                 token_values |= validator(pairs)
-            scores = {} if self.scorer is None else self.scorer.of_validation(pairs)
+            scores = {} if self.rewards is None else self.rewards.of_validation(pairs)
         answers = Answers(
             tasks=self.val_prompts, samples=found, token_values=token_values,
             texts=[decode(self.tokenizer, sample) for sample in found], **scores,
@@ -412,7 +422,7 @@ class PPOTrainer:
         data = data_state(self.config, self.num_train_prompts)
         return TrainerState(
             step=self.step, data=data, first_metrics=dict(self.first_metrics), settings=self.settings, best=self.best,
-            kl_coef=self.reference.state, extra_batches=self.extra_batches,
+            kl_coef=self.kl_penalty.state, extra_batches=self.extra_batches,
         )  # fmt: skip
 
     def _resume(self, folder: Path) -> None:
@@ -422,5 +432,5 @@ class PPOTrainer:
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
         self.best = self.saving.best = best_to_resume(self.config, state, self.store)
-        self.reference.resume(state.kl_coef)
+        self.kl_penalty.resume(state.kl_coef)
         self.saving.newest = folder

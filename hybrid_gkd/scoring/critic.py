@@ -1,4 +1,4 @@
-"""The critic's part of a step: values of a rollout's responses, and the update of what it expects.
+"""The critic as a scorer, and its part of a step: the update of what it expects.
 
 Shapes: R trained tokens of a sample.
 """
@@ -11,7 +11,8 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.runtime.spans import Clock
-from hybrid_gkd.types import Rollout, Sample
+from hybrid_gkd.scoring.scorer import WorkersScorer
+from hybrid_gkd.types import Sample
 from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
@@ -24,12 +25,8 @@ class CriticTurn:
     def __init__(self, config: Config, group: WorkerGroup, clock: Clock):
         self.group, self.clock = group, clock
         self.batches = Batches(config, config.resolved_critic, group)
-
-    def values(self, rollout: Rollout) -> list[np.ndarray]:
-        """Return for each sample, float32 [R], the return that the critic expects before each trained token."""
-        with self.clock.span("values"):
-            found = self.group.compute_values([tuple(share) for share in self.batches.plan([*rollout.samples])])
-        return [found[sample.id] for sample in rollout.samples]
+        self.values = WorkersScorer("values", group.compute_values, self.batches)
+        """The return that it expects before each trained token."""
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """Learn the returns of the samples; metrics. Raises as an update of the actor."""

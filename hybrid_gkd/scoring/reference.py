@@ -1,4 +1,4 @@
-"""The reference policy's part of a step: log-probabilities of a rollout's responses, and the KL inside the rewards.
+"""The reference policy as a scorer, and the KL to it inside the rewards.
 
 The penalty, its estimates and its two controllers are verl's (`algorithm.use_kl_in_reward`).
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_gkd.config import Config, KLCtrlConfig
-from hybrid_gkd.runtime.spans import Clock
-from hybrid_gkd.types import Sample
+from hybrid_gkd.scoring.scorer import WorkersScorer
+from hybrid_gkd.types import Arrays, Sample
 from hybrid_gkd.workers.batches import Batches
 
 if TYPE_CHECKING:
@@ -33,36 +33,38 @@ ESTIMATES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 """algorithm.kl_penalty -> of log-ratios [R] the estimates of KL(q || p), [R], nats."""
 
 
-class ReferenceTurn:
-    """What the loop asks of the reference policy; without one it changes nothing."""
+def reference_scorer(config: Config, group: WorkerGroup, batches: Batches) -> WorkersScorer:
+    """Return the scorer of the log-probabilities of trained tokens, or of all candidates if the loss needs them."""
+    if config.ref_topk:
+        return WorkersScorer("reference_topk", group.compute_ref_topk, batches)
+    return WorkersScorer("reference", group.compute_ref_logprobs, batches)
 
-    def __init__(self, config: Config, group: WorkerGroup, clock: Clock, batches: Batches):
-        self.config, self.group, self.clock, self.batches = config, group, clock, batches
-        self.section = config.algorithm.kl_ctrl
+
+class KLPenalty:
+    """The KL to the reference policy inside the rewards, with the controller of its coefficient."""
+
+    def __init__(self, config: Config):
+        self.config, self.section = config, config.algorithm.kl_ctrl
         self.coef = self._next_coef = self.section.kl_coef
-        """Of the KL in the rewards, in the present step."""
+        """Of the present step."""
 
-    def with_logprobs(self, samples: list[Sample]) -> list[Sample]:
-        """Add the reference's log-probabilities, unless they are there, where the loss needs them."""
-        return self._scored(samples) if self.config.actor_rollout_ref.actor.use_kl_loss else samples
+    def apply(self, samples: list[Sample], rewards: Arrays | None) -> tuple[Arrays, dict[str, float]]:
+        """Return the rewards of the tokens, or zeros, less coef times the KL, float32 [R] each, and metrics.
 
-    def penalised(
-        self, samples: list[Sample], of_tokens: list[np.ndarray] | None
-    ) -> tuple[list[Sample], list[np.ndarray], dict[str, float]]:
-        """Return the samples, which have old log-probabilities; the rewards of their tokens, or zeros, less coef times
-        the KL, float32 [R] each (behind them, those of greedy ones stay as they are, as in verl); metrics."""
-        scored, estimate = self._scored(samples), ESTIMATES[self.config.algorithm.kl_penalty]
-        kls = [estimate(_log_ratio(item)) for item in scored]
+        The samples have old log-probabilities and those of the reference. Rewards behind theirs, those of greedy
+        samples, stay as they are, as in verl.
+        """
+        estimate = ESTIMATES[self.config.algorithm.kl_penalty]
+        kls = [estimate(_log_ratio(sample)) for sample in samples]
         kl = float(np.mean([each.mean() for each in kls]))
         metrics = {"reward/kl": kl, "reward/kl_coef": self.coef}
         self._next_coef = next_coefficient(self.section, self.coef, kl, len(kls))
-        rewards = of_tokens or [np.zeros(len(each), np.float32) for each in kls]
+        rewards = rewards or [np.zeros(len(each), np.float32) for each in kls]
         left = [(reward - self.coef * each).astype(np.float32) for reward, each in zip(rewards, kls, strict=False)]
-        uses_them = self.config.actor_rollout_ref.actor.use_kl_loss
-        return scored if uses_them else samples, left + rewards[len(kls) :], metrics
+        return left + rewards[len(kls) :], metrics
 
     def end_step(self) -> None:
-        """The step is taken: the controller's coefficient is that of the next one."""
+        """Take the controller's coefficient for the next step."""
         self.coef = self._next_coef
 
     @property
@@ -74,18 +76,6 @@ class ReferenceTurn:
         """Go on with the state of a checkpoint; None: it has none, and the configured coefficient stays."""
         if state is not None and self.config.algorithm.adapts_kl_coef:
             self.coef = self._next_coef = state
-
-    def _scored(self, samples: list[Sample]) -> list[Sample]:
-        if all("reference" in sample.signals for sample in samples):
-            return samples
-        plan = [tuple(share) for share in self.batches.plan(samples)]
-        with self.clock.span("ref"):
-            if not self.config.ref_topk:
-                found = self.group.compute_ref_logprobs(plan)
-                return [sample.with_signals(reference=found[sample.id]) for sample in samples]
-            scores = self.group.compute_ref_topk(plan)
-        pairs = [(sample, scores[sample.id]) for sample in samples]
-        return [sample.with_signals(reference=s.sampled_logprobs, reference_topk=s) for sample, s in pairs]
 
 
 def next_coefficient(section: KLCtrlConfig, coef: float, kl: float, num_sequences: int) -> float:
@@ -103,7 +93,9 @@ def next_coefficient(section: KLCtrlConfig, coef: float, kl: float, num_sequence
 
 
 def _log_ratio(sample: Sample) -> np.ndarray:
-    return sample.array("old_logprobs").astype(np.float64) - sample.array("reference")
+    has_topk = "reference_topk" in sample.signals
+    reference = sample.topk("reference_topk").sampled_logprobs if has_topk else sample.array("reference")
+    return sample.array("old_logprobs").astype(np.float64) - reference
 
 
 def _k3(log_ratio: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ class RewardTexts:
 
 
 class RewardModelTurn:
-    """What a `Scorer` asks of the reward model. The workers compute it in a phase of its own, after a rollout."""
+    """What a `RewardScorer` asks of the reward model. The workers compute it in a phase of its own, after a rollout."""
 
     def __init__(self, config: Config, group: WorkerGroup, texts: RewardTexts, clock: Clock):
         self.group, self.texts, self.clock = group, texts, clock

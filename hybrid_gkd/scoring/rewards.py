@@ -26,7 +26,8 @@ from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.scoring.builtin_rewards import Response, overlong_penalty
 from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, one_by_one
-from hybrid_gkd.types import Pair, SampleId
+from hybrid_gkd.scoring.scorer import done
+from hybrid_gkd.types import Arrays, Pair, SampleId, Signal
 
 if TYPE_CHECKING:
     from hybrid_gkd.scoring.reward_model import RewardModelTurn
@@ -40,6 +41,14 @@ replaced."""
 SAID = 3
 """Failures of a function that are logged for a rollout, one by one."""
 Reward = Callable[[str, str], float]
+
+
+def token_rewards(scores: Iterable[float], lengths: list[int]) -> Arrays:
+    """Return scores of whole samples as rewards of their tokens, float32 [R] each: at the last one."""
+    rewards = [np.zeros(length, np.float32) for length in lengths]
+    for reward, score in zip(rewards, scores, strict=True):
+        reward[-1] = score
+    return rewards
 
 
 @dataclass
@@ -57,17 +66,19 @@ class _Entry:
     """Whether a function has no score of it, and another value counts."""
 
 
-class Scorer:
+class RewardScorer:
     """Applies the reward functions of a run to responses. Close it: it may have processes.
 
     Args:
-        functions: by name, those of `config.reward_weights`.
+        functions: by name.
         tokenizer: decodes responses.
         config: the whole configuration.
         model: the reward model, where there is one.
         clock: gets the spans `reward`.
-        weights: of the functions and the model in the sum, by name; `config.reward_weights` if None.
+        weights: of functions and model by name; None: those of the configuration.
     """
+
+    name = "rewards"
 
     def __init__(
         self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config,
@@ -78,15 +89,15 @@ class Scorer:
         self._is_waited_for = config.actor_rollout_ref.hybrid_engine or not config.algorithm.filter_groups.enable
         """Else a background thread scores what it has generated, while the trainer does something else."""
         known = {*functions, *([MODEL] if model is not None else [])}
-        given = config.reward_weights if weights is None else weights
-        self._weights = {name: weight for name, weight in given.items() if name in known}
+        weights = config.reward_weights if weights is None else weights
+        self._weights = {name: weight for name, weight in weights.items() if name in known}
         self._pool: RewardPool | None = None
         self._lock = threading.Lock()  # a rollout may be generated in another thread while one is scored
         self._entries: dict[SampleId, _Entry] = {}
         """Of the samples whose tokens, which copies of a sample share, still exist."""
 
     @classmethod
-    def of(cls, function: Reward, tokenizer: Any, config: Config, clock: Clock) -> Scorer:
+    def of(cls, function: Reward, tokenizer: Any, config: Config, clock: Clock) -> RewardScorer:
         """Of a plain function (response, answer), which is called in this process."""
         compute = one_by_one(lambda response: function(response.text, response.right_answer))
         given = RewardFunction(CUSTOM, getattr(function, "__name__", "given"), compute)
@@ -166,6 +177,11 @@ class Scorer:
                 done += 1
         if failed > SAID:
             logger.warning("%d responses in all have no score, see the first %d above", failed, SAID)
+
+    def submit(self, pairs: list[Pair]) -> list[Future[Signal]]:
+        """Wait for what is trained on, see `rewards`; a score is at the last token. Raises as `scores`."""
+        lengths = [sample.num_trained for _, sample in pairs]
+        return [done(each) for each in token_rewards(self.rewards(pairs), lengths)]
 
     def rewards(self, pairs: list[Pair]) -> list[float]:
         """What is trained on: the scores, and the penalty on long responses where there is one. Raises as `scores`."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from typing import Protocol
 
 import numpy as np
 
 from hybrid_gkd.errors import TeacherTimeout
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Signal, Task, TopK
+from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Task, TopK
 
 LATE_SECONDS = 30.0
 """Grace period after the client's own deadline, by which it ends every request."""
@@ -26,16 +25,6 @@ View = Callable[[Task, Sample], Reading]
 """What a teacher reads for a sample: its own prompt, template or tokenizer, and which tokens of it are scored."""
 Scores = dict[SampleId, Future[TopK]]
 """Scores under way, until they are taken."""
-
-
-class Scorer(Protocol):
-    """Computes one signal of samples, asynchronously."""
-
-    name: str
-    """Of the signal, one of `SIGNALS`."""
-
-    def submit(self, pairs: list[Pair]) -> list[Future[Signal]]:
-        """Queue samples for scoring; return a future for each, in their order."""
 
 
 def completion_view(task: Task, sample: Sample) -> Reading:

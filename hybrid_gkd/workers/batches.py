@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.types import MiniBatch, Sample
+from hybrid_gkd.types import MiniBatch, Plan, Sample
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
 if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
-
-Plan = list[list[tuple[Sample, ...]]]
-"""For each worker its micro-batches."""
 
 
 class Batches:
@@ -58,7 +55,7 @@ class Batches:
     def parts(self, samples: list[Sample], num_tokens: int | None = None) -> list[MiniBatch]:
         """Return each worker's share of a mini-batch, or of a part of one that has `num_tokens` trained tokens."""
         num_tokens = num_tokens or sum(sample.num_trained for sample in samples)
-        return [MiniBatch(micro_batches=tuple(share), num_tokens=num_tokens) for share in self.plan(samples)]
+        return [MiniBatch(micro_batches=share, num_tokens=num_tokens) for share in self.plan(samples)]
 
     def plan(self, samples: list[Sample]) -> Plan:
         """Cut samples into micro-batches, the same number for each worker."""
@@ -71,7 +68,7 @@ class Batches:
             self.config.trainer.balance_batch,
             attention_cost=self.group.attention_cost,
         )
-        return [[tuple(samples[i] for i in micro_batch) for micro_batch in share] for share in plan]
+        return [tuple(tuple(samples[i] for i in micro_batch) for micro_batch in share) for share in plan]
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:

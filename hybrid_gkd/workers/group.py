@@ -26,6 +26,7 @@ from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.types import (
     GenerationRequest,
     MiniBatch,
+    Plan,
     RewardText,
     Sample,
     SampleId,
@@ -199,17 +200,17 @@ class WorkerGroup:
         metrics: list[dict[str, float]] = gather("update", calls)[-1]
         return metrics
 
-    def compute_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R], over all workers."""
         parts = self.actors.call("compute_logprobs", shares=micro_batches)
         return {each: values for part in parts for each, values in part.items()}
 
-    def compute_ref_logprobs(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R], under the reference policy, over all workers."""
         parts = self.actors.call("compute_ref_logprobs", shares=micro_batches)
         return {each: values for part in parts for each, values in part.items()}
 
-    def compute_ref_topk(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, TopK]:
+    def compute_ref_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
         """The same with the reference's `ref.topk` most likely tokens of each position."""
         parts = self.actors.call("compute_ref_topk", shares=micro_batches)
         return {each: scores for part in parts for each, scores in part.items()}
@@ -222,7 +223,7 @@ class WorkerGroup:
         parts = self.actors.call("compute_reward_scores", shares=micro_batches)
         return {index: score for part in parts for index, score in part.items()}
 
-    def compute_values(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R], what the critic expects before each response token, over all workers."""
         parts = self.actors.call("compute_values", shares=micro_batches)
         return {each: values for part in parts for each, values in part.items()}
@@ -232,7 +233,7 @@ class WorkerGroup:
         metrics: list[dict[str, float]] = self.actors.call("update_critic", shares=batches)[0]
         return metrics
 
-    def compute_divergences(self, micro_batches: list[tuple[tuple[Sample, ...], ...]]) -> dict[SampleId, np.ndarray]:
+    def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`.
 
         With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.

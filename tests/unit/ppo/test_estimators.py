@@ -9,13 +9,8 @@ import pytest
 
 from hybrid_gkd.config.learning import ADV_ESTIMATORS, AlgorithmConfig
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.ppo.advantages import (
-    ESTIMATORS,
-    check_estimator,
-    group_relative_advantages,
-    load_estimator,
-    token_rewards,
-)
+from hybrid_gkd.ppo.advantages import ESTIMATORS, check_estimator, group_relative_advantages, load_estimator
+from hybrid_gkd.scoring.rewards import token_rewards
 
 VERL = json.loads(Path(__file__).with_name("verl_estimators.json").read_text())
 TRL = json.loads(Path(__file__).with_name("trl_advantages.json").read_text())

@@ -21,7 +21,7 @@ from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.reward_functions import RewardFunction, one_by_one
-from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
 from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
 from hybrid_gkd.trainer import GKDTrainer
@@ -140,7 +140,7 @@ def test_metrics_of_a_response():
         (Task(index=i, token_ids=np.zeros(1, np.int32), text=""), make_sample(i, prompt=[0], completion=ids))
         for i, ids in enumerate([[7], [8, 8], [3] * 8])
     ]  # fmt: skip
-    scorer = Scorer({"custom": RewardFunction("custom", "mine", one_by_one(score))}, NumberTokenizer(), config)
+    scorer = RewardScorer({"custom": RewardFunction("custom", "mine", one_by_one(score))}, NumberTokenizer(), config)
     scorer._weights = {"custom": 1.0}
     found = {name: compute(scorer, pairs) for name, compute in GROUP_METRICS.items()}
     assert found == {"acc": [7.0, 1.0, 0.0], "score": [7.0, 8.0, 3.0], "seq_reward": [7.0, 8.0, 2.0]}
@@ -239,7 +239,7 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
 def test_greedy_answers_stay_with_their_prompts(tmp_path):
     trainer, _ = fit(1, tmp_path, "algorithm.adv_estimator=remax")
     prompts, n = trainer.generation.tasks, N
-    refill, rows = Refill(trainer.config, trainer.scorer, 1), [(1, 6, 7), (8, 2, 9)]
+    refill, rows = Refill(trainer.config, trainer.rewards, 1), [(1, 6, 7), (8, 2, 9)]
 
     for number, batch in enumerate(rows):
         assert not refill.is_full

@@ -10,10 +10,10 @@ import pytest
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
-from hybrid_gkd.ppo.advantages import token_rewards
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
-from hybrid_gkd.scoring.reference import ESTIMATES, ReferenceTurn
+from hybrid_gkd.scoring.reference import ESTIMATES, KLPenalty
+from hybrid_gkd.scoring.rewards import token_rewards
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample
 from hybrid_gkd.types import Task
@@ -51,7 +51,7 @@ def make(*overrides, run_dir=None, resume_from=None, steps=4):
 def test_rewards_and_coefficients_are_those_of_verl(case):
     kind, name = case.split()
     settings = f"algorithm.kl_ctrl={{type: {kind}, kl_coef: 0.05, target_kl: 0.2, horizon: 50}}"
-    turn = ReferenceTurn(config(*KL, settings, f"algorithm.kl_penalty={KINDS[name]}"), None, None, None)
+    penalty = KLPenalty(config(*KL, settings, f"algorithm.kl_penalty={KINDS[name]}"))
     for number, step in enumerate(VERL["rewards"][case]):
         sequences = [
             make_sample(
@@ -61,12 +61,12 @@ def test_rewards_and_coefficients_are_those_of_verl(case):
             for i, (old, reference) in enumerate(zip(VERL["logprobs"], VERL["ref_logprobs"], strict=True))
         ]
         scores = token_rewards(np.array(VERL["scores"]), [len(row) for row in VERL["logprobs"]])
-        _, rewards, metrics = turn.penalised(sequences, scores)
+        rewards, metrics = penalty.apply(sequences, scores)
         for found, expected in zip(rewards, step["rewards"], strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
         assert metrics == {"reward/kl": pytest.approx(step["kl"]), "reward/kl_coef": pytest.approx(step["coef"])}
-        turn.end_step()
-        assert turn.coef == pytest.approx(step["next_coef"], rel=1e-8)  # verl's mean divides by 1e-8 more tokens
+        penalty.end_step()
+        assert penalty.coef == pytest.approx(step["next_coef"], rel=1e-8)  # verl's mean divides by 1e-8 more tokens
 
 
 def test_estimates_against_their_formulas():
@@ -88,7 +88,6 @@ def test_every_token_loses_the_coefficient_times_its_kl_before_the_estimator():
         want = (found - together.mean()) / np.sqrt(together.var(ddof=1) + 1e-8)
         np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-4)
         np.testing.assert_allclose(item.array("old_logprobs"), np.log(0.5))
-        assert "reference" not in item.signals  # the loss needs none
     assert group.num_forwards == 1
     row = rows.by_step[1]
     assert (row["reward/kl"], row["reward/kl_coef"]) == (pytest.approx(LOG_RATIO), 0.5)
@@ -115,18 +114,18 @@ def test_the_greedy_answer_is_compared_without_a_penalty_as_in_verl():
 
 
 def test_the_reference_is_asked_once_where_reward_and_loss_need_it_and_never_where_nothing_does():
-    for overrides, asked, for_loss in (
-        ([], 0, False), (["actor_rollout_ref.actor.use_kl_loss=true", *KL], 1, True),
-        ([*KL, "algorithm.adv_estimator=gae", "trainer.critic_warmup=1"], 1, None),
+    for overrides, asked, for_critic in (
+        ([], 0, False), (["actor_rollout_ref.actor.use_kl_loss=true", *KL], 1, False),
+        ([*KL, "algorithm.adv_estimator=gae", "trainer.critic_warmup=1"], 1, True),
     ):  # fmt: skip
         trainer, group, rows = make(*overrides, steps=1)
         trainer.fit()
         assert group.events.count(("ref",)) == asked
         assert ("reward/kl" in rows.by_step[1]) == bool(asked)
-        if for_loss is None:
+        if for_critic:
             assert [event[0] for event in group.events[2:5]] == ["ref", "values", "update_critic"]
         else:
-            assert all(("reference" in item.signals) == for_loss for item in group.trained[0])
+            assert all(("reference" in item.signals) == bool(asked) for item in group.trained[0])
     assert make()[1].num_forwards == 0
 
 
@@ -140,14 +139,14 @@ def test_a_resumed_run_goes_on_with_the_very_coefficient(tmp_path):
     group.update, update = lambda batches, last=True: fail_at(3, group, update, batches), group.update
     first.fit()
     state = load_state(first.checkpoint)
-    assert state.kl_coef == first.reference.coef == coefs[2]
+    assert state.kl_coef == first.kl_penalty.coef == coefs[2]
     second, _, rows = make(*adaptive, run_dir=tmp_path / "parts", resume_from=first.checkpoint)
     second.fit()
     assert [rows.by_step[step]["reward/kl_coef"] for step in (3, 4)] == coefs[2:]
     settings = learning_settings(second.config, steps=4)
     assert settings["algorithm.kl_ctrl.target_kl"] == 0.1
     fixed, _, _ = make(*KL, run_dir=tmp_path / "fixed", resume_from=first.checkpoint)
-    assert (fixed.reference.coef, fixed.reference.state) == (0.5, None)
+    assert (fixed.kl_penalty.coef, fixed.kl_penalty.state) == (0.5, None)
 
 
 def fail_at(number, group, update, batches):
@@ -161,7 +160,7 @@ def test_a_step_that_was_not_taken_leaves_the_coefficient(tmp_path):
     group.update, update = lambda batches, last=True: fail_at(2, group, update, batches), group.update
     with pytest.raises(TrainingError):
         trainer.fit()
-    assert load_state(trainer.checkpoint).kl_coef == trainer.reference.coef == 0.5 * (1 + 0.2 * 2 / 10000)
+    assert load_state(trainer.checkpoint).kl_coef == trainer.kl_penalty.coef == 0.5 * (1 + 0.2 * 2 / 10000)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.reward_model import RewardModelTurn, RewardTexts
-from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.testing import CHAT_TEMPLATE, MetricRows, NumberTokenizer, RecordingGroup, make_sample, make_tokenizer
 from hybrid_gkd.types import Task
 
@@ -45,7 +45,7 @@ def make(*overrides, texts=None, score=None):
     functions = load_functions(config.reward) if config.has_reward_functions else {}
     trainer = PPOTrainer(
         config, group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS, val_prompts=PROMPTS[:2],
-        reward=Scorer(functions, NumberTokenizer(), config, turn), tracking=rows, store=None, clock=clock,
+        reward=RewardScorer(functions, NumberTokenizer(), config, turn), tracking=rows, store=None, clock=clock,
     )
     return trainer, group, rows
 
@@ -124,7 +124,7 @@ def test_micro_batches_are_cut_by_their_own_limit_and_a_longer_text_is_one():
     asked, compute = [], group.compute_reward_scores
     group.compute_reward_scores = lambda shares: asked.append(shares) or compute(shares)
     pairs = [(PROMPTS[i % 4], sample(*range(length), row=i)) for i, length in enumerate((1, 1, 1, 6))]
-    assert trainer.scorer.scores(pairs) == [3, 3, 3, 8]
+    assert trainer.rewards.scores(pairs) == [3, 3, 3, 8]
     (shares,) = asked
     assert len(shares) == group.size
     assert len(set(map(len, shares))) == 1

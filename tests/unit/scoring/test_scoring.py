@@ -20,7 +20,7 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import RewardFunction, load_functions
-from hybrid_gkd.scoring.rewards import Scorer
+from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.testing import NumberTokenizer, make_sample
 from hybrid_gkd.types import Task
 
@@ -39,7 +39,7 @@ def make(tmp_path):
             "data.max_response_length=8", "actor_rollout_ref.rollout.n=2", "reward.answer_key=answer",
             "reward.num_workers=1", *overrides,
         ])  # fmt: skip
-        scorers.append(Scorer(load_functions(config.reward), NumberTokenizer(), config))
+        scorers.append(RewardScorer(load_functions(config.reward), NumberTokenizer(), config))
         return scorers[-1]
 
     yield make
