@@ -115,7 +115,7 @@ def test_the_teacher_of_the_page_serves_a_run_a_client_and_a_second_worker(folde
         found = {}
         exec(client.replace("127.0.0.1:15555", f"127.0.0.1:{service.port}"), found)
         (scores,) = found["scores"]
-        assert scores.ids.shape == (len(found["response"]), 64)
+        assert scores.ids.shape == (1, 64)
         given = ["actor_rollout_ref.teacher.server_ip=127.0.0.1", "trainer.logger=[jsonl]"]
         port = f"actor_rollout_ref.teacher.server_port={service.port}"
         run(documented.GIVEN_TEACHER, *short(folder, "given"), *given, port, "actor_rollout_ref.rollout.name=hf")

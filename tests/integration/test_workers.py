@@ -301,7 +301,7 @@ def test_vllm_generates_with_the_published_weights(model, tmp_path):
     """Sampled log-probabilities of engine and actor agree before and after an update, on two workers."""
 
     def say_more(worker):  # travels to the worker by value
-        from hybrid_gkd.rollout import vllm as rollout
+        from hybrid_gkd.rollout import engine as rollout
 
         rollout.PROGRESS_SECONDS = 0.0
 
