@@ -35,6 +35,9 @@ from models import SHAPES, empty_model, full_tokenizer, make_model
 from torch import Tensor
 
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.launch.plan import make_plan
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.needs import trained_models
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, write_manifest
 from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
@@ -107,8 +110,10 @@ def print_steps(args: argparse.Namespace, folder: Path) -> None:
         Task(index=i, token_ids=rng.integers(0, 200, 64).astype(np.int32), text="", answer="")
         for i in range(args.prompts)
     ]
+    plan = make_plan(config, trained_models(config, student_spec(config)), args.device)
     with ray_cluster(config, args.device), contextlib.closing(
-        WorkerGroup(config, device=args.device, num_updates=total, stop_token_ids=[tokenizer.eos_token_id])
+        WorkerGroup(config, device=args.device, num_updates=total, stop_token_ids=[tokenizer.eos_token_id],
+                    engine_room=plan.memory.engine_room, copy_bytes=plan.copy_bytes)
     ) as group:
         assert group.saves_behind, "the host has no memory for a copy of a checkpoint"
         for way in ("behind", "at once"):

@@ -26,6 +26,9 @@ from transformers import Qwen2ForCausalLM
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.launch.plan import make_plan
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.needs import trained_models
 from hybrid_gkd.types import GenerationRequest, MiniBatch, Sample, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -66,8 +69,10 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
         for i in range(args.prompts)
     ]
     rows, first = [], []
+    plan = make_plan(config, trained_models(config, student_spec(config)), "cuda")
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=args.steps, stop_token_ids=[vocabulary - 1])
+        WorkerGroup(config, device="cuda", num_updates=args.steps, stop_token_ids=[vocabulary - 1],
+                    engine_room=plan.memory.engine_room)
     ) as group:
         for step in range(args.steps):
             row: dict[str, float] = dict(group.publish(step))

@@ -26,6 +26,9 @@ from transformers import Qwen2ForCausalLM
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.launch.plan import make_plan
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.needs import trained_models
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -103,8 +106,10 @@ def sample(path: Path, texts: list[list[int]], end: int, args: argparse.Namespac
         )
         for i, text in enumerate(texts[-PROMPTS:])
     ]
+    plan = make_plan(config, trained_models(config, student_spec(config)), args.device)
     with ray_cluster(config, args.device), contextlib.closing(
-        WorkerGroup(config, device=args.device, num_updates=1, stop_token_ids=[end])
+        WorkerGroup(config, device=args.device, num_updates=1, stop_token_ids=[end],
+                    engine_room=plan.memory.engine_room)
     ) as group:
         group.publish(0)
         sampling = SamplingParams(max_tokens=NEW_TOKENS, logprobs=True)

@@ -43,9 +43,9 @@ from hybrid_gkd.config import BATCHES_AHEAD, Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.preflight import check_all
-from hybrid_gkd.launch.run import locked_run_folder, sizes_while_loading, start_tracking
+from hybrid_gkd.launch.run import locked_run_folder, start_tracking
 from hybrid_gkd.launch.teacher import connect, make_teacher_process
-from hybrid_gkd.offload.budget import teacher_shares_gpu
+from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.runtime.imports import keep_loaded
@@ -120,14 +120,16 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
     configs = {schedule: configure(args, schedule, inputs) for schedule in schedules}
     first, found = next(iter(configs.values())), {}
     facts = check_all(first)
+    plan = facts.plan
     with contextlib.ExitStack() as stack:
-        loading = sizes_while_loading(facts)
-        teacher = stack.enter_context(make_teacher_process(loading or first, args.device))
+        loading = with_planned_caches(first, plan.memory, plan.gpu_bytes)
+        teacher = stack.enter_context(make_teacher_process(loading or first, plan))
         stack.enter_context(ray_cluster(first, args.device))
-        if args.device == "cuda" and teacher_shares_gpu(first) and loading is None:
+        if plan.memory.shares_gpu and loading is None:
             teacher.wait_ready()  # the rollout engine sizes its cache by what is free
         group = stack.enter_context(contextlib.closing(
-            WorkerGroup(loading or first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids)
+            WorkerGroup(loading or first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids,
+                        engine_room=plan.memory.engine_room)
         ))  # fmt: skip
         teacher.wait_ready()
         keep_loaded()  # as a run does
@@ -145,11 +147,13 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(recording(config.run_dir))
-        client = stack.enter_context(connect(config, facts.tokenizer, [teacher.address], teacher.keys))
+        client = stack.enter_context(
+            connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=facts.plan.teacher.replicas)
+        )
         log = stack.enter_context(start_tracking(facts))
         GKDTrainer(
             config, teacher=client, check_teacher=teacher.check,
-            shares_gpu=args.device == "cuda" and teacher_shares_gpu(config), group=group, tokenizer=facts.tokenizer,
+            shares_gpu=facts.plan.memory.shares_gpu, group=group, tokenizer=facts.tokenizer,
             train_prompts=facts.train_prompts, val_prompts=[], reward=None, tracking=log,
             store=CheckpointStore(config.run_dir, keep=1), clock=clock,
         ).fit()  # fmt: skip

@@ -307,6 +307,16 @@ class Config:
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
+    def engine_length(self) -> int:
+        """Tokens of the longest sequence that the rollout engine takes."""
+        return self.actor_rollout_ref.rollout.max_model_len or self.max_sequence_length
+
+    @property
+    def teacher_length(self) -> int:
+        """The same of a local teacher, which has to generate a token to score."""
+        return self.actor_rollout_ref.teacher.max_model_len or self.max_sequence_length + 1
+
+    @property
     def mini_batch_size(self) -> int:
         """Prompts per optimizer step."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size

@@ -9,8 +9,11 @@ from typing import Any
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Chat, Rows
 from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
+from hybrid_gkd.offload.budget import LocalTeacher
+from hybrid_gkd.offload.needs import TrainedModel
 from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.scoring.reward_functions import RewardFunction
 from hybrid_gkd.scoring.reward_model import RewardTexts
@@ -26,6 +29,12 @@ class Facts:
     """Rollout engine, `auto` resolved."""
     device: str = "cpu"
     """`trainer.device` with auto resolved: cuda or cpu."""
+    gpus: int = 0
+    """Of this machine, as this process sees them."""
+    gpu_bytes: int | None = None
+    """Memory of the first one; None without one, or where the workers use none."""
+    local_teacher: LocalTeacher | None = None
+    """Where the teacher computes that the run starts."""
     tokenizer: Any = None
     teacher_tokenizer: Any = None
     """Of the model that the run starts a teacher with."""
@@ -34,6 +43,10 @@ class Facts:
     stop_token_ids: list[int] = field(default_factory=list)
     spec: ModelSpec | None = None
     """Of the student."""
+    trained: tuple[TrainedModel, ...] = ()
+    """The student and the critic."""
+    checkpoint_bytes: int = 0
+    """Of one checkpoint."""
     reward: dict[str, RewardFunction] | None = None
     """By name, without the reward model; None: there is no reward."""
     reward_texts: RewardTexts | None = None
@@ -48,6 +61,8 @@ class Facts:
     """What decides the learning: `learning_settings`."""
     resumption: Resumption | None = None
     """Checkpoint to continue from; None for a new run."""
+    plan: RunPlan | None = None
+    """What comes of all that."""
 
     @property
     def steps_done(self) -> int:

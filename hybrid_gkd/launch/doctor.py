@@ -24,7 +24,6 @@ from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.self_test import self_test
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
-from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -49,7 +48,7 @@ class PlacedWorkers:
         self._stack = stack
         self.checks = (
             Check("placement", self.place),
-            Check("GPU memory", self.free_memory, after=("placement", "student")),
+            Check("GPU memory", self.free_memory, after=("placement", "plan")),
             Check("all-reduce", self.all_reduce, after=("placement",)),
         )
 
@@ -60,14 +59,15 @@ class PlacedWorkers:
         self.logs = Path(tempfile.mkdtemp(prefix="hybrid_gkd_doctor_"))
         group = WorkerGroup(config, device=facts.device, load=False, log_folder=self.logs)
         self.group = self._stack.enter_context(contextlib.closing(group))
-        refuse_teacher_gpu(config, group.placements)
+        refuse_teacher_gpu(facts.local_teacher, group.placements)
         return "\n".join(f"{place.worker}: {place}" for place in group.placements)
 
     def free_memory(self, facts: Facts) -> str:
         """Raises ConfigError if others hold what the run needs."""
         if facts.device != "cuda":
             return "no worker has a GPU"
-        check_free_memory(facts.config, student_spec(facts.config), self.group.placements)
+        assert facts.plan is not None
+        check_free_memory(facts.plan.memory, self.group.placements)
         return "what is free on each worker's GPU is enough for every phase"
 
     def all_reduce(self, facts: Facts) -> str:

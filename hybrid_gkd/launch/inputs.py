@@ -15,9 +15,10 @@ from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.teacher import local_teacher_place
+from hybrid_gkd.launch.plan import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
+from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
@@ -28,8 +29,6 @@ from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, generated
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 def student(facts: Facts) -> str:
@@ -58,13 +57,15 @@ def student(facts: Facts) -> str:
 
 def critic(facts: Facts) -> str:
     """The critic's folder has what it needs, the student's tokenizer included; all positions fit."""
-    config, model, key = facts.config, facts.config.critic_model, "critic.model.path"
-    if not config.uses_critic:
-        return "none is needed"
-    if model.path == config.actor_rollout_ref.model.path:
-        return f"starts from the student's {model.path}"
-    check_other_model("critic", key, model, facts)
-    return f"starts from {model.path}"
+    config, model, found = facts.config, facts.config.critic_model, "none is needed"
+    if config.uses_critic:
+        of_student = model.path == config.actor_rollout_ref.model.path
+        if not of_student:
+            check_other_model("critic", "critic.model.path", model, facts)
+        found = f"starts from the student's {model.path}" if of_student else f"starts from {model.path}"
+    assert facts.spec is not None
+    facts.trained = trained_models(config, facts.spec)
+    return found
 
 
 def reference(facts: Facts) -> str:
@@ -136,6 +137,7 @@ def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> N
 def teacher(facts: Facts) -> str:
     """Every given service answers; or the folder of the model to start one with has what it needs."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
+    facts.local_teacher = place_teacher(config, device=facts.device, gpus=facts.gpus)
     if not config.distillation.enabled:
         return "none is needed"
     if section.server_ip is not None:
@@ -152,7 +154,7 @@ def teacher(facts: Facts) -> str:
     needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
     check_length("teacher", path, config, needed, {})
     facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    return f"the run will start {path} on {local_teacher_place(config, facts.device)}"
+    return f"the run will start {path} on {facts.local_teacher}"
 
 
 def teacher_template(config: Config) -> str | None:

@@ -1,4 +1,4 @@
-"""The plan of a run as text: workers, memory by phase, time; and the room that its checkpoints and GPUs need."""
+"""The plan of a run, made once before anything starts: workers, memory by phase, time, room for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,26 +10,86 @@ import math
 import os
 import socket
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import CheckpointConfig, Config
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.launch.inputs import WEIGHT_SUFFIXES
-from hybrid_gkd.models.spec import ModelSpec, critic_spec, reward_model_spec
-from hybrid_gkd.offload import budget
-from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.offload.budget import GIB, LocalTeacher, Memory, has_phase
+from hybrid_gkd.offload.needs import TrainedModel, exported_bytes, plan_memory
+from hybrid_gkd.offload.residency import FROZEN
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 SPARE = 0.1
 """Of a GPU: offloads are called unnecessary only where so much stays free, since activations are "at least"."""
 
 
-def placement_plan(config: Config, *, device: str, engine: str) -> str:
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run takes of its machines, by its configuration and by what the checks have found."""
+
+    memory: Memory
+    gpu_bytes: int | None
+    """Memory of this machine's first GPU; None without one, or where the workers use none."""
+    card_bytes: int | None
+    """Of each worker's GPU; those of a given cluster are known when it has placed the workers."""
+    shares: dict[str, float]
+    """Of such a GPU: of the rollout engine and of a local teacher; empty while it is not known."""
+    phases: dict[str, dict[str, float]]
+    """Phase -> owner -> bytes on each worker; without `card_bytes` the shares of a GPU are left out."""
+    host: dict[str, float]
+    """Owner -> bytes on the host of each worker that trains."""
+    loaded: dict[str, Any]
+    """What starts.jsonl keeps, so that the time to load can be told before the next start."""
+    places: tuple[str, ...]
+    """Workers, rollout engine, batch and teacher, a line each."""
+    times: tuple[str, ...]
+    """Steps and loading, a line each."""
+    steps: int | None
+    """Of the whole run, where they are known."""
+
+    @property
+    def copy_bytes(self) -> float | None:
+        """What a worker takes of its host where training goes on while a checkpoint is written; None: it does not."""
+        return sum(self.host.values()) if "checkpoint" in self.host else None
+
+    def __str__(self) -> str:
+        return "\n".join([*self.places, *memory_lines(self), *self.times])
+
+
+def make_plan(
+    config: Config, trained: tuple[TrainedModel, ...], device: str, teacher: LocalTeacher | None = None, *,
+    engine: str = "none", gpu_bytes: int | None = None, steps: int | None = None, steps_done: int = 0,
+) -> RunPlan:
+    """Raises ConfigError: a phase does not fit into this machine's GPU; ModelError: a model's own cannot be read.
+
+    The GPUs of a given cluster are known when the workers are placed, see `check_free_memory`.
+    """
+    memory, shares = plan_memory(config, trained, device, teacher), dict[str, float]()
+    card_bytes = gpu_bytes if config.ray_init.address is None else None
+    if card_bytes is not None:
+        memory.check(card_bytes)
+        shares["rollout engine"] = memory.share_of_engine(card_bytes)
+        if teacher is not None:
+            shares["local teacher"] = memory.share_of_teacher(card_bytes)
+    loaded = what_is_loaded(config, device=device, engine=engine)
+    times = (time_plan(config, steps, steps_done),) if steps else ()
+    return RunPlan(
+        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, shares=shares,
+        phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
+        places=placement_plan(config, device=device, engine=engine),
+        times=(*times, loading_plan(loaded, config.experiment_dir.parent)), steps=steps,
+    )  # fmt: skip
+
+
+def placement_plan(config: Config, *, device: str, engine: str) -> tuple[str, ...]:
     """Workers, rollout engine, batch and teacher, a line each."""
     arr = config.actor_rollout_ref
     pools = f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))"
@@ -52,90 +112,64 @@ def placement_plan(config: Config, *, device: str, engine: str) -> str:
         where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         lines.append(f"teacher: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}")
-    return "\n".join(lines)
+    return tuple(lines)
 
 
-def memory_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | None = None) -> str:
-    """Memory of each worker by phase, and vLLM's shares of a GPU.
-
-    Raises:
-        ConfigError: a phase does not fit into this machine's GPU. Those of a given cluster are known when the workers
-            are placed, see `check_free_memory`.
-        ModelError: the configuration of a local teacher cannot be read.
-    """
-    total = gpu_bytes(config, device)
-    _, token = budget.engine_bytes(config, spec, device)
+def memory_lines(plan: RunPlan) -> list[str]:
+    """Memory of each worker by phase, and vLLM's shares of a GPU."""
+    memory, spec = plan.memory, plan.memory.specs["student"]
     adapters = f" below {spec.adapter_parameters / 1e6:.1f} M in adapters" if spec.adapter_parameters else ""
     lines = [
-        f"student: {spec.parameters / 1e6:.1f} M parameters{adapters}, {token:.0f} bytes of KV cache a token per "
-        "worker",
-        "memory of each worker by phase, GiB (activations: at least):",
+        f"student: {spec.parameters / 1e6:.1f} M parameters{adapters}, {memory.engine.token:.0f} bytes of KV cache a "
+        "token per worker"
     ]
-    if config.uses_critic:
-        lines.insert(1, f"critic: {critic_spec(config, spec).parameters / 1e6:.1f} M parameters")
-    if config.uses_reward_model:
-        lines.insert(1, f"reward model: {reward_model_spec(config).parameters / 1e6:.1f} M parameters")
-    for phase, owners in budget.phase_bytes(config, spec, device=device, total_bytes=total).items():
-        parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
-        lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {parts}")
-    lines.append(host_plan(config, spec, device=device, steps=steps))
-    if total is not None:
-        shares = [f"rollout engine {budget.engine_share(config, spec, total):g}"]
-        if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is None:
-            shares.append(f"local teacher {budget.teacher_share(config, total_bytes=total):g}")
-        lines.append(f"shares of a GPU of {total / GIB:.1f} GiB (gpu_memory_utilization): {', '.join(shares)}")
-        budget.check_memory(config, spec, total_bytes=total)
-        lines += room_without_offloads(config, spec, total)
-    elif device == "cuda":
+    others = [name for name in memory.specs if name not in ("student", "reference")]
+    lines += [f"{name}: {memory.specs[name].parameters / 1e6:.1f} M parameters" for name in others]
+    lines.append("memory of each worker by phase, GiB (activations: at least):")
+    for phase, owners in plan.phases.items():
+        lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {in_gib(owners)}")
+    lines.append(host_line(plan))
+    if plan.card_bytes is not None:
+        shares = ", ".join(f"{name} {share:g}" for name, share in plan.shares.items())
+        lines.append(f"shares of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {shares}")
+        lines += room_without_offloads(memory, plan.card_bytes, plan.shares["rollout engine"])
+    elif memory.device == "cuda":
         lines.append("KV cache and shares of a GPU: computed when the cluster has placed the workers")
-    return "\n".join(lines)
+    return lines
 
 
-def room_without_offloads(config: Config, spec: ModelSpec, total: int) -> list[str]:
+def host_line(plan: RunPlan) -> str:
+    """What each worker that trains takes of its host's memory."""
+    total = sum(plan.host.values()) / GIB
+    return f"host memory of each worker that trains, GiB: {total:.3f} = {in_gib(plan.host) or 'none'}"
+
+
+def in_gib(owners: dict[str, float]) -> str:
+    """Owners and their sizes."""
+    return ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
+
+
+def room_without_offloads(memory: Memory, total: int, share: float) -> list[str]:
     """A line that names the student's offloads which a GPU of `total` bytes can do without; none if it needs them.
 
     The rollout engine keeps its share: a smaller KV cache might cost more than the copies.
     """
-    arr = config.actor_rollout_ref
-    fsdp, share = arr.actor.fsdp_config, budget.engine_share(config, spec, total)
-    keys = ("param_offload", "optimizer_offload") if arr.hybrid_engine else ("optimizer_offload",)
-    offloads = [key for key in keys if getattr(fsdp, key)]
+    keys = {"param_offload": ("actor_params", FROZEN), "optimizer_offload": ("optimizer_state",)}
+    offloads = [key for key, owners in keys.items() if memory.moves[owners[0]]]
     for off in filter(None, (offloads, offloads[:-1])):  # an update needs the parameters in any case
-        changes: dict[str, Any] = dict.fromkeys(off, False)
-        actor = dataclasses.replace(arr.actor, fsdp_config=dataclasses.replace(fsdp, **changes))
-        other = dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(arr, actor=actor))
+        moves = memory.moves | {owner: False for key in off for owner in keys[key] if owner in memory.moves}
+        other = dataclasses.replace(memory, moves=moves)
         with contextlib.suppress(ConfigError):  # it does not fit
-            budget.check_memory(other, spec, total_bytes=total)
-            phases = budget.phase_bytes(other, spec, device="cuda", total_bytes=total)
+            other.check(total)
+            phases = other.phases(total)
             largest = max(sum(owners.values()) for phase, owners in phases.items() if phase != "rollout")
-            if budget.engine_share(other, spec, total) == share and largest <= (1 - SPARE) * total:
+            if other.share_of_engine(total) == share and largest <= (1 - SPARE) * total:
                 settings = " ".join(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in off)
                 return [
                     f"offloads that this GPU does not need: {settings} saves each step their copies; then no phase but "
                     f"the rollout holds more than {largest / GIB:.1f} GiB"
                 ]
     return []
-
-
-def host_plan(config: Config, spec: ModelSpec, *, device: str, steps: int | None) -> str:
-    """What each worker that trains takes of its host's memory, a line."""
-    owners = budget.host_bytes(config, spec, device=device, steps=steps)
-    parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
-    return f"host memory of each worker that trains, GiB: {sum(owners.values()) / GIB:.3f} = {parts or 'none'}"
-
-
-def memory_by_phase(config: Config, spec: ModelSpec, *, device: str) -> dict[str, dict[str, float]]:
-    """Phase -> owner -> bytes on each worker; without what depends on the GPUs of a given cluster."""
-    found = budget.phase_bytes(config, spec, device=device, total_bytes=gpu_bytes(config, device))
-    return {phase: dict(owners) for phase, owners in found.items()}
-
-
-def gpu_bytes(config: Config, device: str) -> int | None:
-    """Memory of this machine's first GPU, if the workers will run here."""
-    import torch
-
-    on_this_machine = device == "cuda" and config.ray_init.address is None
-    return torch.cuda.get_device_properties(0).total_memory if on_this_machine else None
 
 
 def time_plan(config: Config, steps: int, done: int) -> str:
@@ -163,15 +197,15 @@ def earlier_step_seconds(config: Config) -> float | None:
     return statistics.mean(seconds[1:] or seconds) if seconds else None  # the first one also warms up
 
 
-def loading_plan(config: Config, *, device: str, engine: str) -> str:
-    """The weights that a start reads, and how long the last start that loaded the same took."""
-    sizes = {path: _weight_bytes(path) for path in _models(config)}
+def loading_plan(loaded: dict[str, Any], project: Path) -> str:
+    """The weights that a start reads, and how long the last start of the project that loaded the same took."""
+    sizes = {path: _weight_bytes(path) for path in loaded["models"]}
     missing = [path for path, size in sizes.items() if not size]
     total = sum(sizes.values())
     size = f"{total / GIB:.1f} GiB" if total > GIB / 10 else f"{total / 2**20:.1f} MiB"
     known = f"{size} of weights to read" if total else ""
     fetched = f"not on this machine yet: {', '.join(missing)}" if missing else ""
-    last = _last_loading(config, what_is_loaded(config, device=device, engine=engine))
+    last = _last_loading(project, loaded)
     took = "how long it takes is known after a start with these models"
     if last is not None:
         when = datetime.datetime.fromtimestamp(last[0]).strftime("%Y-%m-%d %H:%M")
@@ -180,7 +214,7 @@ def loading_plan(config: Config, *, device: str, engine: str) -> str:
 
 
 def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any]:
-    """What starts.jsonl keeps of a start, so that the time to load can be told before the next one."""
+    """See `RunPlan.loaded`."""
     workers = [config.world_size, config.rollout_world_size]
     models = [os.path.abspath(path) if os.path.isdir(path) else path for path in _models(config)]
     return {"host": socket.gethostname(), "device": device, "engine": engine, "workers": workers, "models": models}
@@ -210,10 +244,10 @@ def _weight_bytes(path: str) -> int:
     return 0
 
 
-def _last_loading(config: Config, loaded: dict[str, Any]) -> tuple[float, float] | None:
-    """When the last start of this project that loaded the same began, and the seconds until it could train."""
+def _last_loading(project: Path, loaded: dict[str, Any]) -> tuple[float, float] | None:
+    """When the last start of a project that loaded the same began, and the seconds until it could train."""
     found = list[tuple[float, float]]()
-    for file in config.experiment_dir.parent.glob(f"*/{STARTS}"):
+    for file in project.glob(f"*/{STARTS}"):
         start: dict[str, Any] = {}
         for row in read_json_lines(file):
             start = row if "start" in row else start
@@ -232,24 +266,21 @@ def _pace(config: Config) -> list[Any]:
     return [*sections, config.reward_model, *other]
 
 
-def check_free_memory(
-    config: Config, spec: ModelSpec, placements: list[Placement], *, beside_teacher: bool = False
-) -> None:
+def check_free_memory(memory: Memory, placements: list[Placement], *, beside_teacher: bool = False) -> None:
     """Refuse a GPU that is too small for a phase, or of which others hold too much. Raises ConfigError with the sizes.
 
     The placements are measured before the workers load; with `beside_teacher` a local teacher that shares a GPU has its
     memory already, or takes it meanwhile.
     """
-    for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in placements if place.gpu):
-        budget.check_memory(config, spec, total_bytes=total_bytes, role=role)
-    computed = config.actor_rollout_ref.rollout.gpu_memory_utilization is None  # then from what is free
+    on_gpus = [place for place in placements if place.gpu is not None]
+    for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in on_gpus):
+        memory.check(total_bytes, role)
+    computed = memory.engine_share is None  # then from what is free
     ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if beside_teacher else set())
-    for place in placements:
-        if place.gpu is None:
-            continue
-        for phase, owners in budget.phase_bytes(config, spec, device="cuda", total_bytes=place.total_bytes).items():
+    for place in on_gpus:
+        for phase, owners in memory.phases(place.total_bytes).items():
             needed = sum(value for name, value in owners.items() if name not in ignored)
-            if budget.has_phase(place.role, phase) and needed > place.free_bytes:
+            if has_phase(place.role, phase) and needed > place.free_bytes:
                 raise ConfigError(
                     "trainer.n_gpus_per_node",
                     f"{place.worker} ({place}) needs {needed / GIB:.1f} GiB in the phase {phase}; another process, "
@@ -258,25 +289,21 @@ def check_free_memory(
                 )
 
 
-def checkpoint_bytes(config: Config, spec: ModelSpec) -> int:
+def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedModel]) -> int:
     """Bytes of one checkpoint: of each model weights or adapters and both moments, and the Hugging Face folders."""
-    section = config.actor_rollout_ref.actor.checkpoint
-    trained = [3 * model.itemsize * model.spec.trained_parameters for model in budget.trained_models(config, spec)]
-    exported = spec.stored_itemsize * spec.parameters
-    if spec.adapter_parameters:
-        adapters = section.save_hf_model * trained[0] // 3
-        return sum(trained) + adapters + section.save_merged * exported
-    return sum(trained) + (section.save_hf_model or section.save_merged) * exported
+    student = trained[0]
+    adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0
+    return 3 * sum(model.master for model in trained) + adapters + exported_bytes(section, student.spec)
 
 
-def disk_bytes(config: Config, spec: ModelSpec, *, steps: int | None) -> int:
+def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
     """Bytes that have to be free for the checkpoints of a run, in addition to those already in its folder.
 
     An old checkpoint is removed when the next is complete, so for a moment there is one more than are kept, and the
     best one beside them. Where all are kept, there has to be room for the next one. What a killed run has reserved or
-    begun to write makes room for it. `steps`: of the whole run, None where that is not known.
+    begun to write makes room for it. `one`: of a checkpoint; `steps`: of the whole run, None where that is not known.
     """
-    trainer, one = config.trainer, checkpoint_bytes(config, spec)
+    trainer = config.trainer
     if trainer.save_freq == 0 or trainer.val_only:
         return 0
     goes_on = trainer.resume_mode != "disable"  # else the run folder is moved aside

@@ -27,7 +27,7 @@ from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Check, Facts
 from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.folders import check_folders, try_to_write
-from hybrid_gkd.launch.plan import disk_bytes, loading_plan, memory_plan, placement_plan, time_plan
+from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.policy import check_policy_loss
@@ -116,18 +116,20 @@ def engine(facts: Facts) -> str:
 
 def device(facts: Facts) -> str:
     """`trainer.device` with auto resolved, and as many GPUs as there are workers on this machine."""
-    config, available = facts.config, torch.cuda.is_available()
+    config, available, facts.gpus = facts.config, torch.cuda.is_available(), torch.cuda.device_count()
     here = config.ray_init.address is None
     facts.device = "cuda" if available else "cpu"
     if config.trainer.device == "cuda" and not available and here:
         raise ConfigError("trainer.device", "no CUDA device is visible", "cuda")
     if config.trainer.device != "auto":
         facts.device = config.trainer.device
-    workers, gpus = config.workers_per_node, torch.cuda.device_count()
-    if facts.device == "cuda" and here and gpus < workers:
+    workers = config.workers_per_node
+    if facts.device == "cuda" and facts.gpus:
+        facts.gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+    if facts.device == "cuda" and here and facts.gpus < workers:
         own_pool = "" if config.actor_rollout_ref.hybrid_engine else ", rollout.n_gpus_per_node"
-        raise ConfigError(f"trainer.n_gpus_per_node{own_pool}", f"this machine has {gpus} GPUs", workers)
-    return f"{facts.device}, {workers} worker(s) a machine, {gpus} GPU(s) here"
+        raise ConfigError(f"trainer.n_gpus_per_node{own_pool}", f"this machine has {facts.gpus} GPUs", workers)
+    return f"{facts.device}, {workers} worker(s) a machine, {facts.gpus} GPU(s) here"
 
 
 def loss(facts: Facts) -> str:
@@ -184,19 +186,18 @@ def checkpoint(facts: Facts) -> str:
 
 def disk(facts: Facts) -> str:
     """The run folder can be written to and holds the checkpoints of the run."""
-    assert facts.spec is not None
-    return check_disk(facts.config, disk_bytes(facts.config, facts.spec, steps=facts.steps))
+    config = facts.config
+    facts.checkpoint_bytes = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
+    return check_disk(config, disk_bytes(config, facts.checkpoint_bytes, steps=facts.steps))
 
 
 def plan(facts: Facts) -> str:
     """Placement of the workers; the memory of each phase fits into this machine's GPU."""
-    assert facts.spec is not None
-    places = placement_plan(facts.config, device=facts.device, engine=facts.engine)
-    lines = [places, memory_plan(facts.config, facts.spec, device=facts.device, steps=facts.steps)]
-    if facts.steps:
-        lines.append(time_plan(facts.config, facts.steps, facts.steps_done))
-    lines.append(loading_plan(facts.config, device=facts.device, engine=facts.engine))
-    return "\n".join(lines)
+    facts.plan = make_plan(
+        facts.config, facts.trained, facts.device, facts.local_teacher, engine=facts.engine,
+        gpu_bytes=facts.gpu_bytes, steps=facts.steps, steps_done=facts.steps_done,
+    )
+    return str(facts.plan)
 
 
 CHECKS = (
@@ -216,8 +217,8 @@ CHECKS = (
     Check("reward model", inputs.reward_model, after=("data",)),
     Check("teacher", inputs.teacher),
     Check("fit", fit, after=("student", "teacher")),
-    Check("disk", disk, after=("student",)),
-    Check("plan", plan, after=("student", "teacher", "reward model")),
+    Check("disk", disk, after=("critic",)),
+    Check("plan", plan, after=("critic", "teacher", "reward model")),
 )
 
 

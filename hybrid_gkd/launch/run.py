@@ -22,22 +22,12 @@ from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.fit import check_own_answers
-from hybrid_gkd.launch.plan import (
-    check_free_memory,
-    checkpoint_bytes,
-    gpu_bytes,
-    host_plan,
-    loading_plan,
-    memory_by_phase,
-    placement_plan,
-    time_plan,
-    what_is_loaded,
-)
+from hybrid_gkd.launch.plan import RunPlan, check_free_memory, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
-from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.offload.budget import teacher_shares_gpu, with_planned_caches
+from hybrid_gkd.offload.budget import Memory
+from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
@@ -112,9 +102,10 @@ def run(
         facts = check_all(config, for_the_file=("plan",) if draws else ())
         if facts.finished:
             return nothing_left(facts)
-        if draws and facts.spec is not None:
-            phases, card = memory_by_phase(config, facts.spec, device=facts.device), gpu_bytes(config, facts.device)
-            show_plan(sys.stderr, who_is_where(facts), phases, card_bytes=card)
+        assert facts.plan is not None
+        if draws:
+            lines = who_is_where(config, facts.plan)
+            show_plan(sys.stderr, lines, facts.plan.phases, card_bytes=facts.plan.card_bytes)
         trainer = execute(facts, stopping, about)
     return summarise(trainer, started, teacher_accuracy, resumed=facts.resumption is not None)
 
@@ -125,14 +116,14 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
     `about`: what starts.jsonl has of the run beside its steps. Raises as `run`.
     """
     config = facts.config
+    assert facts.plan is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
         keep_config(config)
         if not config.trainer.val_only:
             stack.enter_context(report_kept(config.run_dir))
-        loaded = what_is_loaded(config, device=facts.device, engine=facts.engine)
-        about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": loaded, **about}
+        about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": facts.plan.loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping)
             keep_loaded()
@@ -151,16 +142,12 @@ def talks_to_a_person(config: Config) -> bool:
     return sys.stderr.isatty() and config.trainer.console in ("auto", "progress")
 
 
-def who_is_where(facts: Facts) -> list[str]:
+def who_is_where(config: Config, plan: RunPlan) -> list[str]:
     """The models, workers and steps of a run, a line each."""
-    arr, lines = facts.config.actor_rollout_ref, placement_plan(facts.config, device=facts.device, engine=facts.engine)
-    models = [f"student: {arr.model.path}"]
-    if facts.config.distillation.enabled and arr.teacher.server_ip is None:
-        models.append(f"teacher's model: {arr.teacher.model.path}")
-    times = [loading_plan(facts.config, device=facts.device, engine=facts.engine)]
-    times += [time_plan(facts.config, facts.steps, facts.steps_done)] if facts.steps else []
-    host = [] if facts.spec is None else [host_plan(facts.config, facts.spec, device=facts.device, steps=facts.steps)]
-    return [*models, *lines.splitlines(), *times, *host, f"run folder: {facts.config.run_dir}"]
+    models = [f"student: {config.actor_rollout_ref.model.path}"]
+    if plan.memory.teacher is not None:
+        models.append(f"teacher's model: {config.actor_rollout_ref.teacher.model.path}")
+    return [*models, *plan.places, *plan.times, host_line(plan), f"run folder: {config.run_dir}"]
 
 
 def nothing_left(facts: Facts) -> str:
@@ -183,29 +170,29 @@ def keep_config(config: Config) -> None:
 
 def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
     """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
-    config, section = facts.config, facts.config.actor_rollout_ref.teacher
+    assert facts.plan is not None
+    config, section, memory = facts.config, facts.config.actor_rollout_ref.teacher, facts.plan.memory
     store = make_store(facts)
     store.reserve()
     stack.callback(store.release)  # also where the start fails
     clock = stack.enter_context(recording(config.run_dir))
-    teacher, local, loading = None, None, sizes_while_loading(facts)
-    if config.distillation.enabled and section.server_ip is None:
-        local = stack.enter_context(make_teacher_process(loading or config, facts.device))
+    teacher, local, loading = None, None, with_planned_caches(config, memory, facts.plan.gpu_bytes)
+    if memory.teacher is not None:
+        local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
     elif config.distillation.enabled:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints))
-    stack.enter_context(ray_cluster(config, facts.device))
-    shares_gpu = local is not None and facts.device == "cuda" and teacher_shares_gpu(config)
+    stack.enter_context(ray_cluster(config, memory.device))
     if local is not None:
         local.check()  # a port in use shows now, before the workers load
-        if shares_gpu and loading is None:
+        if memory.shares_gpu and loading is None:
             local.wait_ready()  # vLLM sizes its cache by the free memory, which must not change meanwhile
     check_teacher = local.check if local is not None else lambda: None
-    group = start_workers(
-        facts, stack, loading or config, beside_teacher=shares_gpu, check_teacher=check_teacher
-    )
-    if local is not None:
+    group = start_workers(facts, stack, loading or config, check_teacher=check_teacher)
+    if local is not None and memory.teacher is not None:
         local.wait_ready()
-        teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys))
+        teacher = stack.enter_context(
+            connect(config, facts.tokenizer, [local.address], local.keys, replicas=memory.teacher.replicas)
+        )
     scorer, model = None, None
     if facts.reward_texts is not None:
         model = RewardModelTurn(config, group, facts.reward_texts, clock)
@@ -224,39 +211,30 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if teacher is None:
         return PPOTrainer(config, **arguments)
     logger.info("teacher: %s", check_own_answers(facts, teacher))
-    return GKDTrainer(config, teacher=teacher, check_teacher=check_teacher, shares_gpu=shares_gpu, **arguments)
+    arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
+    return GKDTrainer(config, teacher=teacher, **arguments)
 
 
 def make_store(facts: Facts) -> CheckpointStore:
     """The run's checkpoints, with the size of the next one where there will be any."""
     config = facts.config
-    assert facts.spec is not None
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    size = checkpoint_bytes(config, facts.spec) + TOKENIZER_BYTES if saves else 0
+    size = facts.checkpoint_bytes + TOKENIZER_BYTES if saves else 0
     return CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
 
 
-def sizes_while_loading(facts: Facts) -> Config | None:
-    """With which a local teacher and the workers load side by side on the same GPU, see `with_planned_caches`."""
-    config = facts.config
-    if facts.device != "cuda" or facts.spec is None or not torch.cuda.is_available() or not teacher_shares_gpu(config):
-        return None
-    total_bytes = torch.cuda.get_device_properties(0).total_memory
-    return with_planned_caches(config, facts.spec, total_bytes=total_bytes)
-
-
 def start_workers(
-    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, beside_teacher: bool,
-    check_teacher: Callable[[], None],
+    facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None]
 ) -> WorkerGroup:
     """All workers with student and rollout engine loaded. Raises HybridGKDError, also if a teacher beside them ends."""
-    config = facts.config
-    assert facts.steps is not None
+    config, plan = facts.config, facts.plan
+    assert plan is not None
+    assert plan.steps is not None
     group = WorkerGroup(
-        loading, device=facts.device, steps=facts.steps, stop_token_ids=facts.stop_token_ids,
-        num_updates=num_updates(config, max(0, facts.steps - config.trainer.critic_warmup)),
-        num_critic_updates=num_critic_updates(config, facts.steps),
-        on_placed=lambda placements: check_placement(config, placements, beside_teacher=beside_teacher),
+        loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, engine_room=plan.memory.engine_room,
+        copy_bytes=plan.copy_bytes, num_updates=num_updates(config, max(0, plan.steps - config.trainer.critic_warmup)),
+        num_critic_updates=num_critic_updates(config, plan.steps),
+        on_placed=lambda placements: check_placement(plan.memory, placements),
         check=check_teacher,
     )
     stack.enter_context(contextlib.closing(group))
@@ -269,13 +247,12 @@ def start_workers(
     return group
 
 
-def check_placement(config: Config, placements: list[Placement], *, beside_teacher: bool) -> None:
+def check_placement(memory: Memory, placements: list[Placement]) -> None:
     """Log which worker got which GPU. Raises ConfigError if it is too small, or too much of it is in use."""
     for place in placements:
         logger.info("%s: %s", place.worker, place)
-    refuse_teacher_gpu(config, placements)
-    if any(place.gpu for place in placements):
-        check_free_memory(config, student_spec(config), placements, beside_teacher=beside_teacher)
+    refuse_teacher_gpu(memory.teacher, placements)
+    check_free_memory(memory, placements, beside_teacher=memory.shares_gpu)
 
 
 def start_tracking(facts: Facts) -> Tracking:

@@ -13,9 +13,10 @@ import torch
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import tokenizer_hash
-from hybrid_gkd.offload.budget import teacher_replicas, teacher_share, teacher_shares_gpu
+from hybrid_gkd.offload.budget import LocalTeacher
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
@@ -24,12 +25,16 @@ from hybrid_gkd.workers.placement import Placement, threads_per_process
 logger = logging.getLogger(__name__)
 
 
-def connect(config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None) -> TeacherClient:
-    """A client whose servers fit the student; `keys` are others than the configured ones. Raises TeacherError."""
+def connect(
+    config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1
+) -> TeacherClient:
+    """A client whose servers, each with so many replicas of its model, fit the student. Raises TeacherError.
+
+    `keys` are others than the configured ones.
+    """
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
     assert section.num_microbatches is not None  # its default takes the place of null
-    replicas = 1 if section.server_ip is not None else teacher_replicas(config)
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
         vocab_size=hf_config.get_text_config().vocab_size, connect_timeout=section.connect_timeout,
@@ -49,19 +54,17 @@ def connect(config: Config, tokenizer: Any, endpoints: list[str], keys: Path | N
     return client
 
 
-def make_teacher_process(config: Config, device: str) -> TeacherProcess:
+def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
     """The service of this run, to be entered: it loads in the background. Raises ConfigError."""
-    section = config.actor_rollout_ref.teacher
+    section, place = config.actor_rollout_ref.teacher, plan.memory.teacher
     assert section.model.path is not None
-    environment = teacher_environment(config, device)
-    teacher_device = device if section.device == "auto" else section.device
-    share = 0.9  # not used on the CPU
-    if teacher_device == "cuda":
-        share = teacher_share(config, total_bytes=torch.cuda.get_device_properties(0).total_memory)
+    assert place is not None
+    environment = teacher_environment(config, place, plan.memory.device)
     options = [
-        f"--backend={section.backend}", f"--device={teacher_device}", f"--gpu-memory-utilization={share}",
-        f"--tp-size={section.tensor_model_parallel_size}", f"--workers={teacher_replicas(config)}",
-        f"--max-model-len={section.max_model_len or config.max_sequence_length + 1}", f"--dtype={section.dtype}",
+        f"--backend={section.backend}", f"--device={'cuda' if place.gpus else 'cpu'}",
+        f"--gpu-memory-utilization={plan.memory.share_of_teacher(plan.gpu_bytes)}",
+        f"--tp-size={section.tensor_model_parallel_size}", f"--workers={place.replicas}",
+        f"--max-model-len={config.teacher_length}", f"--dtype={section.dtype}",
         f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
     ]
     if config.actor_rollout_ref.model.trust_remote_code:
@@ -72,46 +75,28 @@ def make_teacher_process(config: Config, device: str) -> TeacherProcess:
     )
 
 
-def teacher_environment(config: Config, device: str) -> dict[str, str]:
+def teacher_environment(config: Config, place: LocalTeacher, device: str) -> dict[str, str]:
     """Its GPUs, or its share of the cores. Raises ConfigError if a local teacher needs more GPUs than there are."""
     section = config.actor_rollout_ref.teacher
-    if (device if section.device == "auto" else section.device) == "cuda":
-        gpus, wanted = visible_gpus(), teacher_gpus(config)
+    if place.gpus:
+        gpus = visible_gpus()
         if not gpus:
             raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", section.device)
-        if len(gpus) < len(wanted):
-            rule = f"all copies (num_replicas) together need {len(wanted)} GPUs, this machine shows {len(gpus)} GPUs"
+        if len(gpus) < len(place.gpus):
+            needed = f"all copies (num_replicas) together need {len(place.gpus)} GPUs"
             key = "actor_rollout_ref.teacher.tensor_model_parallel_size"
+            rule = f"{needed}, this machine shows {len(gpus)} GPUs"
             raise ConfigError(key, rule, section.tensor_model_parallel_size)
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in wanted)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in place.gpus)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 
 
-def teacher_gpus(config: Config) -> list[int]:
-    """GPUs of a local teacher, as this process counts: after the workers', or, if there are too few, theirs."""
-    size = config.actor_rollout_ref.teacher.tensor_model_parallel_size * teacher_replicas(config)
-    first_free = config.workers_per_node
-    first = first_free if torch.cuda.device_count() >= first_free + size else 0
-    return list(range(first, first + size))
-
-
-def local_teacher_place(config: Config, device: str) -> str:
-    """Where a local teacher will run, in words."""
-    own = config.actor_rollout_ref.teacher.device
-    if (device if own == "auto" else own) != "cuda":
-        return "the CPU"
-    shared = ", shared with workers" if teacher_shares_gpu(config) else ""
-    return f"GPU {', '.join(map(str, teacher_gpus(config)))}{shared}"
-
-
-def refuse_teacher_gpu(config: Config, placements: list[Placement]) -> None:
+def refuse_teacher_gpu(teacher: LocalTeacher | None, placements: list[Placement]) -> None:
     """Raises ConfigError if Ray gave a worker the GPU that a local teacher was to have for itself."""
-    section = config.actor_rollout_ref.teacher
-    local = config.distillation.enabled and section.server_ip is None and section.device != "cpu"
-    if not local or teacher_shares_gpu(config) or not any(place.gpu for place in placements):
+    if teacher is None or teacher.shares_gpu or not any(place.gpu for place in placements):
         return
     host = socket.gethostname()
-    ids = {f"{host} {torch.cuda.get_device_properties(index).uuid}": index for index in teacher_gpus(config)}
+    ids = {f"{host} {torch.cuda.get_device_properties(index).uuid}": index for index in teacher.gpus}
     for place in placements:
         if place.gpu in ids:
             raise ConfigError(

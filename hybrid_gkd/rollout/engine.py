@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from hybrid_gkd.offload.budget import EngineRoom
+
 KEY = "actor_rollout_ref.rollout.name"
 ROLLOUT_ENGINES = {
     "vllm": "hybrid_gkd.rollout.vllm:VLLMRolloutEngine",
@@ -163,10 +165,15 @@ def resolve_engine(name: str) -> str:
     return name
 
 
-def make_engine(config: Config, *, device: torch.device, stop_token_ids: list[int]) -> RolloutEngine:
-    """The engine that `actor_rollout_ref.rollout.name` asks for. Collective over the process group."""
+def make_engine(
+    config: Config, *, device: torch.device, stop_token_ids: list[int], room: EngineRoom | None = None
+) -> RolloutEngine:
+    """The engine that `actor_rollout_ref.rollout.name` asks for. Collective over the process group.
+
+    `room`: by which vLLM's finds its share of a GPU, where the configuration leaves it open.
+    """
     name = resolve_engine(config.actor_rollout_ref.rollout.name)
-    engine: RolloutEngine = load_object(KEY, ROLLOUT_ENGINES.get(name, name))(
-        config, device=device, stop_token_ids=stop_token_ids
-    )
+    own = {"room": room} if name == "vllm" else {}
+    make = load_object(KEY, ROLLOUT_ENGINES.get(name, name))
+    engine: RolloutEngine = make(config, device=device, stop_token_ids=stop_token_ids, **own)
     return engine

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import read_config
-from hybrid_gkd.offload.budget import engine_dtype
+from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import refuse_unset, verify
 from hybrid_gkd.rollout.weights import num_bytes
@@ -30,11 +30,11 @@ class HFRolloutEngine(RolloutEngine):
     def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        model = config.actor_rollout_ref.model
-        self.dtype = getattr(torch, engine_dtype(config, device.type))
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+        self.dtype = getattr(torch, engine_dtype(rollout.dtype, device.type))
         self.device, self.stop_token_ids = device, stop_token_ids
         self.pad = stop_token_ids[0] if stop_token_ids else 0
-        self.max_num_seqs = config.actor_rollout_ref.rollout.max_num_seqs
+        self.max_num_seqs = rollout.max_num_seqs
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         self.model = AutoModelForCausalLM.from_config(
             hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code

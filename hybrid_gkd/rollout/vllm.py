@@ -16,8 +16,9 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models.spec import read_config, student_spec
-from hybrid_gkd.offload.budget import engine_dtype, engine_length, rollout_share
+from hybrid_gkd.models.spec import read_config
+from hybrid_gkd.offload.budget import EngineRoom
+from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
 from hybrid_gkd.rollout.weights import num_bytes
@@ -35,12 +36,14 @@ class VLLMRolloutEngine(RolloutEngine):
 
     can_pause = True
 
-    def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
+    def __init__(
+        self, config: Config, *, device: torch.device, stop_token_ids: list[int], room: EngineRoom | None = None
+    ):
         llm_class = vllm_compat.import_llm(device.type)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         takes_turns = config.actor_rollout_ref.hybrid_engine and rollout.free_cache_engine
         self.can_sleep, self.stop_token_ids = device.type == "cuda" and takes_turns, stop_token_ids
-        max_model_len = engine_length(config)
+        max_model_len = config.engine_length
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         arguments: dict[str, Any] = {
             "model": model.path,
@@ -62,14 +65,17 @@ class VLLMRolloutEngine(RolloutEngine):
             "disable_log_stats": True,
         }
         arguments |= vllm_compat.device_engine_args(
-            device.type, dtype=engine_dtype(config, device.type), max_model_len=max_model_len,
+            device.type, dtype=engine_dtype(rollout.dtype, device.type), max_model_len=max_model_len,
             max_num_seqs=rollout.max_num_seqs, hf_config=hf_config,
         )
         arguments |= vllm_compat.seeded_sampling_args(device.type)
         if not rollout.enforce_eager:
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
-        if device.type == "cuda":
-            arguments["gpu_memory_utilization"] = _measured_share(config)
+        share = rollout.gpu_memory_utilization
+        if device.type == "cuda" and share is None and room is not None:
+            share = _measured_share(room)
+        if device.type == "cuda" and share is not None:
+            arguments["gpu_memory_utilization"] = share
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
@@ -195,13 +201,10 @@ class VLLMRolloutEngine(RolloutEngine):
         self.llm.wake_up(tags=["kv_cache"])
 
 
-def _measured_share(config: Config) -> float:
-    """`gpu_memory_utilization`; left open, the share of this rank's GPU that is free for the engine now."""
-    configured = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    if configured is not None:
-        return configured
+def _measured_share(room: EngineRoom) -> float:
+    """`gpu_memory_utilization` by what is free of this rank's GPU now."""
     free, total = torch.cuda.mem_get_info()
-    share = rollout_share(config, student_spec(config), total_bytes=total, free_bytes=free)
+    share = room.share(total_bytes=total, free_bytes=free)
     logger.info(
         "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB are free)", share, free / 2**30, total / 2**30
     )

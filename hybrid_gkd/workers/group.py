@@ -19,8 +19,7 @@ import ray
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.packing import attention_cost
 from hybrid_gkd.errors import HybridGKDError, WorkerError
-from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.offload.budget import host_bytes
+from hybrid_gkd.offload.budget import EngineRoom
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.types import (
@@ -61,7 +60,8 @@ class WorkerGroup:
     With a hybrid engine they are the same.
 
     Args:
-        steps: training steps of the whole run, where they are known.
+        engine_room: by which a rollout engine without `gpu_memory_utilization` finds its share of a GPU.
+        copy_bytes: see `holds_copies`.
         load: False for the doctor, for whom they load nothing.
         on_placed: called with their places before they load.
         check: called again and again while they load; what it raises ends that.
@@ -72,7 +72,8 @@ class WorkerGroup:
 
     def __init__(
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
-        steps: int | None = None, stop_token_ids: list[int] | None = None, load: bool = True,
+        stop_token_ids: list[int] | None = None, engine_room: EngineRoom | None = None,
+        copy_bytes: float | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
         check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
     ):  # fmt: skip
@@ -89,22 +90,21 @@ class WorkerGroup:
             """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
             on_placed(self.placements)
-            self.saves_behind = load and holds_snapshots(config, self.actors.placements, device, steps)
+            self.saves_behind = holds_copies(self.actors.placements, copy_bytes)
             """Whether the workers that train have the memory for `take_snapshot`."""
             if load:
-                self._initialize({"actor": num_updates, "critic": num_critic_updates}, stop_token_ids or [], check)
+                options = {"stop_token_ids": stop_token_ids or [], "engine_room": engine_room}
+                updates = {"actor": num_updates, "critic": num_critic_updates}
+                self._initialize(check, num_updates=updates, **options)
         except BaseException:
             self.close()
             raise
 
-    def _initialize(
-        self, num_updates: dict[str, int], stop_token_ids: list[int], check: Callable[[], None]
-    ) -> None:
+    def _initialize(self, check: Callable[[], None], **options: Any) -> None:
         """Load all pools at the same time, and build the group through which weights travel from pool to pool."""
         calls: Calls = {}
         for pool in self.pools:
             address = pool.rendezvous(pool.load_timeout)
-            options: dict[str, Any] = {"num_updates": num_updates, "stop_token_ids": stop_token_ids}
             calls |= pool.start("initialize", address, saves_behind=self.saves_behind, **options)
         results = gather("initialize", calls, self.actors.load_timeout, grace_period=CAUSE_SECONDS, check=check)
         self.description: list[dict[str, str]] = [results[-self.rollouts.size] | own for own in results[: self.size]]
@@ -359,21 +359,21 @@ def refuse_shared_gpus(placements: list[Placement]) -> None:
             )
 
 
-def holds_snapshots(config: Config, placements: list[Placement], device: str, steps: int | None = None) -> bool:
-    """Whether training goes on after checkpoints, and the hosts have room for one on its way; says where one has not.
+def holds_copies(placements: list[Placement], copy_bytes: float | None) -> bool:
+    """Whether training goes on while a checkpoint is written, and the hosts have room for it; says where one has not.
 
-    The workers' free memory was measured before they load anything.
+    `copy_bytes`: that each worker then takes of its host, all in all; None where training never goes on. The workers'
+    free memory was measured before they load anything.
     """
-    if not config.saves_while_training(steps):
+    if copy_bytes is None:
         return False
-    each = sum(host_bytes(config, student_spec(config), device=device, steps=steps).values())
     for host in {place.host for place in placements}:
         here = [place for place in placements if place.host == host]
         free = min(place.free_host_bytes for place in here)
-        if len(here) * each > HOST_SHARE * free:
+        if len(here) * copy_bytes > HOST_SHARE * free:
             logger.warning(
                 "training waits for checkpoints: %d worker(s) at %s would take %.1f GiB of host memory with a copy of "
-                "one, and %.1f GiB are free", len(here), host, len(here) * each / 2**30, free / 2**30,
+                "one, and %.1f GiB are free", len(here), host, len(here) * copy_bytes / 2**30, free / 2**30,
             )  # fmt: skip
             return False
     return True

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES
+from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineRoom
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
@@ -132,12 +132,12 @@ class Worker(GroupMember):
     @spanned("initialize")
     def initialize(
         self, address: tuple[str, int], *, num_updates: Mapping[str, int], stop_token_ids: list[int],
-        saves_behind: bool,
+        saves_behind: bool, engine_room: EngineRoom | None,
     ) -> dict[str, str]:
         """Join the process group, reach the others through it, build the engine and the models; describe them.
 
         `num_updates`: optimizer steps of the whole run, of each model that is trained. `saves_behind`: whether
-        `take_snapshot` will be called.
+        `take_snapshot` will be called. `engine_room`: see `make_engine`.
 
         Raises:
             WorkerError: the others were not reached.
@@ -157,8 +157,9 @@ class Worker(GroupMember):
         description = {"device": name, "torch": version("torch"), "host": socket.gethostname()}
         engine = None
         if self.role != "actor worker":
+            arguments: dict[str, Any] = {"stop_token_ids": stop_token_ids, "room": engine_room}
             engine = self.engine = self.shared.build_engine(
-                lambda: make_engine(self.config, device=self.device, stop_token_ids=stop_token_ids)
+                lambda: make_engine(self.config, device=self.device, **arguments)
             )
             description["engine"] = engine.description
             description["engine_dtype"] = str(engine.dtype).removeprefix("torch.")

@@ -25,6 +25,8 @@ from transformers import (
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.offload.pinned import OffloadedTensors, page_locked
 from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
 from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of
@@ -40,6 +42,11 @@ MEAN_LOGPROB_DIFFERENCE = 0.015
 ROUTED_LOGPROB_DIFFERENCE = 0.05
 """The same where rounding also picks another expert now and then: twice what a plain bf16 forward of that model is away
 from float32, 0.025. Weights in the wrong places were 2 away."""
+
+
+def engine_room(config):
+    """By which the rollout engine finds its share of a GPU."""
+    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_room
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +134,7 @@ def test_actor_and_engine_take_turns(model, tmp_path, offload):
     requests = random_requests(range(100, 132))
     losses, drawn = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
     ) as group:
         print(group.description)
         for step in range(4):
@@ -202,7 +209,7 @@ def test_restored_weights_give_the_same_tokens(model, tmp_path, eager):
     requests = random_requests(range(50, 66))
     sampling = SamplingParams(max_tokens=64, temperature=0.0)
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
     ) as group:
         group.publish(0)
         start = draw(group, requests, sampling)
@@ -242,7 +249,7 @@ def test_a_mixture_of_experts_generates_with_what_was_published(tmp_path):
     requests = random_requests(range(20, 36))
     drawn, differences = [], []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
     ) as group:
         for version in range(3):
             group.publish(version)
@@ -283,7 +290,8 @@ def test_a_run_goes_on_from_its_checkpoint_with_every_offload(model, tmp_path, b
     found = []
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(
-            WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+            WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256],
+                        engine_room=engine_room(config), copy_bytes=0.0 if behind else None)
         ) as group:
             if resumes:
                 group.load_checkpoint(folder)
@@ -382,7 +390,7 @@ def test_a_hundred_verified_publishes_and_no_growth(model, tmp_path):
     config = config_for(model, tmp_path, f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true")
     requests = random_requests([60] * 16)
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=50, stop_token_ids=[256])
+        WorkerGroup(config, device="cuda", num_updates=50, stop_token_ids=[256], engine_room=engine_room(config))
     ) as group:
         for step in range(1, 51):
             group.publish(2 * step)
@@ -410,7 +418,7 @@ def train_on_given_samples(model, folder, workers, tensor_parallel):
     )
     curve = []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
     ) as group:
         for step in range(3):
             print(workers, tensor_parallel, "publish", group.publish(step))
@@ -476,7 +484,7 @@ def test_a_reward_model_comes_and_goes(model, tmp_path, offload):
     requests = random_requests(range(100, 116))
     found = []
     with ray_cluster(config, "cuda"), contextlib.closing(
-        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256])
+        WorkerGroup(config, device="cuda", num_updates=8, stop_token_ids=[256], engine_room=engine_room(config))
     ) as group:
         for step in range(3):
             group.publish(step)

@@ -12,6 +12,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.models.spec import student_spec
+from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
 from hybrid_gkd.testing import make_tokenizer
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SampleId, SamplingParams
@@ -21,6 +23,11 @@ from hybrid_gkd.workers.group import WorkerGroup
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 ACTOR, VOCAB = "actor_rollout_ref.actor", 32000
+
+
+def engine_room(config):
+    """By which the rollout engine finds its share of a GPU."""
+    return plan_memory(config, trained_models(config, student_spec(config)), "cuda").engine_room
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +106,8 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
     found = []
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(
-            WorkerGroup(config, device="cuda", num_updates=8, num_critic_updates=8, stop_token_ids=[256])
+            WorkerGroup(config, device="cuda", num_updates=8, num_critic_updates=8, stop_token_ids=[256],
+                        engine_room=engine_room(config), copy_bytes=0.0)
         ) as group:
             if resumes:
                 group.load_checkpoint(tmp_path / "checkpoint")

@@ -23,6 +23,7 @@ from hybrid_gkd.launch.preflight import check_disk
 from hybrid_gkd.launch.teacher import refuse_teacher_gpu
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.cluster import ray_cluster
@@ -115,11 +116,12 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
 def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, monkeypatch):
     """Of its two steps, so two of them although three may be there; and three where the steps are not known."""
     config = load_config(arguments(world, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=2"))
-    one = checkpoint_bytes(config, student_spec(config))
+    trained = trained_models(config, student_spec(config))
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained)
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=2 * one)))
-    assert "can be written to" in preflight.disk(Facts(config, spec=student_spec(config), steps=2))
+    assert "can be written to" in preflight.disk(Facts(config, trained=trained, steps=2))
     with pytest.raises(ConfigError, match="default_local_dir"):
-        preflight.disk(Facts(config, spec=student_spec(config)))
+        preflight.disk(Facts(config, trained=trained))
 
 
 def test_a_worker_that_hangs_in_the_all_reduce_is_named(world, tmp_path):
@@ -163,17 +165,17 @@ def placed(free, gpu="a 3"):
 
 def test_a_gpu_that_others_fill_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path, "actor_rollout_ref.teacher.server_ip=far"))
-    size = student_spec(config)
-    check_free_memory(config, size, placed(40 * GIB))
+    memory = plan_memory(config, trained_models(config, student_spec(config)), "cuda")
+    check_free_memory(memory, placed(40 * GIB))
     message = r"worker 0 \(a, CUDA_VISIBLE_DEVICES=3, H200, 1\.0 of 140\.0 GiB free\) needs"
     with pytest.raises(ConfigError, match=message):
-        check_free_memory(config, size, placed(GIB))
+        check_free_memory(memory, placed(GIB))
 
 
 def test_a_worker_on_the_gpu_of_the_local_teacher_is_refused(world, tmp_path, monkeypatch):
     config = load_config(arguments(world, tmp_path, "actor_rollout_ref.teacher.device=auto"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    teacher = place_teacher(config, device="cuda", gpus=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
-    refuse_teacher_gpu(config, placed(GIB, f"{socket.gethostname()} uuid-0"))
+    refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-0"))
     with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* got GPU 2, on which this run starts"):
-        refuse_teacher_gpu(config, placed(GIB, f"{socket.gethostname()} uuid-2"))
+        refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-2"))

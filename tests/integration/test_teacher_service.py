@@ -20,8 +20,11 @@ from transformers import AutoModelForCausalLM
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError, TeacherMismatch, TeacherRefused
+from hybrid_gkd.launch.plan import make_plan
 from hybrid_gkd.launch.teacher import make_teacher_process
+from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
@@ -401,7 +404,9 @@ def test_a_teacher_that_shares_the_cores_with_workers_is_told_how_many_are_its_o
             f"actor_rollout_ref.teacher.model.path={model_path}", f"trainer.default_local_dir={tmp_path}",
         ]
     )
-    with make_teacher_process(config, "cpu") as teacher:
+    place = place_teacher(config, device="cpu", gpus=0)
+    plan = make_plan(config, trained_models(config, student_spec(config)), "cpu", place)
+    with make_teacher_process(config, plan) as teacher:
         environment = Path(f"/proc/{teacher.pid}/environ")
         wait_until(environment.read_bytes, "the environment: while a program is being loaded it reads as empty")
         lines = environment.read_bytes().split(b"\0")

@@ -30,6 +30,7 @@ from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.teacher import teacher_environment
 from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.offload.needs import place_teacher
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
@@ -39,6 +40,12 @@ from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Task
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.placement import Placement
+
+
+def environment(config, device, gpus):
+    """Of a local teacher, on a machine with so many GPUs."""
+    return teacher_environment(config, place_teacher(config, device=device, gpus=gpus), device)
+
 
 LOCAL = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
 
@@ -62,7 +69,7 @@ def test_a_local_teacher_gets_gpus_of_those_that_the_run_sees(monkeypatch, visib
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = load_config([*LOCAL, *overrides])
-    assert teacher_environment(config, "cuda") == {"CUDA_VISIBLE_DEVICES": expected}
+    assert environment(config, "cuda", count) == {"CUDA_VISIBLE_DEVICES": expected}
 
 
 def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
@@ -70,20 +77,20 @@ def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.tensor_model_parallel_size=2"])
     with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
-        teacher_environment(config, "cuda")
+        environment(config, "cuda", 1)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.num_replicas=3"])
     with pytest.raises(ConfigError, match=r"num_replicas.* need 3 GPUs, this machine shows 1 GPUs; got 1"):
-        teacher_environment(config, "cuda")
+        environment(config, "cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
     with pytest.raises(ConfigError, match=r"teacher.device.* no CUDA device is visible; got 'cuda'"):
-        teacher_environment(config, "cpu")
+        environment(config, "cpu", 0)
 
 
 def test_a_local_teacher_on_the_cpu_shares_the_cores_with_workers_there():
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cpu"])
-    assert teacher_environment(config, "cuda") == {}
-    assert set(teacher_environment(config, "cpu")) == {"OMP_NUM_THREADS"}
+    assert environment(config, "cuda", 1) == {}
+    assert set(environment(config, "cpu", 0)) == {"OMP_NUM_THREADS"}
 
 
 def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
@@ -282,10 +289,13 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
 
 
 def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(tmp_path):
+    def loading(config, engine):
+        return loading_plan(what_is_loaded(config, device="cpu", engine=engine), config.experiment_dir.parent)
+
     config = runnable(tmp_path)
     size = f"{sum(file.stat().st_size for file in tmp_path.glob('**/model.safetensors')) / 2**20:.1f} MiB"
     unknown = f"loading: {size} of weights to read; how long it takes is known after a start with these models"
-    assert loading_plan(config, device="cpu", engine="hf") == unknown
+    assert loading(config, "hf") == unknown
     rows = []
     for start, seconds in ((1000, 50), (2000, 42), (3000, None)):  # the last one did not get so far
         rows.append({"start": start, "loaded": what_is_loaded(config, device="cpu", engine="hf")})
@@ -293,12 +303,10 @@ def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(t
     other = config.run_dir.parent / "another_run"
     other.mkdir(parents=True)
     (other / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert f"loading: {size} of weights to read; it took 42 s last time (" in loading_plan(
-        config, device="cpu", engine="hf"
-    )
-    assert loading_plan(config, device="cpu", engine="vllm") == unknown
+    assert f"loading: {size} of weights to read; it took 42 s last time (" in loading(config, "hf")
+    assert loading(config, "vllm") == unknown
     config.actor_rollout_ref.model.path = "org/no-such-model"
-    assert "loading: not on this machine yet: org/no-such-model; " in loading_plan(config, device="cpu", engine="hf")
+    assert "loading: not on this machine yet: org/no-such-model; " in loading(config, "hf")
 
 
 def test_more_positions_by_override_are_enough(tmp_path):
@@ -433,13 +441,13 @@ def test_a_run_on_a_cluster_is_checked_against_the_gpus_that_it_gets(tmp_path):
         tmp_path, "ray_init.address=far:6379", "trainer.device=cuda",
         "actor_rollout_ref.rollout.gpu_memory_utilization=5e-6",  # of 140 GiB 0.7 MiB, of 10 GiB a third of the weights
     )
-    begin(config)  # no GPU of this machine is asked
+    memory = check_all(config).plan.memory  # no GPU of this machine is asked
     worker = {"host": "a", "pid": 1, "visible_devices": "0", "device": "H200"}
     large = Placement(**worker, gpu="a 0", free_bytes=139 * GIB, total_bytes=140 * GIB)
-    run.check_placement(config, [large], beside_teacher=False)
+    run.check_placement(memory, [large])
     small = Placement(**worker, rank=1, gpu="a 1", free_bytes=10 * GIB, total_bytes=10 * GIB)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization: 5e-06 of a GPU of 10\.0 GiB"):
-        run.check_placement(config, [large, small], beside_teacher=False)
+        run.check_placement(memory, [large, small])
 
 
 @pytest.mark.parametrize("name", ["auto", "vllm"])

@@ -21,27 +21,18 @@ from transformers import (
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, memory_plan
-from hybrid_gkd.launch.teacher import local_teacher_place
+from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, make_plan, memory_lines
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
-from hybrid_gkd.offload.budget import (
-    GIB,
-    check_memory,
-    host_bytes,
-    phase_bytes,
-    rollout_share,
-    teacher_replicas,
-    teacher_share,
-    with_planned_caches,
-)
+from hybrid_gkd.offload.budget import GIB
+from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
-from hybrid_gkd.workers.group import holds_snapshots
+from hybrid_gkd.workers.group import holds_copies
 from hybrid_gkd.workers.placement import Placement, free_host_bytes
 
 SEVEN_B = ModelSpec(
@@ -73,13 +64,31 @@ def config(*overrides):
     )
 
 
+def memory(given, spec, device="cuda", *, gpus=1):
+    """What a run takes whose student has this spec, on a machine with so many GPUs."""
+    return plan_memory(given, trained_models(given, spec), device, place_teacher(given, device=device, gpus=gpus))
+
+
+def share_of(given, spec, *, free=CARD - GIB):
+    """Of a rollout engine, of a card with so many free bytes."""
+    return memory(given, spec).engine_room.share(total_bytes=CARD, free_bytes=free)
+
+
+def plan_of(given, spec, device, **options):
+    return make_plan(given, trained_models(given, spec), device, **options)
+
+
+def checkpoint_size(given, spec):
+    return checkpoint_bytes(given.actor_rollout_ref.actor.checkpoint, trained_models(given, spec))
+
+
 def test_seven_billion_on_one_card_fit_with_offload_and_are_refused_without():
-    check_memory(config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B, total_bytes=CARD)
+    memory(config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B).check(CARD)
     with pytest.raises(ConfigError, match=r"optimizer_offload.*phase rollout.*optimizer_state 56\.7.*has 140\.0"):
-        check_memory(config(), SEVEN_B, total_bytes=CARD)
+        memory(config(), SEVEN_B).check(CARD)
     # A smaller engine would fit beside them, but then the update does not.
     with pytest.raises(ConfigError, match=r"optimizer_offload.*phase update.*activations 6\d\..*has 140\.0"):
-        check_memory(config(COMPUTED), SEVEN_B, total_bytes=CARD)
+        memory(config(COMPUTED), SEVEN_B).check(CARD)
 
 
 def seven_b_with_adapters(tmp_path, rank):
@@ -98,55 +107,51 @@ def test_seven_billion_with_adapters_fit_on_one_card_without_any_offload(tmp_pat
     spec = seven_b_with_adapters(tmp_path, 32)
     assert spec.parameters == SEVEN_B.parameters
     assert spec.adapter_parameters == 32 * 28 * (2 * 7168 + 2 * 4096 + 3 * 22528) == 80_740_352
-    check_memory(config(*lora), spec, total_bytes=CARD)
-    phases = phase_bytes(config(*lora), spec, device="cuda", total_bytes=CARD)
+    memory(config(*lora), spec).check(CARD)
+    phases = memory(config(*lora), spec).phases(CARD)
     for owner, expected in [("actor_params", 4), ("optimizer_state", 8), ("gradients", 4)]:
         assert phases["optimizer_step"][owner] == expected * spec.adapter_parameters
     assert phases["optimizer_step"]["frozen_params"] == 2 * spec.parameters
     # A card of 80 GiB, where the engine takes half: it stays below with nothing moved, and above without LoRA.
     small = (*lora, "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     checkpointing = dataclasses.replace(spec, activation_bytes_per_token=2 * (33 * 3584 + 3 * 18944))
-    check_memory(config(*small), checkpointing, total_bytes=80 * GIB)
+    memory(config(*small), checkpointing).check(80 * GIB)
     with pytest.raises(ConfigError, match=r"optimizer_state 56\.7"):
-        check_memory(config(*small), dataclasses.replace(checkpointing, adapter_parameters=0), total_bytes=80 * GIB)
-    moving = phase_bytes(config(*lora, *OFFLOAD), spec, device="cuda", total_bytes=CARD)
+        memory(config(*small), dataclasses.replace(checkpointing, adapter_parameters=0)).check(80 * GIB)
+    moving = memory(config(*lora, *OFFLOAD), spec).phases(CARD)
     assert set(moving["rollout"]) == {"engine_weights", "kv_cache"}
-    assert phase_bytes(config(), spec, device="cpu", total_bytes=None)["update"]["frozen_params"] == 4 * spec.parameters
+    assert memory(config(), spec, "cpu").phases(None)["update"]["frozen_params"] == 4 * spec.parameters
 
 
 def test_a_checkpoint_of_adapters_is_small_unless_it_is_to_be_merged(tmp_path):
     spec, lora = seven_b_with_adapters(tmp_path, 32), "actor_rollout_ref.model.lora_rank=32"
     checkpoint = "actor_rollout_ref.actor.checkpoint"
-    assert checkpoint_bytes(config(lora), spec) == 16 * spec.adapter_parameters
-    assert checkpoint_bytes(config(lora, f"{checkpoint}.save_hf_model=false"), spec) == 12 * spec.adapter_parameters
-    merged = checkpoint_bytes(config(lora, f"{checkpoint}.save_merged=true"), spec)
+    assert checkpoint_size(config(lora), spec) == 16 * spec.adapter_parameters
+    assert checkpoint_size(config(lora, f"{checkpoint}.save_hf_model=false"), spec) == 12 * spec.adapter_parameters
+    merged = checkpoint_size(config(lora, f"{checkpoint}.save_merged=true"), spec)
     assert merged == 16 * spec.adapter_parameters + 2 * spec.parameters
 
 
 def test_each_phase_holds_what_the_table_says_and_what_may_not_move():
-    moving = phase_bytes(
-        config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B, device="cuda", total_bytes=CARD
-    )
+    moving = memory(config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B).phases(CARD)
     assert set(moving["rollout"]) == {"engine_weights", "kv_cache"}
     assert set(moving["update"]) == {
         "actor_params", "gradients", "gathered_params", "activations", "sleeping engine"
     }
     assert moving["optimizer_step"]["optimizer_state"] == 8 * SEVEN_B.parameters
     assert sum(moving["rollout"].values()) == pytest.approx(0.6 * CARD)
-    staying = phase_bytes(
-        config("actor_rollout_ref.rollout.free_cache_engine=false"), SEVEN_B, device="cuda", total_bytes=CARD
-    )
+    staying = memory(config("actor_rollout_ref.rollout.free_cache_engine=false"), SEVEN_B).phases(CARD)
     assert all({"actor_params", "optimizer_state", "kv_cache"} <= set(owners) for owners in staying.values())
 
 
 def test_shards_and_tensor_parallel_engines_split_the_bytes():
     two = config("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    owners = phase_bytes(two, SEVEN_B, device="cuda", total_bytes=None)["publish"]
+    owners = memory(two, SEVEN_B).phases(None)["publish"]
     assert owners["actor_params"] == 2 * SEVEN_B.parameters
     assert owners["engine_weights"] == SEVEN_B.parameters
     assert "kv_cache" not in owners
     replicated = config("trainer.n_gpus_per_node=2", f"{FSDP}.fsdp_size=1")
-    assert phase_bytes(replicated, SEVEN_B, device="cuda", total_bytes=None)["publish"]["actor_params"] == (
+    assert memory(replicated, SEVEN_B).phases(None)["publish"]["actor_params"] == (
         4 * SEVEN_B.parameters
     )
 
@@ -154,95 +159,90 @@ def test_shards_and_tensor_parallel_engines_split_the_bytes():
 def test_pools_of_their_own_hold_what_is_theirs():
     pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
     separate = config(*pools, COMPUTED, MANY, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true")
-    phases = phase_bytes(separate, SEVEN_B, device="cuda", total_bytes=CARD)
+    phases = memory(separate, SEVEN_B).phases(CARD)
     assert set(phases["rollout"]) == {"engine_weights", "kv_cache"}
     assert sum(phases["rollout"].values()) == pytest.approx(0.92 * CARD)  # the card is the engine's alone
     assert set(phases["update"]) == {"actor_params", "gradients", "gathered_params", "activations"}
     assert set(phases["optimizer_step"]) == {"actor_params", "gradients", "optimizer_state"}
     assert phases["publish"] == {"actor_params": 2 * SEVEN_B.parameters}  # they stay: nobody else wants the room
-    check_memory(separate, SEVEN_B, total_bytes=CARD)
+    memory(separate, SEVEN_B).check(CARD)
 
 
 def test_nothing_moves_on_the_cpu():
-    owners = phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]
+    owners = memory(config(), SEVEN_B, "cpu").phases(None)["rollout"]
     assert set(owners) == {"actor_params", "optimizer_state", "engine_weights"}
 
 
 def test_the_engine_takes_what_is_free_beside_what_stays():
     free = CARD - GIB
-    assert rollout_share(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, total_bytes=CARD, free_bytes=free) == 0.92
-    assert rollout_share(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, total_bytes=CARD, free_bytes=CARD // 2) == 0.45
+    assert share_of(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, free=free) == 0.92
+    assert share_of(config(*OFFLOAD, COMPUTED, MANY), SEVEN_B, free=CARD // 2) == 0.45
     kept = config(OFFLOAD[0], COMPUTED, MANY)  # the optimizer state stays: 56.7 GiB
-    assert rollout_share(kept, SEVEN_B, total_bytes=CARD, free_bytes=free) == pytest.approx(0.54)
+    assert share_of(kept, SEVEN_B, free=free) == pytest.approx(0.54)
     resident = config("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
     small = ModelSpec(parameters=494_000_000, kv_bytes_per_token=12_288)  # 7.4 GiB with gradients and moments
-    assert rollout_share(resident, small, total_bytes=CARD, free_bytes=free) == pytest.approx(0.44)
+    assert share_of(resident, small, free=free) == pytest.approx(0.44)
 
 
 def test_the_engine_takes_no_more_than_its_sequences_can_use():
     # Weights 14.2, 256 sequences of 1024 + 1024 tokens and a block 29.8, workspace 8 GiB.
-    assert rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.38
+    assert share_of(config(*OFFLOAD, COMPUTED), SEVEN_B) == 0.38
     two = config(
         *OFFLOAD, COMPUTED, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     )
-    assert rollout_share(two, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.22
+    assert share_of(two, SEVEN_B) == 0.22
     longer = config(*OFFLOAD, COMPUTED, "actor_rollout_ref.rollout.max_model_len=4096")
-    assert rollout_share(longer, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.58
+    assert share_of(longer, SEVEN_B) == 0.58
 
 
 def test_a_share_that_cannot_hold_the_engine_is_refused_with_the_numbers():
     rule = r"gpu_memory_utilization.*0\.1 of a GPU of 140\.0 GiB is 14\.0 GiB, but .*weights take 14\.2 GiB"
     with pytest.raises(ConfigError, match=rule):
-        check_memory(
-            config(*OFFLOAD, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"), SEVEN_B, total_bytes=CARD
-        )
+        memory(config(*OFFLOAD, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"), SEVEN_B).check(CARD)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization"):
-        rollout_share(config(*OFFLOAD, COMPUTED), SEVEN_B, total_bytes=CARD, free_bytes=16 * GIB)
+        share_of(config(*OFFLOAD, COMPUTED), SEVEN_B, free=16 * GIB)
 
 
-def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(tmp_path, monkeypatch):
+def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(tmp_path):
     teacher = make_tiny_model(tmp_path, tied=True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     one_gpu = load_config(
         [
             "data.train_files=unused", "actor_rollout_ref.model.path=unused",
             f"actor_rollout_ref.teacher.model.path={teacher}", *OFFLOAD, MANY,
         ]
     )
-    assert teacher_share(one_gpu, total_bytes=CARD) == 0.05  # 6 GiB of workspace
-    phases = phase_bytes(one_gpu, SEVEN_B, device="cuda", total_bytes=CARD)
+    assert memory(one_gpu, SEVEN_B).share_of_teacher(CARD) == 0.05  # 6 GiB of workspace
+    phases = memory(one_gpu, SEVEN_B).phases(CARD)
     assert phases["rollout"]["teacher"] == pytest.approx(0.05 * CARD)
     assert sum(phases["rollout"].values()) == pytest.approx(0.97 * CARD, abs=0.02 * CARD)
-    check_memory(one_gpu, SEVEN_B, total_bytes=CARD)
+    memory(one_gpu, SEVEN_B).check(CARD)
     one_gpu.actor_rollout_ref.teacher.max_model_len = 2**24  # vLLM refuses a cache that does not hold one such sequence
     token = model_spec(str(teacher), trust_remote_code=False, override_config={}).kv_bytes_per_token
     for dtype, cache in (("auto", 2**24 * token), ("float32", 2**25 * token)):
         one_gpu.actor_rollout_ref.teacher.dtype = dtype
-        assert teacher_share(one_gpu, total_bytes=CARD) * CARD == pytest.approx(6 * GIB + cache, abs=0.012 * CARD)
-    assert local_teacher_place(one_gpu, "cuda") == "GPU 0, shared with workers"
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
-    assert local_teacher_place(one_gpu, "cuda") == "GPU 1"
+        share = memory(one_gpu, SEVEN_B).share_of_teacher(CARD)
+        assert share * CARD == pytest.approx(6 * GIB + cache, abs=0.012 * CARD)
+    assert str(place_teacher(one_gpu, device="cuda", gpus=1)) == "GPU 0, shared with workers"
+    assert memory(one_gpu, SEVEN_B, gpus=2).share_of_teacher(CARD) == 0.9
+    assert str(place_teacher(one_gpu, device="cuda", gpus=2)) == "GPU 1"
     one_gpu.trainer.n_gpus_per_node = 2
-    assert local_teacher_place(one_gpu, "cuda") == "GPU 0, 1, shared with workers"
-    assert teacher_replicas(one_gpu) == 2
+    both = place_teacher(one_gpu, device="cuda", gpus=2)
+    assert (str(both), both.replicas) == ("GPU 0, 1, shared with workers", 2)
     one_gpu.actor_rollout_ref.teacher.tensor_model_parallel_size = 2
-    assert teacher_replicas(one_gpu) == 1
+    assert place_teacher(one_gpu, device="cuda", gpus=2).replicas == 1
     one_gpu.trainer.n_gpus_per_node = one_gpu.actor_rollout_ref.teacher.tensor_model_parallel_size = 1
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     one_gpu.trainer.device = "cpu"
-    assert local_teacher_place(one_gpu, "cpu") == "the CPU"
+    assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "the CPU"
     one_gpu.actor_rollout_ref.teacher.device = "cuda"  # beside workers that use no GPU
-    assert teacher_share(one_gpu, total_bytes=CARD) == 0.9
-    assert local_teacher_place(one_gpu, "cpu") == "GPU 0"
+    assert memory(one_gpu, SEVEN_B, "cpu").share_of_teacher(CARD) == 0.9
+    assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "GPU 0"
 
 
 def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_caches(tmp_path, monkeypatch):
     teacher, rollout = "actor_rollout_ref.teacher", "actor_rollout_ref.rollout"
     model = make_tiny_model(tmp_path, tied=True)
     token = model_spec(str(model), trust_remote_code=False, override_config={}).kv_bytes_per_token
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("hybrid_gkd.offload.budget.vllm_available", lambda: True)
+    monkeypatch.setattr("hybrid_gkd.offload.needs.vllm_available", lambda: True)
 
     def planned(*overrides, total=CARD):
         one_gpu = load_config(
@@ -251,14 +251,14 @@ def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_cach
                 *OFFLOAD, f"{teacher}.engine_kwargs.vllm.quantization=fp8", *overrides,
             ]
         )
-        return one_gpu, with_planned_caches(one_gpu, SEVEN_B, total_bytes=total)
+        return one_gpu, with_planned_caches(one_gpu, memory(one_gpu, SEVEN_B), total)
 
     before, found = planned()
     given, own = found.actor_rollout_ref.rollout, found.actor_rollout_ref.teacher
     sequences = 256 * (2048 + 128) * SEVEN_B.kv_bytes_per_token
     assert given.engine_kwargs.vllm == {"kv_cache_memory_bytes": sequences}
     assert own.engine_kwargs.vllm == {"quantization": "fp8", "kv_cache_memory_bytes": 32768 * token}
-    assert (given.gpu_memory_utilization, own.gpu_memory_utilization) == (0.38, 0.05)
+    assert given.gpu_memory_utilization == 0.38
     assert before.actor_rollout_ref.rollout.gpu_memory_utilization is None  # what the user gave stays as it is
     plain = planned(f"{teacher}.backend=hf")[1].actor_rollout_ref
     assert plain.rollout == given
@@ -288,8 +288,7 @@ def test_a_teacher_takes_the_bytes_of_the_type_that_its_engine_loads(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, dtype=stored,
     ).save_pretrained(tmp_path)  # fmt: skip
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("hybrid_gkd.offload.budget.vllm_available", lambda: has_vllm)
+    monkeypatch.setattr("hybrid_gkd.offload.needs.vllm_available", lambda: has_vllm)
     teacher = "actor_rollout_ref.teacher"
     shared = config(
         f"{teacher}.server_ip=null", f"{teacher}.model.path={tmp_path}", f"{teacher}.dtype={dtype}",
@@ -299,7 +298,7 @@ def test_a_teacher_takes_the_bytes_of_the_type_that_its_engine_loads(
     uses_vllm = backend == "auto" and has_vllm
     tokens = 32768 * spec.kv_bytes_per_token if uses_vllm else 16384 * spec.forward_bytes_per_token
     expected = itemsize * (spec.parameters + tokens / 2) + 6 * GIB
-    assert teacher_share(shared, total_bytes=CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
+    assert memory(shared, SEVEN_B).share_of_teacher(CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
 
 
 def placed(role="worker", total=CARD, free=None):
@@ -313,43 +312,43 @@ def placed(role="worker", total=CARD, free=None):
 def test_a_card_that_is_too_small_is_not_blamed_on_others():
     small = config(*OFFLOAD, "actor_rollout_ref.rollout.gpu_memory_utilization=0.1")
     with pytest.raises(ConfigError, match=r"0\.1 of a GPU of 140\.0 GiB is 14\.0 GiB, but the engine's weights"):
-        check_free_memory(small, SEVEN_B, [placed()])
+        check_free_memory(memory(small, SEVEN_B), [placed()])
     with pytest.raises(ConfigError, match=r"in the phase update a GPU would have to hold .* it has 80\.0"):
-        check_free_memory(config(*OFFLOAD), SEVEN_B, [placed(total=80 * GIB)])
+        check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed(total=80 * GIB)])
     with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, holds"):
-        check_free_memory(config(*OFFLOAD), SEVEN_B, [placed(free=20 * GIB)])
-    check_free_memory(config(*OFFLOAD), SEVEN_B, [placed()])
+        check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed(free=20 * GIB)])
+    check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed()])
 
 
 def test_a_card_has_to_hold_the_phases_of_its_own_worker_alone():
     pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1", "trainer.n_gpus_per_node=1")
     separate = config(*pools, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048")
-    check_free_memory(separate, SEVEN_B, [placed("actor worker"), placed("rollout worker", 48 * GIB)])
+    check_free_memory(memory(separate, SEVEN_B), [placed("actor worker"), placed("rollout worker", 48 * GIB)])
+    small = [placed("actor worker", 48 * GIB), placed("rollout worker", 48 * GIB)]
     with pytest.raises(ConfigError, match=r"in the phase update .* it has 48\.0"):
-        check_free_memory(separate, SEVEN_B, [placed("actor worker", 48 * GIB), placed("rollout worker", 48 * GIB)])
+        check_free_memory(memory(separate, SEVEN_B), small)
 
 
 def test_the_update_holds_what_fsdp_gathers():
     """All of it for all micro-batches without `reshard_after_forward`, on one GPU too; else embedding and head."""
     for gpus in (1, 2):
         base = (*OFFLOAD, f"trainer.n_gpus_per_node={gpus}")
-        keeps = phase_bytes(config(*base, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, device="cuda",
-                            total_bytes=CARD)  # fmt: skip
+        keeps = memory(config(*base, f"{FSDP}.reshard_after_forward=false"), SEVEN_B).phases(CARD)
         assert keeps["update"]["gathered_params"] == 2 * SEVEN_B.parameters
-        frees = phase_bytes(config(*base), SEVEN_B, device="cuda", total_bytes=CARD)
+        frees = memory(config(*base), SEVEN_B).phases(CARD)
         assert frees["update"]["gathered_params"] == 2 * SEVEN_B.embedding_parameters
         assert [phase for phase in keeps if "gathered_params" in keeps[phase]] == ["update"]
-    assert "gathered_params" not in phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["update"]
+    assert "gathered_params" not in memory(config(), SEVEN_B, "cpu").phases(None)["update"]
     # 28.4 GiB of parameters, as much of gradients, 66.9 of activations, 2 of the engine: 14.2 more do not fit into 135.
-    check_memory(config(*OFFLOAD), SEVEN_B, total_bytes=135 * GIB)
+    memory(config(*OFFLOAD), SEVEN_B).check(135 * GIB)
     with pytest.raises(ConfigError, match=r"reshard_after_forward.*phase update.*gathered_params 14\.2"):
-        check_memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B, total_bytes=135 * GIB)
+        memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B).check(135 * GIB)
 
 
 def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
     def tokens(*overrides):
-        phases = phase_bytes(config("data.max_prompt_length=500", "data.max_response_length=524", *overrides), SEVEN_B,
-                             device="cuda", total_bytes=CARD)
+        given = config("data.max_prompt_length=500", "data.max_response_length=524", *overrides)
+        phases = memory(given, SEVEN_B).phases(CARD)
         return phases["update"]["activations"] / SEVEN_B.activation_bytes_per_token
 
     actor = "actor_rollout_ref.actor"
@@ -378,7 +377,7 @@ def test_forward_passes_over_a_batch_are_counted_where_they_take_more_than_the_u
             "data.max_response_length=524", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
             "actor_rollout_ref.model.enable_gradient_checkpointing=true", *overrides,
         )
-        return phase_bytes(given, student_spec(given), device=device, total_bytes=None)
+        return memory(given, student_spec(given), device).phases(None)
 
     token, embedding = 2 * (2 * hidden + 3 * intermediate), vocabulary * hidden
     kept = 2 * ((layers + 5) * hidden + 3 * intermediate)
@@ -475,9 +474,9 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, hidden, intermediat
     model, planned = built(3, True)
     held = 2 * block_input + block
     assert 0 <= held - planned <= left_out
-    with PeakMemory() as memory:  # gradients come on top
+    with PeakMemory() as used:  # gradients come on top
         model.base_model(**batch.model_kwargs()).last_hidden_state.sum().backward()
-    assert memory.peak / 4 > held
+    assert used.peak / 4 > held
 
 
 @pytest.mark.parametrize(
@@ -504,7 +503,6 @@ def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
     )  # fmt: skip
     AutoModelForCausalLM.from_config(model_config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("hybrid_gkd.offload.budget.TEACHER_WORKSPACE_BYTES", 0)
     teacher = "actor_rollout_ref.teacher"
     given = config(
@@ -512,12 +510,12 @@ def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
         f"data.max_prompt_length={length - 9}", "data.max_response_length=8",
     )
     spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
-    planned = teacher_share(given, total_bytes=100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
+    planned = memory(given, SEVEN_B).share_of_teacher(100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
     engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
     reading = Reading(token_ids=np.arange(length, dtype=np.int32) % 50, positions=np.arange(length - 8, length))
-    with PeakMemory() as memory:
+    with PeakMemory() as used:
         engine.score([reading] * (2 * tokens // length), 5, 1.0)
-    assert 0 <= memory.peak - planned <= 4 * tokens * (64 + 64 + 16 + 16 + 4)
+    assert 0 <= used.peak - planned <= 4 * tokens * (64 + 64 + 16 + 16 + 4)
 
 
 def test_a_model_whose_text_part_is_nested_is_measured(tmp_path):
@@ -545,22 +543,20 @@ def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
     resident = ("actor_rollout_ref.rollout.free_cache_engine=false", COMPUTED, MANY)
     small = ModelSpec(parameters=1_543_714_304, kv_bytes_per_token=28_672)
     shares = [
-        rollout_share(config(*resident, f"{FSDP}.reshard_after_forward={reshards}"), small, total_bytes=CARD,
-                      free_bytes=CARD)
+        share_of(config(*resident, f"{FSDP}.reshard_after_forward={reshards}"), small, free=CARD)
         for reshards in ("true", "false")
     ]  # fmt: skip
     assert shares[0] - shares[1] == pytest.approx(small.parameters / CARD, abs=0.01)  # half of 2.9 GiB
 
 
 @pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("0.5b", "1.5b")])
-def test_the_recipe_for_one_gpu_is_accepted(tmp_path, monkeypatch, student, teacher):
+def test_the_recipe_for_one_gpu_is_accepted(tmp_path, student, teacher):
     for name in (student, teacher):
         hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
         Qwen2Config(
             vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, dtype="bfloat16",
         ).save_pretrained(tmp_path / name)  # fmt: skip
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     recipe = load_config(
         [
             "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path / student}",
@@ -568,7 +564,7 @@ def test_the_recipe_for_one_gpu_is_accepted(tmp_path, monkeypatch, student, teac
         ],
         config_name="one_gpu",
     )
-    check_memory(recipe, student_spec(recipe), total_bytes=CARD)
+    memory(recipe, student_spec(recipe)).check(CARD)
 
 
 def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
@@ -576,9 +572,9 @@ def test_seven_billion_in_the_measured_set_up_hold_what_was_measured():
     measured = config(
         *OFFLOAD, COMPUTED, "data.train_batch_size=32", "data.max_prompt_length=256", "data.max_response_length=128"
     )
-    phases = phase_bytes(measured, SEVEN_B, device="cuda", total_bytes=CARD)
+    phases = memory(measured, SEVEN_B).phases(CARD)
     assert sum(phases["update"].values()) == pytest.approx(113.9 * GIB, rel=0.05)
-    check_memory(measured, SEVEN_B, total_bytes=CARD)
+    memory(measured, SEVEN_B).check(CARD)
 
 
 def test_size_counts_tied_embeddings_once(tmp_path):
@@ -593,26 +589,25 @@ def test_size_counts_tied_embeddings_once(tmp_path):
 def test_an_engine_in_float32_takes_twice_as_much():
     wide = config(*OFFLOAD, "actor_rollout_ref.rollout.dtype=float32", COMPUTED)
     for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float16", 2), ("float32", 4)):
-        phases = phase_bytes(config(f"actor_rollout_ref.rollout.dtype={dtype}"), SEVEN_B, device="cuda",
-                             total_bytes=None)  # fmt: skip
+        phases = memory(config(f"actor_rollout_ref.rollout.dtype={dtype}"), SEVEN_B).phases(None)
         assert phases["rollout"]["engine_weights"] == itemsize * SEVEN_B.parameters
-    assert phase_bytes(config(), SEVEN_B, device="cpu", total_bytes=None)["rollout"]["engine_weights"] == (
+    assert memory(config(), SEVEN_B, "cpu").phases(None)["rollout"]["engine_weights"] == (
         4 * SEVEN_B.parameters
     )
     # Weights 28.4, sequences 59.5, workspace 8 GiB.
-    assert rollout_share(wide, SEVEN_B, total_bytes=CARD, free_bytes=CARD - GIB) == 0.69
+    assert share_of(wide, SEVEN_B) == 0.69
     share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"
-    check_memory(config(*OFFLOAD, share), SEVEN_B, total_bytes=CARD)
+    memory(config(*OFFLOAD, share), SEVEN_B).check(CARD)
     with pytest.raises(ConfigError, match=r"engine's weights take 28\.4 GiB and the KV cache of one sequence 0\.22"):
-        check_memory(config(*OFFLOAD, share, "actor_rollout_ref.rollout.dtype=float32"), SEVEN_B, total_bytes=CARD)
+        memory(config(*OFFLOAD, share, "actor_rollout_ref.rollout.dtype=float32"), SEVEN_B).check(CARD)
 
 
 def test_one_sequence_has_the_length_that_the_engine_is_built_for():
     share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.12"  # 16.8 GiB, 14.2 of them weights
-    check_memory(config(*OFFLOAD, share), SEVEN_B, total_bytes=CARD)
+    memory(config(*OFFLOAD, share), SEVEN_B).check(CARD)
     longer = config(*OFFLOAD, share, "actor_rollout_ref.rollout.max_model_len=65536")
     with pytest.raises(ConfigError, match=r"the KV cache of one sequence 3\.50 GiB"):
-        check_memory(longer, SEVEN_B, total_bytes=CARD)
+        memory(longer, SEVEN_B).check(CARD)
 
 
 HUB_ID = "someone/some-model"
@@ -644,7 +639,7 @@ def plan_of_hub_id(monkeypatch, tmp_path, hub, *, cached):
     monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
     given = config(f"actor_rollout_ref.model.path={HUB_ID}")
-    return memory_plan(given, student_spec(given), device="cpu"), calls
+    return str(plan_of(given, student_spec(given), "cpu")), calls
 
 
 def test_the_plan_of_a_model_in_the_hubs_cache_asks_nobody(monkeypatch, tmp_path):
@@ -686,9 +681,8 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
         "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path}/student",
         f"actor_rollout_ref.teacher.model.path={tmp_path}/nowhere",
     ]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be used"):
-        teacher_share(load_config(lacking), total_bytes=CARD)
+        memory(load_config(lacking), SEVEN_B).share_of_teacher(CARD)
     (tmp_path / "student").mkdir()
     with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
         student_spec(load_config(lacking))
@@ -700,7 +694,7 @@ def test_a_state_space_model_is_refused_by_name(tmp_path):
         model_spec(str(tmp_path), trust_remote_code=False, override_config={})
 
 
-def test_the_plan_names_the_offloads_that_a_card_does_not_need(monkeypatch):
+def test_the_plan_names_the_offloads_that_a_card_does_not_need():
     spec = ModelSpec(
         parameters=1_543_714_304, kv_bytes_per_token=28_672, activation_bytes_per_token=1_900_000,
         embedding_parameters=233_373_696, stored_itemsize=2,
@@ -709,10 +703,9 @@ def test_the_plan_names_the_offloads_that_a_card_does_not_need(monkeypatch):
     def named(total, *overrides):
         """The keys that the plan says to switch off; a run with them is accepted."""
         given = (*OFFLOAD, COMPUTED, *overrides)
-        monkeypatch.setattr("hybrid_gkd.launch.plan.gpu_bytes", lambda *_: int(total * GIB))
-        plan = memory_plan(config(*given), spec, device="cuda")
+        plan = str(plan_of(config(*given), spec, "cuda", gpu_bytes=int(total * GIB)))
         keys = [word for word in plan.split() if word.startswith(FSDP)]
-        check_memory(config(*given, *keys), spec, total_bytes=int(total * GIB))
+        memory(config(*given, *keys), spec).check(int(total * GIB))
         assert bool(keys) == ("offloads that this GPU does not need" in plan)
         return {key.removeprefix(f"{FSDP}.") for key in keys}
 
@@ -729,7 +722,7 @@ def test_the_plan_names_the_offloads_that_a_card_does_not_need(monkeypatch):
 def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     """They are known when the workers are placed, and this machine may have none."""
     cluster = config(f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "ray_init.address=far:6379")
-    text = memory_plan(cluster, student_spec(cluster), device="cuda")
+    text = "\n".join(memory_lines(plan_of(cluster, student_spec(cluster), "cuda", gpu_bytes=CARD)))
     assert "gathered_params" in text
     assert "kv_cache" not in text
     assert text.endswith("computed when the cluster has placed the workers")
@@ -737,14 +730,14 @@ def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
 
 def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_meanwhile():
     master, saves = 4 * SEVEN_B.parameters, "trainer.save_freq=5"
-    assert host_bytes(config(), SEVEN_B, device="cuda") == {}
+    assert plan_of(config(), SEVEN_B, "cuda").host == {}
     offloaded = {"actor_params": master, "optimizer_state": 2 * master}
-    assert host_bytes(config(*OFFLOAD), SEVEN_B, device="cuda") == offloaded
-    found = host_bytes(config(*OFFLOAD, saves), SEVEN_B, device="cuda")
+    assert plan_of(config(*OFFLOAD), SEVEN_B, "cuda").host == offloaded
+    found = plan_of(config(*OFFLOAD, saves), SEVEN_B, "cuda").host
     assert found == offloaded | {"checkpoint": 3 * master + 2 * SEVEN_B.parameters}
     two = (saves, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.checkpoint.save_hf_model=false")
-    assert host_bytes(config(*two), SEVEN_B, device="cuda") == {"checkpoint": 1.5 * master}
-    on_cpu = host_bytes(config(saves), SEVEN_B, device="cpu")
+    assert plan_of(config(*two), SEVEN_B, "cuda").host == {"checkpoint": 1.5 * master}
+    on_cpu = plan_of(config(saves), SEVEN_B, "cpu").host
     assert on_cpu["largest phase"] >= 4 * master
 
 
@@ -756,8 +749,8 @@ def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_
         saving = config(model, *overrides)
         spec, place = student_spec(saving), placed()
         place = dataclasses.replace(place, free_host_bytes=GIB)
-        text = memory_plan(saving, spec, device="cpu", steps=steps)
-        return "checkpoint" in text, holds_snapshots(saving, [place], "cuda", steps)
+        plan = plan_of(saving, spec, "cpu", steps=steps)
+        return "checkpoint" in str(plan), holds_copies([place], plan.copy_bytes)
 
     validates = ("data.val_files=x", "trainer.test_freq=5", "trainer.best_metric=val/forward_kl", "trainer.save_freq=9")
     for overrides in (["trainer.save_freq=5"], validates):
@@ -771,21 +764,21 @@ def test_a_host_without_the_memory_for_a_copy_is_said_once_and_training_waits(tm
     saving = config(
         f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.save_freq=1", "trainer.n_gpus_per_node=3"
     )
-    needed = sum(host_bytes(saving, student_spec(saving), device="cpu").values())
+    needed = plan_of(saving, student_spec(saving), "cpu").copy_bytes
 
     def placed(hosts, free):
         places = [
             Placement(rank=rank, host=host, pid=rank, visible_devices="", free_host_bytes=int(free))
             for rank, host in enumerate(hosts)
         ]
-        return holds_snapshots(saving, places, "cpu")
+        return holds_copies(places, needed)
 
     assert placed("aaa", 4 * needed)
     assert placed("aab", 3 * needed)
     assert caplog.text == ""
     assert not placed("aab", 2 * needed)
     assert caplog.text.count("training waits for checkpoints: 2 worker(s) at a would take 0.0 GiB") == 1
-    assert not holds_snapshots(config(), [], "cuda")
+    assert not holds_copies([], plan_of(config(), SEVEN_B, "cuda").copy_bytes)
 
 
 def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):
@@ -806,20 +799,19 @@ def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):
 
 
 def test_a_checkpoint_holds_weights_and_moments_and_the_export():
-    assert checkpoint_bytes(config(), SEVEN_B) == 14 * SEVEN_B.parameters
+    assert checkpoint_size(config(), SEVEN_B) == 14 * SEVEN_B.parameters
     without = config("actor_rollout_ref.actor.checkpoint.save_hf_model=false")
-    assert checkpoint_bytes(without, SEVEN_B) == 12 * SEVEN_B.parameters
+    assert checkpoint_size(without, SEVEN_B) == 12 * SEVEN_B.parameters
     half = ModelSpec(parameters=100, kv_bytes_per_token=1, stored_itemsize=2)
-    assert checkpoint_bytes(config(), half) == 4 * 3 * 100 + 2 * 100
+    assert checkpoint_size(config(), half) == 4 * 3 * 100 + 2 * 100
 
 
 def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
-    model = ModelSpec(parameters=1000, kv_bytes_per_token=1)
     one, folder = 16 * 1000, f"trainer.default_local_dir={tmp_path}"
 
     def needed(save_freq, keep, steps=None, *overrides):
         keys = (f"trainer.save_freq={save_freq}", f"trainer.max_actor_ckpt_to_keep={keep}", folder, *overrides)
-        return disk_bytes(config(*keys), model, steps=steps)
+        return disk_bytes(config(*keys), one, steps=steps)
 
     assert needed(0, 2) == 0
     assert needed(-1, 2) == one

@@ -206,7 +206,7 @@ def test_what_is_beyond_a_full_batch_is_not_trained_on(tmp_path):
 def test_what_is_said_of_a_run_that_refills_its_batches(tmp_path):
     trainer, _ = fit(2, tmp_path, "data.gen_batch_size=9")
     config = trainer.config
-    plan = placement_plan(config, device="cpu", engine="hf")
+    plan = "\n".join(placement_plan(config, device="cpu", engine="hf"))
     assert "(seq_reward) are left out, at most 10 generation batches of 9 prompts a step" in plan
     assert "further prompts" in left_over(config, NUM_PROMPTS, 1)
     table = final_table(config, steps=2, wall_seconds=1.0, first=trainer.first_metrics, last=trainer.last_metrics)

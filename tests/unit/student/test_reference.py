@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.config.models import RefConfig, RefModelConfig
 from hybrid_gkd.models.spec import student_spec
-from hybrid_gkd.offload.budget import phase_bytes
+from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
@@ -44,6 +44,11 @@ def train(config):
     return rows.by_step, group
 
 
+def phases(config, spec):
+    """Phase -> owner -> bytes on a GPU."""
+    return plan_memory(config, trained_models(config, spec), "cuda").phases(None)
+
+
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_the_kl_from_the_start_is_0_at_first_and_is_what_the_estimate_says_then(kind, tmp_path):
     model = make_tiny_model(tmp_path / "model")
@@ -72,7 +77,7 @@ def test_with_lora_the_model_below_the_adapters_is_the_reference_and_there_is_no
     assert not hasattr(group, "reference")
     assert rows[1]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert rows[2]["actor/ref_kl"] > 1e-6
-    assert "reference" not in phase_bytes(config, student_spec(config), device="cuda", total_bytes=None)
+    assert "reference" not in phases(config, student_spec(config))
     other = dataclasses.replace(config.actor_rollout_ref, ref=RefConfig(model=RefModelConfig(path="other")))
     assert dataclasses.replace(config, actor_rollout_ref=other).has_reference_model
 
@@ -121,7 +126,7 @@ def test_the_whole_distribution_of_a_reference_is_compared(topk, tmp_path):
 def test_it_is_on_the_device_in_its_own_phase_only(tmp_path):
     config = make_config(make_tiny_model(tmp_path), f"{KL}.use_kl_loss=true")
     spec = student_spec(config)
-    phases = phase_bytes(config, spec, device="cuda", total_bytes=None)
-    assert {phase for phase, owners in phases.items() if "ref_params" in owners} == {"reference"}
-    assert phases["reference"]["ref_params"] == 2 * spec.parameters
-    assert "reference" not in phase_bytes(make_config(tmp_path), spec, device="cuda", total_bytes=None)
+    held = phases(config, spec)
+    assert {phase for phase, owners in held.items() if "ref_params" in owners} == {"reference"}
+    assert held["reference"]["ref_params"] == 2 * spec.parameters
+    assert "reference" not in phases(make_config(tmp_path), spec)

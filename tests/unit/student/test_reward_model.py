@@ -14,7 +14,7 @@ from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer
-from hybrid_gkd.offload.budget import phase_bytes
+from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.student.reward_model import RewardModel
 from hybrid_gkd.testing import make_tiny_model, single_process_group
 from hybrid_gkd.types import RewardText, Task
@@ -34,6 +34,11 @@ def make_config(student, path, *overrides):
         "distillation.enabled=false", "actor_rollout_ref.rollout.n=2", "reward_model.enable=true",
         f"reward_model.model.path={path}", "data.max_prompt_length=32", "data.max_response_length=32", *overrides,
     ])  # fmt: skip
+
+
+def phases(config, spec):
+    """Phase -> owner -> bytes on a GPU."""
+    return plan_memory(config, trained_models(config, spec), "cuda").phases(None)
 
 
 @pytest.mark.parametrize("architecture", CLASSIFIERS)
@@ -137,9 +142,9 @@ def test_another_tokenizer_or_template_encodes_texts_anew(student, tmp_path):
 def test_it_is_on_the_device_in_its_own_phase_only(student, tmp_path):
     folder = make_tiny_model(tmp_path, architecture=CLASSIFIERS[0])
     config = make_config(student, folder)
-    phases = phase_bytes(config, student_spec(config), device="cuda", total_bytes=None)
-    assert {phase for phase, owners in phases.items() if "reward_model_params" in owners} == {"reward_model"}
+    held = phases(config, student_spec(config))
+    assert {phase for phase, owners in held.items() if "reward_model_params" in owners} == {"reward_model"}
     weights = load_file(folder / "model.safetensors")
-    assert phases["reward_model"]["reward_model_params"] == 2 * sum(weight.numel() for weight in weights.values())
+    assert held["reward_model"]["reward_model_params"] == 2 * sum(weight.numel() for weight in weights.values())
     config = make_config(student, folder, "reward_model.enable=false", "reward.answer_key=answer")
-    assert "reward_model" not in phase_bytes(config, student_spec(config), device="cuda", total_bytes=None)
+    assert "reward_model" not in phases(config, student_spec(config))

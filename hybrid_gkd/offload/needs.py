@@ -1,0 +1,234 @@
+"""What a run's models, rollout engine and teacher need, read from its configuration and the models' own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hybrid_gkd.compat.vllm.versions import vllm_available
+from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig
+from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
+from hybrid_gkd.offload.budget import (
+    ALONE,
+    ENGINE_WORKSPACE_BYTES,
+    UPDATES,
+    EngineRoom,
+    LocalTeacher,
+    Memory,
+)
+from hybrid_gkd.offload.residency import FROZEN, MODEL_OWNERS
+
+TEACHER_TOKENS = 32768
+"""KV cache of a vLLM teacher that shares a GPU, at least: four engine steps, so that one is filled while another is
+scored."""
+HF_TEACHER_TOKENS, HF_TEACHER_LOGITS_TOKENS = 16384, 2048
+"""Of one forward pass of a teacher with backend=hf, and of one that gives the logits of all rows at once; unless a
+single sequence is longer."""
+
+
+def place_teacher(config: Config, *, device: str, gpus: int) -> LocalTeacher | None:
+    """The place of a local teacher beside workers on `device`, where this machine has so many GPUs; None without."""
+    teacher, workers = config.actor_rollout_ref.teacher, config.workers_per_node
+    if not config.distillation.enabled or teacher.server_ip is not None:
+        return None
+    if (device if teacher.device == "auto" else teacher.device) == "cpu":
+        return LocalTeacher(teacher.num_replicas or 1)
+    size = teacher.tensor_model_parallel_size
+    shares = device == "cuda" and gpus < workers + size * (teacher.num_replicas or 1)
+    replicas = teacher.num_replicas or (max(1, min(workers, gpus) // size) if shares else 1)
+    first = workers if gpus >= workers + size * replicas else 0
+    share = teacher.gpu_memory_utilization
+    return LocalTeacher(
+        replicas, tuple(range(first, first + size * replicas)), shares, ALONE if share is None and not shares else share
+    )
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The student, or the critic."""
+
+    name: str
+    """Of `MODEL_OWNERS`."""
+    spec: ModelSpec
+    section: ActorConfig | CriticConfig
+    shard_size: int
+
+    @property
+    def master(self) -> int:
+        """Bytes of the weights that are trained; gradients take as much, the optimizer state twice that."""
+        return {"fp32": 4, "bf16": 2}[self.section.fsdp_config.model_dtype] * self.spec.trained_parameters
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of gathered parameters during the update, in bf16: FSDP2 makes a copy on a single GPU too.
+
+        With `reshard_after_forward` that is the root group alone; a group of blocks or two is not counted.
+        """
+        reshards = self.section.fsdp_config.reshard_after_forward
+        return 2 * (self.spec.embedding_parameters if reshards else self.spec.parameters)
+
+
+def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedModel, ...]:
+    """The student, whose spec is given, and the critic where there is one. Raises ModelError, ConfigError."""
+    student = TrainedModel("actor", spec, config.actor_rollout_ref.actor, config.shard_size)
+    if not config.uses_critic:
+        return (student,)
+    return student, TrainedModel("critic", critic_spec(config, spec), config.resolved_critic, config.critic_shard_size)
+
+
+def plan_memory(
+    config: Config, trained: tuple[TrainedModel, ...], device: str, teacher: LocalTeacher | None = None
+) -> Memory:
+    """Read what a run takes from its configuration and its models' own. Raises ModelError, ConfigError."""
+    arr, student, on_gpu = config.actor_rollout_ref, trained[0].spec, device == "cuda"
+    owners, moves, passes = dict[str, float](), dict[str, bool](), dict[str, dict[str, float]]()
+    itemsize, specs = 2 if on_gpu else 4, {"student": student}  # in the type of the computation
+    for model in trained:
+        (params, state), (update, step) = MODEL_OWNERS[model.name], UPDATES[model.name]
+        fsdp, master = model.section.fsdp_config, model.master / model.shard_size
+        owners |= {params: master, state: 2 * master}
+        moves |= {params: fsdp.param_offload, state: fsdp.optimizer_offload}
+        if model.spec.adapter_parameters:  # the weights below them
+            owners[FROZEN], moves[FROZEN] = itemsize * model.spec.parameters / model.shard_size, fsdp.param_offload
+        passes[update], passes[step] = {"gradients": master}, {"gradients": master}
+        if on_gpu:
+            activations = _activations(config, model.section, model.spec)
+            passes[update] |= {"gathered_params": model.gathered, "activations": activations}
+    for (owner, phase), (spec, tokens) in _other_models(config, student).items():
+        specs[phase.replace("_", " ")] = spec
+        owners[owner], moves[owner] = itemsize * spec.parameters / config.shard_size, True
+        activations = tokens * spec.forward_bytes_per_token
+        passes[phase] = {"gathered_params": 2 * spec.embedding_parameters, "activations": activations} if on_gpu else {}
+    if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN}:  # it makes room for nobody
+        moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
+    checkpoint = 3 * sum(model.master / model.shard_size for model in trained)
+    return Memory(
+        device=device, specs=specs | {model.name: model.spec for model in trained[1:]}, owners=owners, moves=moves,
+        passes=passes, checkpoint=checkpoint + exported_bytes(arr.actor.checkpoint, student),
+        hybrid=arr.hybrid_engine, sleeps=arr.rollout.free_cache_engine, engine=_engine_room(config, student, device),
+        engine_share=arr.rollout.gpu_memory_utilization, teacher=teacher,
+        teacher_bytes=_teacher_bytes(config) if teacher is not None and teacher.share is None else (0.0, 0.0),
+    )  # fmt: skip
+
+
+def _other_models(config: Config, student: ModelSpec) -> dict[tuple[str, str], tuple[ModelSpec, int]]:
+    """Memory owner and phase -> spec, and tokens of the largest micro-batch, of the models that are never trained."""
+    found = dict[tuple[str, str], tuple[ModelSpec, int]]()
+    if config.uses_reward_model:
+        found["reward_model_params", "reward_model"] = reward_model_spec(config), _largest_reward_batch(config)
+    if config.has_reference_model:
+        model, spec = config.ref_model, student
+        if config.actor_rollout_ref.ref.model.path is not None:
+            trust, override = model.trust_remote_code, model.override_config
+            spec = model_spec(model.path, trust_remote_code=trust, override_config=override)
+        found["ref_params", "reference"] = spec, _largest_micro_batch(config, config.actor_rollout_ref.actor)
+    return found
+
+
+def exported_bytes(section: CheckpointConfig, spec: ModelSpec) -> int:
+    """Of the student's whole weights in a checkpoint, in its stored type; 0 without."""
+    exported = section.save_merged or (section.save_hf_model and not spec.adapter_parameters)
+    return exported * spec.stored_itemsize * spec.parameters
+
+
+def engine_dtype(dtype: str, device: str) -> str:
+    """Type of the rollout engine's weights and KV cache on "cuda" or "cpu"; left open, that of the actor's compute."""
+    automatic = "bfloat16" if device == "cuda" else "float32"
+    return automatic if dtype == "auto" else dtype
+
+
+def _engine_room(config: Config, student: ModelSpec, device: str) -> EngineRoom:
+    rollout = config.actor_rollout_ref.rollout
+    itemsize, ranks = 4 if engine_dtype(rollout.dtype, device) == "float32" else 2, rollout.tensor_model_parallel_size
+    weights, token = itemsize * student.parameters, itemsize / 2 * student.kv_bytes_per_token
+    return EngineRoom(weights / ranks, token / ranks, config.engine_length, rollout.max_num_seqs)
+
+
+def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, prompts: int | None = None) -> int:
+    """Tokens of the largest micro-batch of so many prompts (None: a whole batch) that there can be on a GPU, if no
+    sequence alone is larger."""
+    longest, prompts = config.max_sequence_length, prompts or config.data.train_batch_size
+    whole = longest * math.ceil(prompts * config.actor_rollout_ref.rollout.n / config.world_size)
+    if section.use_dynamic_bsz:
+        return min(whole, section.ppo_max_token_len_per_gpu or whole)
+    return min(whole, longest * (section.ppo_micro_batch_size_per_gpu or 1))
+
+
+def _activations(config: Config, section: ActorConfig | CriticConfig, spec: ModelSpec) -> int:
+    """See `TrainedModel.activations`."""
+    kept = _largest_micro_batch(config, section, section.ppo_mini_batch_size) * spec.activation_bytes_per_token
+    compares = config.algorithm.compares_logprobs or config.distillation.use_policy_gradient
+    passes = config.has_advantages or config.uses_reference or compares
+    if not passes and not config.data.val_files:  # distilled, and no more: there are no log-probabilities to compute
+        return kept
+    return max(kept, _largest_micro_batch(config, section) * spec.forward_bytes_per_token)
+
+
+def _largest_reward_batch(config: Config) -> int:
+    """Tokens of the reward model's largest micro-batch, of texts as long as the student's."""
+    section, actor = config.reward_model, config.actor_rollout_ref.actor
+    texts = math.ceil(config.data.train_batch_size * config.actor_rollout_ref.rollout.n / config.world_size)
+    whole = texts * min(config.max_sequence_length, section.max_length or config.max_sequence_length)
+    return min(whole, section.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu)
+
+
+def _teacher_bytes(config: Config) -> tuple[float, float]:
+    """See `Memory.teacher_bytes`."""
+    teacher = config.actor_rollout_ref.teacher
+    assert teacher.model.path is not None
+    spec = model_spec(
+        teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
+    )
+    plain, longest = is_plain(teacher.backend), config.teacher_length
+    as_stored = plain and teacher.dtype == "auto"  # vLLM takes half precision for what is stored as float32
+    itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
+    cache = max(TEACHER_TOKENS, longest) * spec.kv_bytes_per_token  # vLLM wants room for one
+    beside_weights = _hf_forward_bytes(spec, longest) if plain else cache  # in 16 bits
+    ranks = teacher.tensor_model_parallel_size
+    return itemsize * spec.parameters / ranks, itemsize / 2 * beside_weights / ranks
+
+
+def is_plain(backend: str) -> bool:
+    """Whether a local teacher is computed by transformers, not by vLLM."""
+    return backend == "hf" or (backend == "auto" and not vllm_available())
+
+
+def _hf_forward_bytes(spec: ModelSpec, longest: int) -> int:
+    """Of the largest forward pass of a teacher with backend=hf, in 16 bits, at least; it has no KV cache.
+
+    `HFScoringEngine` takes T tokens at a time: up to its limit, or one sequence of `longest` tokens. It keeps nothing
+    for a backward pass, so that only one block's activations exist: two arrays [T, D] and three [T, I], for the hidden
+    size D and the intermediate size I. When they are gone, a model that changes its logits has two arrays [T, V]. In
+    float32 the logits exist for 1024 rows at a time, which is part of the workspace. Not counted are the scores of an
+    attention that cannot be packed, [B, H, L, L] for B sequences of L tokens and H heads.
+    """
+    limit = HF_TEACHER_LOGITS_TOKENS if spec.logits_bytes_per_token else HF_TEACHER_TOKENS
+    return max(limit, longest) * max(spec.forward_bytes_per_token, spec.logits_bytes_per_token)
+
+
+def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None) -> Config | None:
+    """The configuration with KV caches of given sizes, so that rollout engine and local teacher may load side by side.
+
+    On a GPU that they share vLLM sizes its cache by what is free, which must not change meanwhile. None where it has
+    to: a share or a cache is given by the configuration, the card has less room than the engine can use, the teacher's
+    sequences are long, or the engine never sleeps; and where they share none of `total_bytes`.
+    """
+    arr = config.actor_rollout_ref
+    rollout, teacher, chosen = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
+    shares = (rollout.gpu_memory_utilization, teacher.gpu_memory_utilization)
+    given = any(share is not None for share in shares)
+    given = given or any(chosen in each.engine_kwargs.vllm for each in (rollout, teacher))
+    if given or not (memory.hybrid and memory.sleeps) or 2 * config.teacher_length > TEACHER_TOKENS:
+        return None
+    if total_bytes is None or not memory.shares_gpu:
+        return None
+    engine, share = memory.engine, memory.share_of_engine(total_bytes)
+    if share * total_bytes < engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES:
+        return None
+    own = {**rollout.engine_kwargs.vllm, chosen: int(engine.useful_cache)}
+    engine_kwargs = replace(rollout.engine_kwargs, vllm=own)
+    rollout = replace(rollout, gpu_memory_utilization=share, engine_kwargs=engine_kwargs)
+    if not is_plain(teacher.backend):
+        own = {**teacher.engine_kwargs.vllm, chosen: int(memory.teacher_bytes[1])}
+        teacher = replace(teacher, engine_kwargs=replace(teacher.engine_kwargs, vllm=own))
+    return replace(config, actor_rollout_ref=replace(arr, rollout=rollout, teacher=teacher))
