@@ -22,8 +22,9 @@ given). Broken invariants of our own stay plain assertions.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -89,6 +90,15 @@ class DataError(HybridGKDError): ...
 
 
 class ModelError(HybridGKDError): ...
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Begin the message of a ModelError of the block with a key of the configuration."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
 
 
 class CheckpointError(HybridGKDError): ...

@@ -73,7 +73,8 @@ class GKDTrainer(PPOTrainer):
         scores = self._pending[rollout.step]
         if any(step == rollout.step for step, _ in self._kept):  # no generation follows the last rollouts
             self._submit_kept()
-        loss, factor = self.config.distillation, distillation_factor(self.config, rollout.step, self.total_steps)
+        loss = self.config.distillation
+        factor = distillation_factor(loss.distillation_loss_coef_schedule, rollout.step, self.total_steps)
         samples = rollout.samples + (rollout.greedy if loss.as_reward else ())
         self._submit(rollout.step, with_tasks(rollout.tasks, [each for each in samples if each.id not in scores]))
         unknown = len(scores) - len(samples)

@@ -45,8 +45,6 @@ class Facts:
     """Of the student."""
     trained: tuple[TrainedModel, ...] = ()
     """The student and the critic."""
-    checkpoint_bytes: int = 0
-    """Of one checkpoint."""
     reward: dict[str, RewardFunction] | None = None
     """By name, without the reward model; None: there is no reward."""
     reward_texts: RewardTexts | None = None

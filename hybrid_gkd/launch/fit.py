@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import numpy as np
 
 from hybrid_gkd.data.prompts import tokenize_chats
-from hybrid_gkd.errors import DataError, ModelError, TeacherMismatch
+from hybrid_gkd.errors import DataError, TeacherMismatch, naming
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect
@@ -41,7 +41,7 @@ def fit(facts: Facts) -> str:
             model = next(iter(client.served.values()))
         found = {TEACHER_PATH: model.model}
         facts.settings |= found
-        changed = accepted_changes(facts.resumption, config, found) if facts.resumption is not None else []
+        changed = accepted_changes(facts.resumption, config.trainer, found) if facts.resumption is not None else []
         compare(facts, model.model, model.chat_template, list(model.stop_token_ids))
         return "\n".join([f"{model.model} scores what the student will write", *changed])
     own, path = facts.teacher_tokenizer, section.model.path
@@ -53,10 +53,8 @@ def fit(facts: Facts) -> str:
             f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
             f"(hash {tokenizer_hash(facts.tokenizer)[:12]})"
         )
-    try:
+    with naming(TEACHER_PATH):
         ends = stop_token_ids(path, own)
-    except ModelError as error:
-        raise ModelError(f"{TEACHER_PATH}: {error}") from error
     compare(facts, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.config import REWARD_MODEL_PATH, Config, ModelConfig
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import read_config, student_spec
@@ -37,15 +37,10 @@ def student(facts: Facts) -> str:
     check_model_folder("actor_rollout_ref.model.path", model.path)
     check_export("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
-    try:
+    with naming(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    except ModelError as error:
-        key = "tokenizer_path" if model.tokenizer_path else "path"
-        raise ModelError(f"actor_rollout_ref.model.{key}: {error}") from error
-    try:
+    with naming("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
-    except ModelError as error:
-        raise ModelError(f"actor_rollout_ref.model.path: {error}") from error
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
     facts.spec = student_spec(config)
@@ -96,17 +91,15 @@ def reward_model(facts: Facts) -> str:
     assert model.path is not None
     check_model_folder(key, model.path)
     check_export(key, model.path)
-    hf_config = check_classifier(config)
+    hf_config = check_classifier(config.reward_model)
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     limit = config.reward_model.max_length or positions
     if positions is not None and limit > positions:
         raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions", limit)
     if config.reward_model.max_length is None:
-        check_positions("reward model", model.path, config, config.max_sequence_length, positions)
-    try:
+        check_positions("reward model", model.path, config.data, config.max_sequence_length, positions)
+    with naming(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
     other = "tokenizer" if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer) else None
     if other is None and own.chat_template not in (None, facts.tokenizer.chat_template):
         other = "chat template"
@@ -126,10 +119,8 @@ def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> N
     check_model_folder(key, model.path)
     check_export(key, model.path)
     check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
-    try:
+    with naming(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
         raise ModelError(f"{key}: {who} and student must have the same vocabulary; {model.path} has another one")
 
@@ -157,13 +148,11 @@ def teacher(facts: Facts) -> str:
     return f"the run will start {path} on {facts.local_teacher}"
 
 
-def teacher_template(config: Config) -> str | None:
+def teacher_template(given: str | None) -> str | None:
     """The chat template that the teacher is to see in place of the student's. Raises ConfigError, ModelError."""
-    if not config.distillation.enabled:
-        return None
-    given, key = config.actor_rollout_ref.teacher.chat_template, "actor_rollout_ref.teacher.chat_template"
     if given is None or "{" in given:
         return given
+    key = "actor_rollout_ref.teacher.chat_template"
     path = Path(given).expanduser()
     if path.is_file():
         return path.read_text()
@@ -193,11 +182,12 @@ def files(facts: Facts) -> str:
 
 def data(facts: Facts) -> str:
     """Every prompt fits; they fill a batch."""
-    section = facts.config.data
+    section, own = facts.config.data, facts.config.actor_rollout_ref.teacher.chat_template
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
-        apply_chat_template_kwargs=section.apply_chat_template_kwargs, teacher_template=teacher_template(facts.config),
+        apply_chat_template_kwargs=section.apply_chat_template_kwargs,
+        teacher_template=teacher_template(own if facts.config.distillation.enabled else None),
         keep_messages=facts.config.uses_reward_model,
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
@@ -211,7 +201,7 @@ def data(facts: Facts) -> str:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
     check_data_sources(facts)
-    check_best_metric(facts.config, [source_of(prompt) for prompt in facts.val_prompts])
+    check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
     return (
         f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts of {min(lengths)} to "
@@ -241,7 +231,7 @@ def left_over(config: Config, num_prompts: int, steps: int) -> str:
         return ""
     if config.algorithm.filter_groups.enable:
         return "; a step takes further prompts where groups have no signal (algorithm.filter_groups)"
-    full, left = make_sampler(config, num_prompts).num_steps(config.trainer.total_epochs)
+    full, left = make_sampler(config.data, num_prompts).num_steps(config.trainer.total_epochs)
     if steps != full or not left:
         return ""
     return (
@@ -307,12 +297,12 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
         hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
     except (OSError, ValueError) as error:
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
-    check_positions(who, path, config, needed, getattr(hf_config.get_text_config(), "max_position_embeddings", None))
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    check_positions(who, path, config.data, needed, limit)
 
 
-def check_positions(who: str, path: str, config: Config, needed: int, limit: int | None) -> None:
+def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: int | None) -> None:
     """Raises ConfigError: the longest possible sequence does not fit into the positions of a model."""
-    lengths = config.data
     if limit is not None and limit < needed:
         rule = (
             f"prompt limit and response limit together ({lengths.max_prompt_length} + {lengths.max_response_length}) "

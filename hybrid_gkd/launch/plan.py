@@ -11,7 +11,6 @@ import os
 import socket
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ SPARE = 0.1
 """Of a GPU: offloads are called unnecessary only where so much stays free, since activations are "at least"."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunPlan:
     """What a run takes of its machines, by its configuration and by what the checks have found."""
 
@@ -52,6 +51,8 @@ class RunPlan:
     """Workers, rollout engine, batch and teacher, a line each."""
     times: tuple[str, ...]
     """Steps and loading, a line each."""
+    checkpoint_bytes: int
+    """Of one checkpoint."""
     steps: int | None
     """Of the whole run, where they are known."""
 
@@ -86,6 +87,7 @@ def make_plan(
         phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
         places=placement_plan(config, device=device, engine=engine),
         times=(*times, loading_plan(loaded, config.experiment_dir.parent)), steps=steps,
+        checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
     )  # fmt: skip
 
 
@@ -119,15 +121,14 @@ def memory_lines(plan: RunPlan) -> list[str]:
     """Memory of each worker by phase, and vLLM's shares of a GPU."""
     memory, spec = plan.memory, plan.memory.specs["student"]
     adapters = f" below {spec.adapter_parameters / 1e6:.1f} M in adapters" if spec.adapter_parameters else ""
+    others = [name for name in memory.specs if name not in ("student", "reference")]
     lines = [
         f"student: {spec.parameters / 1e6:.1f} M parameters{adapters}, {memory.engine.token:.0f} bytes of KV cache a "
-        "token per worker"
+        "token per worker",
+        *(f"{name}: {memory.specs[name].parameters / 1e6:.1f} M parameters" for name in others),
+        "memory of each worker by phase, GiB (activations: at least):",
     ]
-    others = [name for name in memory.specs if name not in ("student", "reference")]
-    lines += [f"{name}: {memory.specs[name].parameters / 1e6:.1f} M parameters" for name in others]
-    lines.append("memory of each worker by phase, GiB (activations: at least):")
-    for phase, owners in plan.phases.items():
-        lines.append(f"  {phase:21s} {sum(owners.values()) / GIB:8.3f} = {in_gib(owners)}")
+    lines += [f"  {phase:21s} {in_gib(owners, 8)}" for phase, owners in plan.phases.items()]
     lines.append(host_line(plan))
     if plan.card_bytes is not None:
         shares = ", ".join(f"{name} {share:g}" for name, share in plan.shares.items())
@@ -140,13 +141,13 @@ def memory_lines(plan: RunPlan) -> list[str]:
 
 def host_line(plan: RunPlan) -> str:
     """What each worker that trains takes of its host's memory."""
-    total = sum(plan.host.values()) / GIB
-    return f"host memory of each worker that trains, GiB: {total:.3f} = {in_gib(plan.host) or 'none'}"
+    return f"host memory of each worker that trains, GiB: {in_gib(plan.host)}"
 
 
-def in_gib(owners: dict[str, float]) -> str:
-    """Owners and their sizes."""
-    return ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
+def in_gib(owners: dict[str, float], width: int = 0) -> str:
+    """The sum of sizes, and each of them."""
+    parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
+    return f"{sum(owners.values()) / GIB:{width}.3f} = {parts or 'none'}"
 
 
 def room_without_offloads(memory: Memory, total: int, share: float) -> list[str]:
@@ -214,19 +215,15 @@ def loading_plan(loaded: dict[str, Any], project: Path) -> str:
 
 
 def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any]:
-    """See `RunPlan.loaded`."""
-    workers = [config.world_size, config.rollout_world_size]
-    models = [os.path.abspath(path) if os.path.isdir(path) else path for path in _models(config)]
-    return {"host": socket.gethostname(), "device": device, "engine": engine, "workers": workers, "models": models}
-
-
-def _models(config: Config) -> list[str]:
-    """Folders or hub ids of the models that a start loads."""
-    arr = config.actor_rollout_ref
+    """See `RunPlan.loaded`; the models are folders or hub ids."""
+    arr, workers = config.actor_rollout_ref, [config.world_size, config.rollout_world_size]
     own_teacher = config.distillation.enabled and arr.teacher.server_ip is None
-    others = [arr.teacher.model.path or ""] * own_teacher + [config.critic_model.path] * config.uses_critic
-    others += [config.reward_model.model.path or ""] * config.uses_reward_model
-    return [arr.model.path, *others, *[config.ref_model.path] * config.has_reference_model]
+    paths = [arr.model.path] + [arr.teacher.model.path or ""] * own_teacher
+    paths += [config.critic_model.path] * config.uses_critic
+    paths += [config.reward_model.model.path or ""] * config.uses_reward_model
+    paths += [config.ref_model.path] * config.has_reference_model
+    models = [os.path.abspath(path) if os.path.isdir(path) else path for path in paths]
+    return {"host": socket.gethostname(), "device": device, "engine": engine, "workers": workers, "models": models}
 
 
 def _weight_bytes(path: str) -> int:
@@ -260,8 +257,7 @@ def _pace(config: Config) -> list[Any]:
     """The settings that decide how long a step takes."""
     trainer = config.trainer
     other = [trainer.nnodes, trainer.n_gpus_per_node, trainer.scheduler, trainer.device, config.rollout]
-    other += [trainer.test_freq, trainer.save_freq]
-    other.append(trainer.critic_warmup)
+    other += [trainer.test_freq, trainer.save_freq, trainer.critic_warmup]
     sections = [config.data, config.actor_rollout_ref, config.critic, config.algorithm, config.distillation]
     return [*sections, config.reward_model, *other]
 

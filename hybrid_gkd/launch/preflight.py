@@ -187,8 +187,8 @@ def checkpoint(facts: Facts) -> str:
 def disk(facts: Facts) -> str:
     """The run folder can be written to and holds the checkpoints of the run."""
     config = facts.config
-    facts.checkpoint_bytes = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
-    return check_disk(config, disk_bytes(config, facts.checkpoint_bytes, steps=facts.steps))
+    one = checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, facts.trained)
+    return check_disk(config.run_dir, disk_bytes(config, one, steps=facts.steps))
 
 
 def plan(facts: Facts) -> str:
@@ -222,19 +222,19 @@ CHECKS = (
 )
 
 
-def check_disk(config: Config, needed: int) -> str:
+def check_disk(run_dir: Path, needed: int) -> str:
     """Write to the disk of the run folder. Raises ConfigError if that fails, or fewer than `needed` bytes are free."""
     try:
-        folder = try_to_write(config.run_dir)
+        folder = try_to_write(run_dir)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(
-            "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(config.run_dir)
+            "trainer.default_local_dir", f"must be a folder that this user can write to: {error}", str(run_dir)
         ) from error
     if free < needed:
         raise ConfigError(
             "trainer.default_local_dir",
             f"the checkpoints of this run will take {needed / GIB:.1f} GiB more and {folder} has {free / GIB:.1f} GiB "
-            "free; make room, name a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(config.run_dir),
+            "free; make room, name a larger disk, or lower trainer.max_actor_ckpt_to_keep", str(run_dir),
         )  # fmt: skip
     return f"{folder} can be written to, {free / GIB:.1f} GiB free, the checkpoints will take {needed / GIB:.2f} more"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, TrainerConfig
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.ppo.resuming import changes, state_to_resume
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, load_state
@@ -52,7 +52,7 @@ def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: in
             continue
         state = state_to_resume(folder, config, num_prompts)
         resumption = Resumption(folder, state, remarks)
-        remarks += accepted_changes(resumption, config, settings)
+        remarks += accepted_changes(resumption, section, settings)
         return resumption
     if folders:
         raise CheckpointError(
@@ -78,16 +78,16 @@ def check_checkpoint(folder: Path, *, steps: int) -> list[str]:
     return [f"{folder / name} {reason}; the run does not need it to continue" for name, reason in found.items()]
 
 
-def accepted_changes(resumption: Resumption, config: Config, settings: dict[str, Any]) -> list[str]:
+def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: dict[str, Any]) -> list[str]:
     """A remark that lists the settings which are not those of the checkpoint, if there are any and it is trained on.
 
     Raises ConfigError unless `trainer.allow_changed_config` accepts them.
     """
     changed = changes(resumption.state.settings, settings)
-    if not changed or config.trainer.val_only:
+    if not changed or trainer.val_only:
         return []
     text = f"{resumption.folder} was trained with other settings (was -> is):\n" + "\n".join(changed)
-    if config.trainer.allow_changed_config:
+    if trainer.allow_changed_config:
         return [text]
     raise ConfigError(
         "trainer.allow_changed_config",

@@ -28,7 +28,7 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.offload.budget import Memory
 from hybrid_gkd.offload.needs import with_planned_caches
-from hybrid_gkd.ppo.steps import num_critic_updates, num_updates
+from hybrid_gkd.ppo.steps import updates_per_step
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
@@ -64,7 +64,7 @@ def train(
     """`run`, and print the final table; on a terminal also what to do next."""
     text = run(config, teacher_accuracy=teacher_accuracy, recipe=recipe, changed=changed, stopping=stopping)
     print(text, flush=True)
-    if talks_to_a_person(config):
+    if talks_to_a_person(config.trainer.console):
         report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
         exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
         show_next_steps(
@@ -96,7 +96,7 @@ def run(
         stopping: ends training early, after a step.
     """
     started, stopping = time.monotonic(), stopping or Stopping()
-    draws = talks_to_a_person(config)
+    draws = talks_to_a_person(config.trainer.console)
     about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
     with stopping.unwinding_after():
         facts = check_all(config, for_the_file=("plan",) if draws else ())
@@ -137,9 +137,9 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
     return trainer
 
 
-def talks_to_a_person(config: Config) -> bool:
+def talks_to_a_person(console: str) -> bool:
     """Whether the console is a terminal that is to show more than a log."""
-    return sys.stderr.isatty() and config.trainer.console in ("auto", "progress")
+    return sys.stderr.isatty() and console in ("auto", "progress")
 
 
 def who_is_where(config: Config, plan: RunPlan) -> list[str]:
@@ -172,7 +172,9 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     """Start what the run needs and build its trainer; `stack` stops it. Raises HybridGKDError."""
     assert facts.plan is not None
     config, section, memory = facts.config, facts.config.actor_rollout_ref.teacher, facts.plan.memory
-    store = make_store(facts)
+    saves = config.trainer.save_freq != 0 and not config.trainer.val_only
+    size = facts.plan.checkpoint_bytes + TOKENIZER_BYTES if saves else 0
+    store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
     store.reserve()
     stack.callback(store.release)  # also where the start fails
     clock = stack.enter_context(recording(config.run_dir))
@@ -215,14 +217,6 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     return GKDTrainer(config, teacher=teacher, **arguments)
 
 
-def make_store(facts: Facts) -> CheckpointStore:
-    """The run's checkpoints, with the size of the next one where there will be any."""
-    config = facts.config
-    saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    size = facts.checkpoint_bytes + TOKENIZER_BYTES if saves else 0
-    return CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
-
-
 def start_workers(
     facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None]
 ) -> WorkerGroup:
@@ -230,10 +224,11 @@ def start_workers(
     config, plan = facts.config, facts.plan
     assert plan is not None
     assert plan.steps is not None
+    prompts, trained = config.data.train_batch_size, max(0, plan.steps - config.trainer.critic_warmup)
     group = WorkerGroup(
         loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, engine_room=plan.memory.engine_room,
-        copy_bytes=plan.copy_bytes, num_updates=num_updates(config, max(0, plan.steps - config.trainer.critic_warmup)),
-        num_critic_updates=num_critic_updates(config, plan.steps),
+        copy_bytes=plan.copy_bytes, num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
+        num_critic_updates=plan.steps * updates_per_step(prompts, config.resolved_critic),
         on_placed=lambda placements: check_placement(plan.memory, placements),
         check=check_teacher,
     )

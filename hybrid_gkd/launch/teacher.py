@@ -83,9 +83,8 @@ def teacher_environment(config: Config, place: LocalTeacher, device: str) -> dic
         if not gpus:
             raise ConfigError("actor_rollout_ref.teacher.device", "no CUDA device is visible", section.device)
         if len(gpus) < len(place.gpus):
-            needed = f"all copies (num_replicas) together need {len(place.gpus)} GPUs"
-            key = "actor_rollout_ref.teacher.tensor_model_parallel_size"
-            rule = f"{needed}, this machine shows {len(gpus)} GPUs"
+            needed, key = len(place.gpus), "actor_rollout_ref.teacher.tensor_model_parallel_size"
+            rule = f"all copies (num_replicas) together need {needed} GPUs, this machine shows {len(gpus)} GPUs"
             raise ConfigError(key, rule, section.tensor_model_parallel_size)
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in place.gpus)}
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}

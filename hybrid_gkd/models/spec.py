@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
@@ -48,8 +49,8 @@ class ModelSpec:
 
 
 def model_spec(
-    path: str, *, trust_remote_code: bool, override_config: dict[str, Any], checkpointing: bool = False,
-    lora: ModelConfig | None = None, classifier: bool = False,
+    path: str, override_config: Mapping[str, Any] = MappingProxyType({}), *, trust_remote_code: bool,
+    checkpointing: bool = False, lora: ModelConfig | None = None, classifier: bool = False,
 ) -> ModelSpec:
     """Of a causal LM (or, see `auto_class`, a classifier) and the adapters that `lora` gives it, if any.
 
@@ -157,7 +158,7 @@ def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
     return sum(weight.numel() for weight in weights.values())
 
 
-def read_config(path: str, trust_remote_code: bool, override_config: dict[str, Any]) -> Any:
+def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str, Any]) -> Any:
     """A model's configuration: of a folder, of the hub's cache, or of a hub that answers at once.
 
     Raises OSError or ValueError if there is none to be used; ConfigError for a field or value of `override_config`.
@@ -192,7 +193,7 @@ def student_spec(config: Config) -> ModelSpec:
     """The spec of the configured student."""
     model = config.actor_rollout_ref.model
     return model_spec(
-        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
+        model.path, model.override_config, trust_remote_code=model.trust_remote_code,
         checkpointing=model.enable_gradient_checkpointing, lora=model,
     )
 
@@ -202,7 +203,7 @@ def critic_spec(config: Config, student: ModelSpec) -> ModelSpec:
     model, found = config.critic_model, student
     if model != dataclasses.replace(config.actor_rollout_ref.model, tokenizer_path=None):
         found = model_spec(
-            model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config,
+            model.path, model.override_config, trust_remote_code=model.trust_remote_code,
             checkpointing=model.enable_gradient_checkpointing,
         )
     head = found.embedding_parameters - found.head_parameters
@@ -215,7 +216,7 @@ def reward_model_spec(config: Config) -> ModelSpec:
     """The spec of the configured reward model. Raises as `model_spec`."""
     model = config.reward_model.model
     assert model.path is not None
-    return model_spec(model.path, trust_remote_code=model.trust_remote_code, override_config={}, classifier=True)
+    return model_spec(model.path, trust_remote_code=model.trust_remote_code, classifier=True)
 
 
 def training_flops(spec: ModelSpec, lengths: Iterable[int], response_tokens: int) -> float:

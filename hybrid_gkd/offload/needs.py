@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
-from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig
+from hybrid_gkd.config import ActorConfig, CheckpointConfig, Config, CriticConfig, RolloutConfig
 from hybrid_gkd.models.spec import ModelSpec, critic_spec, model_spec, reward_model_spec
 from hybrid_gkd.offload.budget import (
     ALONE,
@@ -37,10 +37,8 @@ def place_teacher(config: Config, *, device: str, gpus: int) -> LocalTeacher | N
     shares = device == "cuda" and gpus < workers + size * (teacher.num_replicas or 1)
     replicas = teacher.num_replicas or (max(1, min(workers, gpus) // size) if shares else 1)
     first = workers if gpus >= workers + size * replicas else 0
-    share = teacher.gpu_memory_utilization
-    return LocalTeacher(
-        replicas, tuple(range(first, first + size * replicas)), shares, ALONE if share is None and not shares else share
-    )
+    share = ALONE if teacher.gpu_memory_utilization is None and not shares else teacher.gpu_memory_utilization
+    return LocalTeacher(replicas, tuple(range(first, first + size * replicas)), shares, share)
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,6 @@ class TrainedModel:
     def master(self) -> int:
         """Bytes of the weights that are trained; gradients take as much, the optimizer state twice that."""
         return {"fp32": 4, "bf16": 2}[self.section.fsdp_config.model_dtype] * self.spec.trained_parameters
-
-    @property
-    def gathered(self) -> int:
-        """Bytes of gathered parameters during the update, in bf16: FSDP2 makes a copy on a single GPU too.
-
-        With `reshard_after_forward` that is the root group alone; a group of blocks or two is not counted.
-        """
-        reshards = self.section.fsdp_config.reshard_after_forward
-        return 2 * (self.spec.embedding_parameters if reshards else self.spec.parameters)
 
 
 def trained_models(config: Config, spec: ModelSpec) -> tuple[TrainedModel, ...]:
@@ -92,8 +81,10 @@ def plan_memory(
             owners[FROZEN], moves[FROZEN] = itemsize * model.spec.parameters / model.shard_size, fsdp.param_offload
         passes[update], passes[step] = {"gradients": master}, {"gradients": master}
         if on_gpu:
+            # In bf16; FSDP2 makes a copy on a single GPU too. A group of blocks or two is not counted.
+            gathered = model.spec.embedding_parameters if fsdp.reshard_after_forward else model.spec.parameters
             activations = _activations(config, model.section, model.spec)
-            passes[update] |= {"gathered_params": model.gathered, "activations": activations}
+            passes[update] |= {"gathered_params": 2 * gathered, "activations": activations}
     for (owner, phase), (spec, tokens) in _other_models(config, student).items():
         specs[phase.replace("_", " ")] = spec
         owners[owner], moves[owner] = itemsize * spec.parameters / config.shard_size, True
@@ -101,12 +92,12 @@ def plan_memory(
         passes[phase] = {"gathered_params": 2 * spec.embedding_parameters, "activations": activations} if on_gpu else {}
     if not arr.hybrid_engine and moves.keys() <= {*MODEL_OWNERS["actor"], FROZEN}:  # it makes room for nobody
         moves |= dict.fromkeys({"actor_params", FROZEN} & owners.keys(), False)
-    checkpoint = 3 * sum(model.master / model.shard_size for model in trained)
+    checkpoint, rollout = 3 * sum(model.master / model.shard_size for model in trained), arr.rollout
     return Memory(
         device=device, specs=specs | {model.name: model.spec for model in trained[1:]}, owners=owners, moves=moves,
         passes=passes, checkpoint=checkpoint + exported_bytes(arr.actor.checkpoint, student),
-        hybrid=arr.hybrid_engine, sleeps=arr.rollout.free_cache_engine, engine=_engine_room(config, student, device),
-        engine_share=arr.rollout.gpu_memory_utilization, teacher=teacher,
+        hybrid=arr.hybrid_engine, sleeps=rollout.free_cache_engine, engine_share=rollout.gpu_memory_utilization,
+        engine=_engine_room(rollout, student, config.engine_length, device), teacher=teacher,
         teacher_bytes=_teacher_bytes(config) if teacher is not None and teacher.share is None else (0.0, 0.0),
     )  # fmt: skip
 
@@ -119,8 +110,7 @@ def _other_models(config: Config, student: ModelSpec) -> dict[tuple[str, str], t
     if config.has_reference_model:
         model, spec = config.ref_model, student
         if config.actor_rollout_ref.ref.model.path is not None:
-            trust, override = model.trust_remote_code, model.override_config
-            spec = model_spec(model.path, trust_remote_code=trust, override_config=override)
+            spec = model_spec(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
         found["ref_params", "reference"] = spec, _largest_micro_batch(config, config.actor_rollout_ref.actor)
     return found
 
@@ -137,11 +127,10 @@ def engine_dtype(dtype: str, device: str) -> str:
     return automatic if dtype == "auto" else dtype
 
 
-def _engine_room(config: Config, student: ModelSpec, device: str) -> EngineRoom:
-    rollout = config.actor_rollout_ref.rollout
+def _engine_room(rollout: RolloutConfig, student: ModelSpec, longest: int, device: str) -> EngineRoom:
     itemsize, ranks = 4 if engine_dtype(rollout.dtype, device) == "float32" else 2, rollout.tensor_model_parallel_size
     weights, token = itemsize * student.parameters, itemsize / 2 * student.kv_bytes_per_token
-    return EngineRoom(weights / ranks, token / ranks, config.engine_length, rollout.max_num_seqs)
+    return EngineRoom(weights / ranks, token / ranks, longest, rollout.max_num_seqs)
 
 
 def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, prompts: int | None = None) -> int:
@@ -155,7 +144,7 @@ def _largest_micro_batch(config: Config, section: ActorConfig | CriticConfig, pr
 
 
 def _activations(config: Config, section: ActorConfig | CriticConfig, spec: ModelSpec) -> int:
-    """See `TrainedModel.activations`."""
+    """Bytes of a model's largest micro-batch: all blocks' in an update, one block's in a forward pass."""
     kept = _largest_micro_batch(config, section, section.ppo_mini_batch_size) * spec.activation_bytes_per_token
     compares = config.algorithm.compares_logprobs or config.distillation.use_policy_gradient
     passes = config.has_advantages or config.uses_reference or compares
@@ -176,9 +165,7 @@ def _teacher_bytes(config: Config) -> tuple[float, float]:
     """See `Memory.teacher_bytes`."""
     teacher = config.actor_rollout_ref.teacher
     assert teacher.model.path is not None
-    spec = model_spec(
-        teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, override_config={}
-    )
+    spec = model_spec(teacher.model.path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     plain, longest = is_plain(teacher.backend), config.teacher_length
     as_stored = plain and teacher.dtype == "auto"  # vLLM takes half precision for what is stored as float32
     itemsize = 4 if teacher.dtype == "float32" or (as_stored and spec.stored_itemsize > 2) else 2
@@ -214,21 +201,19 @@ def with_planned_caches(config: Config, memory: Memory, total_bytes: int | None)
     sequences are long, or the engine never sleeps; and where they share none of `total_bytes`.
     """
     arr = config.actor_rollout_ref
-    rollout, teacher, chosen = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
-    shares = (rollout.gpu_memory_utilization, teacher.gpu_memory_utilization)
-    given = any(share is not None for share in shares)
-    given = given or any(chosen in each.engine_kwargs.vllm for each in (rollout, teacher))
-    if given or not (memory.hybrid and memory.sleeps) or 2 * config.teacher_length > TEACHER_TOKENS:
+    rollout, teacher, key = arr.rollout, arr.teacher, "kv_cache_memory_bytes"
+    given = (each.gpu_memory_utilization is not None or key in each.engine_kwargs.vllm for each in (rollout, teacher))
+    if any(given) or not (memory.hybrid and memory.sleeps) or 2 * config.teacher_length > TEACHER_TOKENS:
         return None
     if total_bytes is None or not memory.shares_gpu:
         return None
     engine, share = memory.engine, memory.share_of_engine(total_bytes)
     if share * total_bytes < engine.weights + engine.useful_cache + ENGINE_WORKSPACE_BYTES:
         return None
-    own = {**rollout.engine_kwargs.vllm, chosen: int(engine.useful_cache)}
+    own = {**rollout.engine_kwargs.vllm, key: int(engine.useful_cache)}
     engine_kwargs = replace(rollout.engine_kwargs, vllm=own)
     rollout = replace(rollout, gpu_memory_utilization=share, engine_kwargs=engine_kwargs)
     if not is_plain(teacher.backend):
-        own = {**teacher.engine_kwargs.vllm, chosen: int(memory.teacher_bytes[1])}
+        own = {**teacher.engine_kwargs.vllm, key: int(memory.teacher_bytes[1])}
         teacher = replace(teacher, engine_kwargs=replace(teacher.engine_kwargs, vllm=own))
     return replace(config, actor_rollout_ref=replace(arr, rollout=rollout, teacher=teacher))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import TrainerConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
 
@@ -12,9 +12,8 @@ LOWEST = ("forward_kl", "reverse_kl")
 """Last parts of the metrics whose lowest value is the best; of all others that may be named it is the highest."""
 
 
-def new_best(config: Config, metrics: Mapping[str, float], step: int, best: Best | None) -> Best | None:
+def new_best(metric: str | None, metrics: Mapping[str, float], step: int, best: Best | None) -> Best | None:
     """The validation of `step`, if it is better than the best one before; None if not, or if none is asked for."""
-    metric = config.trainer.best_metric
     if metric is None:
         return None
     value, sign = metrics[metric], -1 if metric.endswith(LOWEST) else 1
@@ -23,18 +22,16 @@ def new_best(config: Config, metrics: Mapping[str, float], step: int, best: Best
     return Best(metric=metric, value=value, step=step)
 
 
-def best_to_resume(config: Config, state: TrainerState, store: CheckpointStore) -> Best | None:
+def best_to_resume(metric: str | None, state: TrainerState, store: CheckpointStore) -> Best | None:
     """The best validation of a run that continues; None if it was by another metric, or its checkpoint is not there."""
     best = state.best
-    if best is None or best.metric != config.trainer.best_metric or not store.folder(best.step).is_dir():
-        return None
-    return best
+    return best if best and best.metric == metric and store.folder(best.step).is_dir() else None
 
 
-def check_best_metric(config: Config, sources: Collection[str]) -> None:
+def check_best_metric(trainer: TrainerConfig, sources: Collection[str]) -> None:
     """Raises ConfigError if the metric is of a data source that the validation prompts do not have."""
-    metric = config.trainer.best_metric
-    if metric is None or config.trainer.val_only:
+    metric = trainer.best_metric
+    if metric is None or trainer.val_only:
         return
     source = metric.removeprefix("val/").removesuffix(metric.rpartition("/")[2]).removesuffix("/")
     if source and (source not in sources or len(set(sources)) == 1):

@@ -60,7 +60,7 @@ class Generation:
     @functools.cached_property
     def sampler(self) -> PromptSampler:
         """Which prompts a generation batch takes."""
-        return make_sampler(self.config, len(self.tasks))
+        return make_sampler(self.config.data, len(self.tasks))
 
     def rollout(self, step: int) -> Rollout:
         """Of a step: a generation batch, or the groups with a signal of several. Raises as `Refill.add`."""

@@ -27,7 +27,7 @@ from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.saving import Saving
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.ppo.steps import num_critic_updates, num_updates, total_steps
+from hybrid_gkd.ppo.steps import total_steps, updates_per_step
 from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
@@ -181,7 +181,7 @@ class PPOTrainer:
         metrics = metrics | self._step_metrics(rollout, generating)
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         metrics |= self._validate() if validates else {}
-        best = new_best(self.config, metrics, self.step, self.best) if validates else None
+        best = new_best(self.config.trainer.best_metric, metrics, self.step, self.best) if validates else None
         saves = self._due(self.config.trainer.save_freq) or best is not None
         if validates and (self.saving.has_snapshot or not saves):
             self._end_validation()
@@ -237,7 +237,8 @@ class PPOTrainer:
         samples, found = with_advantages(self.config, rollout, samples, greedy, of_tokens)
         if self.critic is None:
             return samples, metrics | found
-        with self._changing_weights(steps=num_critic_updates(self.config, 1)):
+        steps = updates_per_step(self.config.data.train_batch_size, self.config.resolved_critic)
+        with self._changing_weights(steps=steps):
             return samples, metrics | found | self.critic.update(samples)
 
     def with_reference(self, samples: list[Sample]) -> list[Sample]:
@@ -252,7 +253,8 @@ class PPOTrainer:
         self, samples: list[Sample], *, policy_loss: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
         """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too."""
-        section, policy_loss = self.config.algorithm, policy_loss and num_updates(self.config, 1) > 1
+        section, prompts = self.config.algorithm, self.config.data.train_batch_size
+        policy_loss = policy_loss and updates_per_step(prompts, self.config.actor_rollout_ref.actor) > 1
         if not (section.compares_logprobs or policy_loss):
             return samples, {}
         known = self.with_old_logprobs(samples)
@@ -431,6 +433,6 @@ class PPOTrainer:
         self.step = self.saving.step = state.step
         self.extra_batches = self.generation.extra_batches = state.extra_batches
         self.first_metrics = dict(state.first_metrics)
-        self.best = self.saving.best = best_to_resume(self.config, state, self.store)
+        self.best = self.saving.best = best_to_resume(self.config.trainer.best_metric, state, self.store)
         self.kl_penalty.resume(state.kl_coef)
         self.saving.newest = folder

@@ -168,12 +168,11 @@ def resolve_engine(name: str) -> str:
 def make_engine(
     config: Config, *, device: torch.device, stop_token_ids: list[int], room: EngineRoom | None = None
 ) -> RolloutEngine:
-    """The engine that `actor_rollout_ref.rollout.name` asks for. Collective over the process group.
+    """The engine that `actor_rollout_ref.rollout.name` asks for; vLLM's may find its share of a GPU by the `room`.
 
-    `room`: by which vLLM's finds its share of a GPU, where the configuration leaves it open.
+    Collective over the process group.
     """
     name = resolve_engine(config.actor_rollout_ref.rollout.name)
-    own = {"room": room} if name == "vllm" else {}
-    make = load_object(KEY, ROLLOUT_ENGINES.get(name, name))
-    engine: RolloutEngine = make(config, device=device, stop_token_ids=stop_token_ids, **own)
+    arguments = {"device": device, "stop_token_ids": stop_token_ids} | ({"room": room} if name == "vllm" else {})
+    engine: RolloutEngine = load_object(KEY, ROLLOUT_ENGINES.get(name, name))(config, **arguments)
     return engine

@@ -17,7 +17,7 @@ from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.models.spec import read_config
-from hybrid_gkd.offload.budget import EngineRoom
+from hybrid_gkd.offload.budget import LARGEST_SHARE, EngineRoom
 from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
@@ -71,11 +71,8 @@ class VLLMRolloutEngine(RolloutEngine):
         arguments |= vllm_compat.seeded_sampling_args(device.type)
         if not rollout.enforce_eager:
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
-        share = rollout.gpu_memory_utilization
-        if device.type == "cuda" and share is None and room is not None:
-            share = _measured_share(room)
-        if device.type == "cuda" and share is not None:
-            arguments["gpu_memory_utilization"] = share
+        if device.type == "cuda":
+            arguments["gpu_memory_utilization"] = _share(rollout.gpu_memory_utilization, room)
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
@@ -201,8 +198,10 @@ class VLLMRolloutEngine(RolloutEngine):
         self.llm.wake_up(tags=["kv_cache"])
 
 
-def _measured_share(room: EngineRoom) -> float:
-    """`gpu_memory_utilization` by what is free of this rank's GPU now."""
+def _share(configured: float | None, room: EngineRoom | None) -> float:
+    """`gpu_memory_utilization`; left open, by what is free of this rank's GPU now."""
+    if configured is not None or room is None:
+        return LARGEST_SHARE if configured is None else configured
     free, total = torch.cuda.mem_get_info()
     share = room.share(total_bytes=total, free_bytes=free)
     logger.info(

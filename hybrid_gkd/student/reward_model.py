@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig
-from hybrid_gkd.errors import ModelError
+from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig, RewardModelConfig
+from hybrid_gkd.errors import naming
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.student.loading import build_model, check_head, classifier_head
 from hybrid_gkd.student.logprob_model import hidden_states, refuse_leaks
@@ -79,20 +79,18 @@ class RewardModel(ShardedModel):
         return int(real[-1]) if len(real) else 0
 
 
-def check_classifier(config: Config) -> Any:
+def check_classifier(section: RewardModelConfig) -> Any:
     """The configuration (transformers') of the reward model's folder.
 
     Raises ModelError: it holds no classifier with one label and its head, or one that cannot be computed exactly.
     """
-    section = config.reward_model.model
-    assert section.path is not None
+    path = section.model.path
+    assert path is not None
     model = build_model(
-        section.path, dtype=torch.float32, trust_remote_code=section.trust_remote_code, override_config={},
+        path, dtype=torch.float32, trust_remote_code=section.model.trust_remote_code, override_config={},
         key=REWARD_MODEL_PATH, classifier=True,
     )
-    try:
+    with naming(f"{REWARD_MODEL_PATH}: {path}"):
         ScoreModel(model)
-        check_head(model, section.path)
-    except ModelError as error:
-        raise ModelError(f"{REWARD_MODEL_PATH}: {section.path}: {error}") from error
+        check_head(model, path)
     return model.config

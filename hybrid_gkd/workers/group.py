@@ -85,7 +85,7 @@ class WorkerGroup:
         self.log_files = [file for pool in self.pools for file in pool.log_files]
         try:
             for pool in self.pools:
-                pool.begin(config)
+                pool.begin()
             self.placements = [place for pool in self.pools for place in pool.placements]
             """Of all workers, the ones that train first."""
             refuse_shared_gpus(self.placements)
@@ -200,33 +200,32 @@ class WorkerGroup:
         metrics: list[dict[str, float]] = gather("update", calls)[-1]
         return metrics
 
+    def _joined(self, method: str, shares: list[Any]) -> dict[Any, Any]:
+        """What the workers that train return for their shares."""
+        return {each: found for part in self.actors.call(method, shares=shares) for each, found in part.items()}
+
     def compute_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R], over all workers."""
-        parts = self.actors.call("compute_logprobs", shares=micro_batches)
-        return {each: values for part in parts for each, values in part.items()}
+        return self._joined("compute_logprobs", micro_batches)
 
     def compute_ref_logprobs(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R], under the reference policy, over all workers."""
-        parts = self.actors.call("compute_ref_logprobs", shares=micro_batches)
-        return {each: values for part in parts for each, values in part.items()}
+        return self._joined("compute_ref_logprobs", micro_batches)
 
     def compute_ref_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
         """The same with the reference's `ref.topk` most likely tokens of each position."""
-        parts = self.actors.call("compute_ref_topk", shares=micro_batches)
-        return {each: scores for part in parts for each, scores in part.items()}
+        return self._joined("compute_ref_topk", micro_batches)
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         """Index of a text -> its score by the reward model, over all workers.
 
         With a hybrid engine, call `publish` before the next generation, as for `compute_divergences`.
         """
-        parts = self.actors.call("compute_reward_scores", shares=micro_batches)
-        return {index: score for part in parts for index, score in part.items()}
+        return self._joined("compute_reward_scores", micro_batches)
 
     def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         """Sample id -> float32 [R], what the critic expects before each response token, over all workers."""
-        parts = self.actors.call("compute_values", shares=micro_batches)
-        return {each: values for part in parts for each, values in part.items()}
+        return self._joined("compute_values", micro_batches)
 
     def update_critic(self, batches: list[list[MiniBatch]]) -> list[dict[str, float]]:
         """One optimizer step of the critic per mini-batch, of which each worker has its share; the metrics of each."""
@@ -238,8 +237,7 @@ class WorkerGroup:
 
         With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.
         """
-        parts = self.actors.call("compute_divergences", shares=micro_batches)
-        return {each: values for part in parts for each, values in part.items()}
+        return self._joined("compute_divergences", micro_batches)
 
     def publish(self, weight_version: int) -> dict[str, float]:
         """Copy the actor's weights into every engine; the slowest worker's seconds by name."""

@@ -112,9 +112,9 @@ class Pool:
             arguments = {"role": self.role, "rank": rank, "size": self.size, "device": device, "folder": os.getcwd()}
             self.workers.append(remote.remote(self.config, **arguments))
 
-    def begin(self, config: Config) -> None:
-        """Tell the workers the configuration and their log files, and learn their places. Raises as `gather`."""
-        self.call("begin", config, shares=[str(file) for file in self.log_files], timeout=self.load_timeout)
+    def begin(self) -> None:
+        """Tell the workers their log files, and learn their places. Raises as `gather`."""
+        self.call("begin", shares=[str(file) for file in self.log_files], timeout=self.load_timeout)
         self.placements = self.call("placement", timeout=self.load_timeout)
 
     def rendezvous(self, timeout: Timeout | None = None) -> tuple[str, int]:

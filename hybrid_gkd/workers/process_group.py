@@ -40,18 +40,15 @@ class GroupMember:
     def _on_one_host(self) -> bool:
         return self.config.ray_init.address is None or (self.config.trainer.nnodes == 1 and self.role == "worker")
 
-    def set_environment(self) -> None:
-        """What torch, gloo, NCCL and vLLM read, to be called before they are imported."""
+    def join(self, address: tuple[str, int], timeout: Timeout) -> None:
+        """Meet the others at `address`. Raises WorkerError if they do not come within `timeout`."""
+        # What torch, gloo, NCCL and vLLM read when they are imported.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.size), LOCAL_RANK="0")
         if self.device_type == "cpu":
             os.environ["OMP_NUM_THREADS"] = str(threads_per_process(self.config))
         if self._on_one_host():  # nobody else has to reach them, and the host's own name may not resolve on a laptop
             for name, value in LOOPBACK.items():
                 os.environ.setdefault(name, value)
-
-    def join(self, address: tuple[str, int], timeout: Timeout) -> None:
-        """Meet the others at `address`. Raises WorkerError if they do not come within `timeout`."""
-        self.set_environment()
         os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
         import torch
         import torch.distributed as dist

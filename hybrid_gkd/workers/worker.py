@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from hybrid_gkd.rollout.weights import Layout
     from hybrid_gkd.student.trained_model import TrainedModel
-    from hybrid_gkd.workers.updater import Updater
+    from hybrid_gkd.workers.updater import Phases, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +98,16 @@ class Worker(GroupMember):
         self.updaters: dict[str, Updater] = {}
         """Of the models that are trained, by the spans of their updates."""
 
-    def begin(self, log_file: str, config: Config) -> None:
-        """The run begins, with this configuration. `log_file` takes all that is printed, a file beside it the spans."""
+    def begin(self, log_file: str) -> None:
+        """The run begins. `log_file` takes all that is printed, a file beside it the spans."""
         redirect_output(Path(log_file))
         try:
             os.chdir(self.folder)  # a given cluster's workers are where it was started
         except OSError as error:
             logger.warning("relative paths of the configuration begin at %s: %s", os.getcwd(), error)
-        self.config = config
         name, spans = f"{self.role} {self.rank}", SpanFile(Path(log_file).with_suffix(SUFFIX))
         self.clock = Clock(name, spans, step=lambda: self.step, sample=self._memory_in_use)
-        self.profiler = StepProfiler(config.trainer.profile_steps, config.run_dir, name)
+        self.profiler = StepProfiler(self.config.trainer.profile_steps, self.config.run_dir, name)
 
     def placement(self) -> Placement:
         return Placement.here(self.role, self.rank, self.device_type)
@@ -196,26 +195,21 @@ class Worker(GroupMember):
 
     def _build_updaters(self, saves_behind: bool) -> None:
         from hybrid_gkd.workers.saving import Saver
-        from hybrid_gkd.workers.updater import CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
+        from hybrid_gkd.workers.updater import ACTOR_PHASES, CRITIC_PHASES, REFERENCE_PHASES, REWARD_PHASES, Updater
 
-        arguments: dict[str, Any] = {"worker": f"{self.role} {self.rank}", "alone": self.size == 1}
-        self.updater = self.updaters["update_actor"] = Updater(
-            self.actor, self.residency, self.shared.meter, **arguments
-        )
+        def updater(model: Any, phases: Phases) -> Updater:
+            who, alone = f"{self.role} {self.rank}", self.size == 1
+            return Updater(model, self.residency, self.shared.meter, worker=who, alone=alone, phases=phases)
+
         trained: dict[str, TrainedModel] = {}
+        self.updater = self.updaters["update_actor"] = updater(self.actor, ACTOR_PHASES)
         if self.config.uses_critic:
             trained["critic"] = self.critic
-            self.critic_updater = self.updaters["update_critic"] = Updater(
-                self.critic, self.residency, self.shared.meter, phases=CRITIC_PHASES, **arguments
-            )
+            self.critic_updater = self.updaters["update_critic"] = updater(self.critic, CRITIC_PHASES)
         if self.config.has_reference_model:
-            self.reference_updater = Updater(
-                self.reference, self.residency, self.shared.meter, phases=REFERENCE_PHASES, **arguments
-            )
+            self.reference_updater = updater(self.reference, REFERENCE_PHASES)
         if self.config.uses_reward_model:
-            self.reward_updater = Updater(
-                self.reward_model, self.residency, self.shared.meter, phases=REWARD_PHASES, **arguments
-            )
+            self.reward_updater = updater(self.reward_model, REWARD_PHASES)
         trained["actor"] = self.actor
         on_gpu = self.device_type == "cuda"
         self.saver = Saver(self.config, trained, self.residency, on_gpu=on_gpu, behind=saves_behind)

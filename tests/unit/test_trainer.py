@@ -12,7 +12,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.ppo.steps import num_updates, request_seeds, total_steps
+from hybrid_gkd.ppo.steps import request_seeds, total_steps, updates_per_step
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of
@@ -469,7 +469,7 @@ def test_mini_batches_and_epochs_cut_the_rollout_by_prompts():
     assert [batch.num_tokens for batch in group.updates[0][0]] == [6, 3, 6, 3]
     assert group.num_forwards == 1
     assert metrics["actor/lr"] == pytest.approx(0.3)  # of the last optimizer step
-    assert num_updates(trainer.config, 5) == 20
+    assert updates_per_step(trainer.config.data.train_batch_size, trainer.config.actor_rollout_ref.actor) == 4
 
 
 PARTS = {"compute": 0.5, "optimizer_step": 0.1, "copies": 0.05}

@@ -1,14 +1,17 @@
 """What a run decides before it starts anything."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import logging
+import pickle
 import re
 import signal
 import socket
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,13 +25,16 @@ from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import fit, preflight, run
+from hybrid_gkd.launch import fit, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources, reference
 from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
+from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import teacher_environment
+from hybrid_gkd.models import spec
+from hybrid_gkd.offload import budget
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher
 from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_state, learning_settings
@@ -433,6 +439,51 @@ def test_a_run_says_what_it_will_hold(tmp_path, caplog, monkeypatch):
         begin(runnable(tmp_path, "trainer.save_freq=0"))
     assert caplog.text.count("memory of each worker by phase") == 1
     assert "optimizer_state" in caplog.text
+
+
+def test_a_start_makes_its_plan_once_and_asks_once_what_the_machine_has(tmp_path, monkeypatch):
+    """Of each model the configuration is read once: of the student, which the critic starts from, and of a judge."""
+    calls = Counter()
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            if sys._getframe(1).f_globals["__name__"].startswith("hybrid_gkd."):
+                calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    for owner, name in (
+        (preflight, "make_plan"), (plan, "plan_memory"), (torch.cuda, "device_count"), (spec, "model_spec"),
+        (budget.Memory, "phases"),
+    ):  # fmt: skip
+        counted(owner, name)
+    make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
+    make_tokenizer().save_pretrained(tmp_path / "judge")
+    facts = check_all(runnable(
+        tmp_path, "algorithm.adv_estimator=gae", "reward_model.enable=true", "trainer.save_freq=1",
+        f"reward_model.model.path={tmp_path}/judge", "trainer.total_training_steps=2",
+    ))  # fmt: skip
+    started = {}
+
+    def start(config, **arguments):
+        arguments["on_placed"]([Placement(host="a", pid=1, visible_devices="")])
+        started.update(arguments)
+        raise Begun
+
+    monkeypatch.setattr(run, "ray_cluster", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(run, "WorkerGroup", start)
+    facts.config.run_dir.mkdir(parents=True)
+    with contextlib.ExitStack() as stack, pytest.raises(Begun):
+        run.assemble(facts, stack, Stopping())
+    assert calls == {"make_plan": 1, "plan_memory": 1, "device_count": 1, "model_spec": 2, "phases": 2}
+    assert started["copy_bytes"] == sum(facts.plan.host.values()) > 0
+    assert pickle.loads(pickle.dumps(facts.plan)) == facts.plan
+    assert started["engine_room"] == facts.plan.memory.engine_room
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        facts.plan.steps = 3
 
 
 def test_a_run_on_a_cluster_is_checked_against_the_gpus_that_it_gets(tmp_path):

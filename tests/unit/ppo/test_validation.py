@@ -178,10 +178,10 @@ def test_a_best_metric_of_a_data_source_needs_one_of_several():
         "data.train_files=x", "data.val_files=y", "actor_rollout_ref.model.path=z", "actor_rollout_ref.rollout.n=2",
         *SAMPLED, "trainer.best_metric=val/org/math/accuracy",
     ])  # fmt: skip
-    check_best_metric(config, ["org/math", "test"])
+    check_best_metric(config.trainer, ["org/math", "test"])
     with pytest.raises(ConfigError, match="must be of a data source: org/code, test"):
-        check_best_metric(config, ["org/code", "test"])
+        check_best_metric(config.trainer, ["org/code", "test"])
     with pytest.raises(ConfigError, match="must be of all prompts"):
-        check_best_metric(config, ["org/math", "org/math"])
+        check_best_metric(config.trainer, ["org/math", "org/math"])
     config.trainer.best_metric = "val/accuracy"
-    check_best_metric(config, ["org/math"])
+    check_best_metric(config.trainer, ["org/math"])
