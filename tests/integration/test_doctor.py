@@ -107,10 +107,10 @@ def test_a_configuration_that_is_wrong_is_one_line(world, tmp_path, capsys):
 
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path))
-    assert "can be written to" in check_disk(config, 4096)
+    assert "can be written to" in check_disk(config.run_dir, 4096)
     message = r"default_local_dir: the checkpoints of this run will take 1048576\.0 GiB more and .* free"
     with pytest.raises(ConfigError, match=message):
-        check_disk(config, 2**50)
+        check_disk(config.run_dir, 2**50)
 
 
 def test_the_disk_is_compared_with_the_checkpoints_of_the_run(world, tmp_path, monkeypatch):

@@ -533,6 +533,13 @@ def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, 
     with pytest.raises(Begun):
         VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=[0])
     assert given["dtype"] == expected
+    assert given.get("gpu_memory_utilization") == (0.5 if device == "cuda" else None)
+    config.actor_rollout_ref.rollout.gpu_memory_utilization = None
+    room = budget.EngineRoom(weights=GIB, token=2**20, longest=2048, max_num_seqs=1000, reserved=4 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (42 * GIB, 80 * GIB))  # 6 GiB stay free beside it
+    with pytest.raises(Begun):
+        VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=[0], room=room)
+    assert given.get("gpu_memory_utilization") == (0.4 if device == "cuda" else None)  # (42 - 6 - 4) / 80
 
 
 def test_packages_that_python_would_compile_at_each_start_are_named(monkeypatch, tmp_path, caplog):
