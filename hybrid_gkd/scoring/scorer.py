@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hybrid_gkd.types import Pair, Plan, Sample, SampleId, Signal
-from hybrid_gkd.workers.batches import Batches
+
+if TYPE_CHECKING:
+    from hybrid_gkd.workers.batches import Batches
 
 
 class Scorer(Protocol):
