@@ -8,7 +8,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from hybrid_gkd.config import BATCHES_AHEAD, Config, RolloutConfig, ValKwargs
+from hybrid_gkd.config import Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.ppo.filtering import Refill
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
@@ -73,17 +73,9 @@ class Generation:
             with self.ahead.paused():
                 kept = refill.add(batch)
             self._finished(step, with_tasks(batch.tasks, kept))
-            self._refill_engine(batch, is_last=refill.is_full)
             if refill.is_full:
                 return refill.rollout()
             self.extra_batches += 1
-
-    def _refill_engine(self, batch: Rollout, *, is_last: bool) -> None:
-        """Publish once more if a reward model cost the engine its weights and a generation follows before an update."""
-        follows = not is_last or BATCHES_AHEAD[self.config.trainer.scheduler] > 0
-        if follows and self.config.uses_reward_model and self.config.actor_rollout_ref.hybrid_engine:
-            with self.clock.span("sync_rollout_weights"):
-                self.group.publish(int(batch.samples[0].versions[0]))
 
     def answers(self, tasks: abc.Sequence[Task], step: int) -> list[Sample]:
         """Draw `val_kwargs.n` samples for each task after a step, and return them in the tasks' order.

@@ -113,7 +113,7 @@ class PPOTrainer:
         """Of the newest step, with its validation where it had one; empty before the first."""
         self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
         """Called with the samples of a validation; give by name a value for every token of each, [R], whose means are
-        reported. They may compute with the student: the engine gets its weights back afterwards."""
+        reported. They may compute with the student."""
         self._rollouts = RolloutsAhead(
             lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
@@ -143,9 +143,7 @@ class PPOTrainer:
         with working_for(self.step):
             self._publish_weights()
             if self.val_prompts and (before_training or self.config.trainer.val_only):
-                metrics = self._validate()
-                self._end_validation()
-                self._report(metrics)
+                self._report(self._validate())
         self.clock.take()  # the first step's times are its own
         self.clock.untimed()
         try:
@@ -183,8 +181,6 @@ class PPOTrainer:
         metrics |= self._validate() if validates else {}
         best = new_best(self.config.trainer.best_metric, metrics, self.step, self.best) if validates else None
         saves = self._due(self.config.trainer.save_freq) or best is not None
-        if validates and (self.saving.has_snapshot or not saves):
-            self._end_validation()
         self._report(metrics)
         if best is not None:
             self.best = best
@@ -325,12 +321,6 @@ class PPOTrainer:
         self.tracking.log_generations(shown, self.step)
         return validation_metrics(answers)
 
-    def _end_validation(self) -> None:
-        """Give the engine its weights back, which other models may have cost it; saving a checkpoint does so too."""
-        with self.clock.span("testing"):
-            if self.validators or self.config.uses_reward_model:
-                self._refill_engine()
-
     def _due(self, every: int) -> bool:
         """Whether something that happens each `every` steps happens now: -1 = at the last step, 0 = never."""
         last = self.step == self.total_steps
@@ -368,20 +358,13 @@ class PPOTrainer:
     def _save(self) -> None:
         """Begin to write the step's snapshot; where it has none yet, take one, or write at once."""
         with self.clock.span("save_checkpoint"):
-            engine_has_weights = behind = self.saving.has_snapshot
+            behind = self.saving.has_snapshot
             if not behind and self.group.saves_behind and self._goes_on():
                 self.saving.take_snapshot()
                 behind = True
             (self.saving.start if behind else self.saving.write)(self._state())
-            if not engine_has_weights:
-                self._refill_engine()
         if not behind and self._goes_on():
             self.store.reserve()
-
-    def _refill_engine(self) -> None:
-        """Publish once more where the engine made room for the student, and so lost its weights, and is needed."""
-        if self._goes_on() and self.config.actor_rollout_ref.hybrid_engine:
-            self.group.publish(self.step)
 
     def _save_last_state(self, cause: Exception) -> None:
         """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""

@@ -217,10 +217,7 @@ class WorkerGroup:
         return self._joined("compute_ref_topk", micro_batches)
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
-        """Index of a text -> its score by the reward model, over all workers.
-
-        With a hybrid engine, call `publish` before the next generation, as for `compute_divergences`.
-        """
+        """Index of a text -> its score by the reward model, over all workers."""
         return self._joined("compute_reward_scores", micro_batches)
 
     def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
@@ -233,10 +230,7 @@ class WorkerGroup:
         return metrics
 
     def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
-        """Sample id -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`.
-
-        With a hybrid engine, call `publish` before the next generation: the engine makes room and loses its weights.
-        """
+        """Sample id -> float32 [R, 2 + 3 s], over all workers; see `Actor.compute_divergences`."""
         return self._joined("compute_divergences", micro_batches)
 
     def publish(self, weight_version: int) -> dict[str, float]:

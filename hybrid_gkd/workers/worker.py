@@ -95,6 +95,8 @@ class Worker(GroupMember):
         super().__init__(config, role=role, rank=rank, size=size, device_type=device)
         self.folder = folder
         self.step: int | None = None
+        self._published: int | None = None
+        """Version of the weights that the engine had last."""
         self.updaters: dict[str, Updater] = {}
         """Of the models that are trained, by the spans of their updates."""
 
@@ -232,11 +234,15 @@ class Worker(GroupMember):
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
         """Yield lists of samples as they finish, with the weights of the last publish; empty ones show progress.
 
+        An engine that has made room for the student since gets its weights again first.
+
         With tensor parallelism all ranks of a replica run the same requests and the first one yields them. What the
         next phase needs comes onto the device meanwhile, where engine and teacher keep room to work, else at the end.
         """
         first_of_replica = self.rank % self.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
         with self.clock.span("gen"):
+            if self.engine.weight_version is None and self._published is not None:
+                self._fill_engine(self._published)
             self.residency.enter("rollout")
             self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
@@ -300,15 +306,21 @@ class Worker(GroupMember):
         Raises:
             WorkerError: with `rollout.verify_weights`, the engine holds other weights than the actor.
         """
+        self._published = weight_version
+        seconds = self._fill_engine(weight_version)
+        moves = self.residency.take_seconds()
+        if self.residency.takes_turns:
+            moves["trim"] = self.shared.trim_after_publish()
+        return {"publish": seconds, "offload": sum(moves.values())} | moves
+
+    def _fill_engine(self, weight_version: int) -> float:
+        """Make the engine ready to generate with the actor's weights; seconds of `_load_engine`."""
         # vLLM frees its weights only together with its cache. Memory owners that leave have until the end to do so.
         self.residency.enter("update", finish=False)
         self.residency.enter("publish", finish=False)
         seconds = self._load_engine(lambda: self.actor.full_tensors(self.engine.dtype), weight_version)
         self.residency.enter("rollout")
-        moves = self.residency.take_seconds()
-        if self.residency.takes_turns:
-            moves["trim"] = self.shared.trim_after_publish()
-        return {"publish": seconds, "offload": sum(moves.values())} | moves
+        return seconds
 
     @spanned("sync_rollout_weights")
     def send_weights(self, dtype: str) -> dict[str, float]:

@@ -139,7 +139,7 @@ class CountingTeacher(LocalTeacher):
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "two_step_off"])
-def test_validation_asks_for_a_batch_at_a_time_counts_nothing_and_gives_the_engine_its_weights_back(scheduler):
+def test_validation_asks_for_a_batch_at_a_time_and_counts_nothing(scheduler):
     teacher, group, tracking = CountingTeacher(), RecordingGroup(), MetricRows()
     short = ("distillation.topk=1", "trainer.total_training_steps=3")
     config = configure("unused", *short, f"trainer.scheduler={scheduler}")
@@ -148,7 +148,4 @@ def test_validation_asks_for_a_batch_at_a_time_counts_nothing_and_gives_the_engi
     assert len(teacher.asked) == 2 * 5 + 3 * 2
     evaluated = [event for event in group.events if event[0] == "divergences"]
     assert evaluated == [("divergences", step, size) for step in (0, 3) for size in (2, 2, 1)]
-    after = [group.events[at + 1] for at, event in enumerate(group.events[:-1]) if event == ("divergences", 0, 1)]
-    assert after == [("publish", 0)]
-    assert group.events[-1] == ("divergences", 3, 1)  # nothing is generated after the last
     assert tracking.by_step[3]["val/forward_kl"] == 0.5

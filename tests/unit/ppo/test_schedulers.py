@@ -101,8 +101,7 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
     assert [rows[step]["training/staleness"] for step in range(1, steps + 1)] == [
         min(step - 1, depth) for step in range(1, steps + 1)
     ]
-    # Validation before training; it takes the engine's room for the divergence from the teacher.
-    expected, generated = [("publish", 0), ("generate", 0, 1), ("divergences", 0, 1), ("publish", 0)], 0
+    expected, generated = [("publish", 0), ("generate", 0, 1), ("divergences", 0, 1)], 0  # before training
     for step in range(1, steps + 1):
         while generated < min(step + depth, steps):
             expected.append(("generate", step - 1, BATCH))
@@ -196,12 +195,6 @@ def test_val_only_validates_what_the_run_would_start_from_and_ends(tmp_path):
     trainer, group, _ = fit("sync", 3, tmp_path, *only, *other, resume_from=tmp_path / "global_step_3")
     assert group.events == [("publish", 3), ("generate", 3, 1), ("divergences", 3, 1)]
     assert trainer.tracking.by_step[3]["val/forward_kl"] == 0.5
-
-
-@DEPTHS
-def test_a_validation_before_a_save_publishes_once(scheduler, tmp_path):
-    _, group, _ = fit(scheduler, 3, tmp_path, "trainer.test_freq=1", "trainer.save_freq=2", *BEFORE)
-    assert [event[1] for event in group.events if event[0] == "publish"] == [0, 1, 1, 2, 2, 3]
 
 
 def falling(*values):

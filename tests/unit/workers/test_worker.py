@@ -48,3 +48,39 @@ def test_parameters_come_during_the_rollout_where_engine_and_teacher_keep_room_t
     )
     assert len(list(worker.generate([None], SamplingParams(max_tokens=1)))) == 1
     assert (*found, params.there / GIB) == (meanwhile, at_the_end)
+
+
+def test_an_engine_that_has_made_room_gets_the_weights_of_the_last_publish_before_it_generates():
+    """Where it sleeps, its weights are gone: values, divergences, rewards of a model and checkpoints need the room."""
+    config = load_config([
+        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
+    ])  # fmt: skip
+    worker, phases, loaded = Worker(config, role="worker", rank=0, size=1, device="cpu", folder="."), [], []
+
+    class Engine:
+        weight_version, has_unfinished, dtype = None, True, None
+
+        def load_weights(self, weights, version):
+            loaded.append((list(weights), version))
+            self.weight_version = version
+
+        def add(self, *_):
+            assert self.weight_version == 3
+
+        def step(self):
+            return [None]
+
+    worker.clock, worker.engine = Clock(), Engine()
+    worker.actor = SimpleNamespace(full_tensors=lambda dtype: iter([("weight", 1.0)]))
+    worker.shared = SimpleNamespace(generation=nullcontext, trim_after_publish=lambda: 0.0)
+    worker.residency = SimpleNamespace(
+        enter=lambda phase, **_: phases.append(phase), prepare=lambda *_, **__: 0, takes_turns=False,
+        take_seconds=dict,
+    )
+    worker.publish(3)
+    for is_asleep in (False, True):
+        if is_asleep:
+            worker.engine.weight_version = None
+        assert len(list(worker.generate([None], SamplingParams(max_tokens=1)))) == 1
+    assert loaded == [([("weight", 1.0)], 3)] * 2
+    assert phases == ["update", "publish", "rollout", "rollout", "update", "publish", "rollout", "rollout"]
