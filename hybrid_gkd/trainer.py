@@ -88,7 +88,7 @@ class GKDTrainer(PPOTrainer):
         if loss.distillation_loss_coef_schedule != "constant":
             metrics["actor/distillation/coef"] = loss.distillation_loss_coef * factor
         del self._pending[rollout.step]
-        return metrics | self._teacher_metrics()
+        return metrics | self.teacher.take_metrics(self.clock)
 
     def _train_as_scored(self, samples: list[Sample], scores: Scores) -> dict[str, float]:
         """Train on each mini-batch as soon as its samples are scored, while the teacher scores the rest.
@@ -207,7 +207,7 @@ class GKDTrainer(PPOTrainer):
         shown = self._shown(pairs)
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
-            with self.teacher.client.uncounted():
+            with self.teacher.uncounted():
                 taken = self._take_scores(self.teacher.start(part), len(part))
             with_scores = [sample.with_signals(teacher=taken[sample.id]) for _, sample in part]
             found |= self.group.compute_divergences(self.batches.plan(with_scores))
@@ -238,22 +238,6 @@ class GKDTrainer(PPOTrainer):
         """Of tokens, special ones too."""
         text: str = self.tokenizer.decode(ids)
         return text
-
-    def _teacher_metrics(self) -> dict[str, float]:
-        """Of the requests since the step before."""
-        found = self.teacher.client.drain_metrics()
-        in_flight = self.clock.requests(found.requests, until=found.complete_until, steps=found.steps)
-        seen = {}
-        if found.queue_lengths:  # a step may be shorter than the second between two messages
-            seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
-            seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
-        if found.requests:  # the last rollouts may have been scored before
-            names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
-            seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
-            seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
-        if in_flight:
-            seen["teacher/tokens_per_second"] = found.tokens / in_flight
-        return seen | {"teacher/retries": float(found.retries)}
 
 
 def with_teacher_weights(samples: list[Sample], factor: float) -> list[Sample]:

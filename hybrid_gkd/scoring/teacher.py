@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from contextlib import AbstractContextManager
 
 import numpy as np
 
 from hybrid_gkd.errors import TeacherTimeout
+from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Task, TopK
@@ -91,3 +93,23 @@ class TeacherScorer:
                 check()
                 until = FIRST_EXCEPTION if len(found) + len(scores) == enough else FIRST_COMPLETED
                 wait(scores.values(), timeout=CHECK_SECONDS, return_when=until)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Within it, requests do not count in the metrics."""
+        return self.client.uncounted()
+
+    def take_metrics(self, clock: Clock) -> dict[str, float]:
+        """Return the metrics of the requests since the last call; their times become spans of the clock."""
+        found = self.client.drain_metrics()
+        in_flight = clock.requests(found.requests, until=found.complete_until, steps=found.steps)
+        seen = {}
+        if found.queue_lengths:  # a step may be shorter than the second between two messages
+            seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
+            seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
+        if found.requests:  # the last rollouts may have been scored before
+            names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
+            seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
+            seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
+        if in_flight:
+            seen["teacher/tokens_per_second"] = found.tokens / in_flight
+        return seen | {"teacher/retries": float(found.retries)}
