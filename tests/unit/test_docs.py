@@ -213,3 +213,10 @@ def test_options_of_documented_benchmarks_exist(command):
     file = ROOT / re.search(r"benchmarks/\w+\.py", command)[0]
     for option in re.findall(r"(--[\w-]+)", command):
         assert f'"{option}"' in file.read_text(), option
+
+
+def test_every_public_report_names_a_test_that_there_is():
+    tests = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    for *_, names in table(ROOT / "tests" / "public_reports.md", "keeps it from coming back."):
+        assert spans(names)
+        assert [name for name in spans(names) if f"def {name}(" not in tests] == []
