@@ -80,13 +80,6 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
     assert teacher.index("2 alive") < teacher.index("teacher ready on")
 
 
-def test_ppo_raises_the_accuracy(environment, tmp_path):
-    """In less than half of the recipe's steps, in which the rise was 28 points."""
-    run(environment, tmp_path, "--config-name", "ppo_demo", "trainer.total_training_steps=26")
-    rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")
-    assert rows[max(rows)]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.15
-
-
 def test_a_critic_raises_the_accuracy(environment, tmp_path):
     """In half of the recipe's steps, in which the rise was 26 points. A little of the reward is a reward model's."""
     judge = make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
