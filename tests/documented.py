@@ -65,7 +65,7 @@ RUN_ELSEWHERE = {
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
     "bash run_gkd.sh --config-name gpu_demo": "tests/integration/test_gpu_demo.py::"
         "test_the_recipe_builds_its_models_and_runs_from_them_become_a_page",
-    "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_ppo_raises_the_accuracy",
+    "bash run_gkd.sh --config-name ppo_demo": f"{_RECIPES}::test_a_critic_raises_the_accuracy",
     "bash run_gkd.sh --config-name ppo_demo algorithm.filter_groups.enable=true":
         f"{_RECIPES}::test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same",
     "bash run_gkd.sh --config-name weak_teacher":
