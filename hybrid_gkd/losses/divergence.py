@@ -38,6 +38,8 @@ from torch import Tensor
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.losses.head_torch import MASKED_LOGIT, TAIL_LIMIT
 
+LOG_RATIO_LIMIT = 20.0
+"""Of k3, either way: exp of 89 is inf in float32."""
 TAIL_FLOOR = 1e-6
 """Smallest mass of a tail that is 1 - P or 1 - Q; about the noise of 1 - Q from a float32 head."""
 
@@ -126,9 +128,10 @@ def k2(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
 def k3(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """p / q - 1 - log(p / q), [T] and [T] -> [T]: unbiased for KL(q || p), never negative.
 
-    As a loss it has the gradient of the other one, KL(p || q), in expectation over q.
+    As a loss it has the gradient of the other one, KL(p || q), in expectation over q. A log-ratio beyond
+    +-LOG_RATIO_LIMIT counts as that, without gradient.
     """
-    log_ratio = -k1(teacher_logprobs, student_logprobs)
+    log_ratio = -k1(teacher_logprobs, student_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio
 
 
@@ -145,8 +148,7 @@ def k1_plus(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
 
 def k3_plus(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """The value of k3, unbiased and never negative, with the gradient of k2; see `k1_plus`."""
-    log_ratio = k1(teacher_logprobs, student_logprobs)
-    return _straight_through(log_ratio, (-log_ratio).expm1() + log_ratio)
+    return _straight_through(k1(teacher_logprobs, student_logprobs), k3(teacher_logprobs, student_logprobs))
 
 
 def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
