@@ -44,10 +44,10 @@ Reward = Callable[[str, str], float]
 
 
 def token_rewards(scores: Iterable[float], lengths: list[int]) -> Arrays:
-    """Return scores of whole samples as rewards of their tokens, float32 [R] each: at the last one."""
+    """Return scores of whole samples as rewards of their tokens, float32 [R] each: at the last one, if there is one."""
     rewards = [np.zeros(length, np.float32) for length in lengths]
     for reward, score in zip(rewards, scores, strict=True):
-        reward[-1] = score
+        reward[-1:] = score
     return rewards
 
 

@@ -20,7 +20,7 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import NOT_IN_TIME, Failure, RewardFunction, load_functions
-from hybrid_gkd.scoring.rewards import RewardScorer
+from hybrid_gkd.scoring.rewards import RewardScorer, token_rewards
 from hybrid_gkd.testing import NumberTokenizer, make_sample
 from hybrid_gkd.types import Task
 
@@ -82,6 +82,10 @@ def test_an_answer_of_dapo_that_takes_too_long_is_wrong_and_validation_counts_wh
     for entry, outcome in (right, function.compute([right.response])[0]), (late, Failure(NOT_IN_TIME)):
         entry.scores[function.name] = scorer._score(function, entry, outcome, say=False)
     assert scorer.of_validation(pairs) == {"rewards": [1.0, -1.0], "by_functions": [1.0, 0.0]}
+
+
+def test_a_score_is_at_the_last_token_and_nowhere_without_one():
+    assert [each.tolist() for each in token_rewards([0.5, -1.0, 2.0], [2, 0, 1])] == [[0, 0.5], [], [2]]
 
 
 def test_one_function_has_no_metrics_of_its_own(make):
