@@ -220,6 +220,9 @@ class RewardConfig:
     model, which has to be among them if it is enabled, model."""
     answer_key: str | None = None
     """Column with the right answer (dotted for nested ones, e.g. reward_model.ground_truth)."""
+    strict: bool = False
+    """gsm8k, math and by_data_source give an answer nothing that is not marked as the final one, as in verl: behind
+    ####, in \\boxed{}, and for math_dapo and aime* in a line `Answer: ...`."""
     format: str | None = None
     """Regular expression that format looks for in the stripped response; a dot matches line ends too."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

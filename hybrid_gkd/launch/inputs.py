@@ -213,7 +213,8 @@ def check_data_sources(facts: Facts) -> None:
     """Raises DataError: the reward by_data_source has no function for a row; ConfigError: its library is missing."""
     if "by_data_source" not in (facts.reward or {}):
         return
-    if any(function_of_source(each.data_source) == "math" for each in (*facts.train_prompts, *facts.val_prompts)):
+    sources = {prompt.data_source for prompt in (*facts.train_prompts, *facts.val_prompts)}
+    if {"math", "math_dapo"} & set(map(function_of_source, sources)):
         check_math_verify()
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:

@@ -38,6 +38,8 @@ from torch import Tensor
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.losses.head_torch import MASKED_LOGIT, TAIL_LIMIT
 
+LOG_RATIO_LIMIT = 20.0
+"""Of k3, either way: exp of 89 is inf in float32."""
 TAIL_FLOOR = 1e-6
 """Smallest mass of a tail that is 1 - P or 1 - Q; about the noise of 1 - Q from a float32 head."""
 
@@ -49,8 +51,8 @@ def forward_kl(
     """KL(teacher || student) per row, [T], in nats: sum p log(p / q) over the outcomes that `tail` names.
 
     Args:
-        teacher_logprobs: [T, K], finite, without gradient. They arrive in float16, so P may come out slightly
-            wrong: with "bucket", P and the tail are scaled to 1 together.
+        teacher_logprobs: [T, K], without gradient. They arrive in float16, so P may come out slightly
+            wrong: with "bucket", P and the tail are scaled to 1 together. -inf, of either side, counts as -TAIL_LIMIT.
         student_logprobs: [T, K] of the same ids; they receive the gradient.
         tail: "bucket" (at least 0 up to rounding), "none" (any sign) or "renormalise", see above.
         teacher_tail: [T], log(1 - P) as the teacher sends it, -inf where it has nothing outside of S.
@@ -115,7 +117,8 @@ def k1(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
 
     Source of k1, k2 and k3: Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
     """
-    return student_logprobs - _aligned(teacher_logprobs, student_logprobs)
+    teacher, student = _aligned(teacher_logprobs, student_logprobs)
+    return student - teacher
 
 
 def k2(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
@@ -126,9 +129,10 @@ def k2(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
 def k3(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """p / q - 1 - log(p / q), [T] and [T] -> [T]: unbiased for KL(q || p), never negative.
 
-    As a loss it has the gradient of the other one, KL(p || q), in expectation over q.
+    As a loss it has the gradient of the other one, KL(p || q), in expectation over q. A log-ratio beyond
+    +-LOG_RATIO_LIMIT counts as that, without gradient.
     """
-    log_ratio = -k1(teacher_logprobs, student_logprobs)
+    log_ratio = -k1(teacher_logprobs, student_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio
 
 
@@ -145,8 +149,7 @@ def k1_plus(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
 
 def k3_plus(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """The value of k3, unbiased and never negative, with the gradient of k2; see `k1_plus`."""
-    log_ratio = k1(teacher_logprobs, student_logprobs)
-    return _straight_through(log_ratio, (-log_ratio).expm1() + log_ratio)
+    return _straight_through(k1(teacher_logprobs, student_logprobs), k3(teacher_logprobs, student_logprobs))
 
 
 def score_weight(estimator: str, teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ def _outcomes(
     """Log-probabilities of the compared outcomes: K tokens, and with "bucket" the rest; two [T, K or K + 1]."""
     if teacher.ndim != 2:
         raise ValueError(f"log-probabilities must both be [T, K]; got {tuple(teacher.shape)} (teacher)")
-    teacher = _aligned(teacher, student)
+    teacher, student = _aligned(teacher, student)
     if tail == "none":
         return teacher, student
     if tail == "renormalise":
@@ -245,12 +248,13 @@ def _outcomes(
     return teacher, torch.cat([student, _log_tail(student, student_tail)], -1)
 
 
-def _aligned(teacher: Tensor, student: Tensor) -> Tensor:
-    """The teacher's log-probabilities in the student's type. Raises ValueError: broadcasting would be silent."""
+def _aligned(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the student's type, -TAIL_LIMIT in the place of -inf. Raises ValueError: broadcasting would be silent."""
     if teacher.shape != student.shape:
         shapes = f"{tuple(teacher.shape)} (teacher) and {tuple(student.shape)} (student)"
         raise ValueError(f"log-probabilities must have one shape; got {shapes}")
-    return teacher.to(student.dtype)
+    teacher = teacher.to(student.dtype)
+    return teacher.masked_fill(teacher.isneginf(), -TAIL_LIMIT), student.masked_fill(student.isneginf(), -TAIL_LIMIT)
 
 
 def _log_tail(logprobs: Tensor, tail: Tensor | None) -> Tensor:

@@ -56,7 +56,7 @@ def kept_tokens(log_ratios: np.ndarray, bounds: dict[str, tuple[float, float]]) 
     log_ratios = log_ratios.astype(np.float64).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     values = {"k1": -log_ratios, "k2": log_ratios**2 / 2, "k3": np.expm1(log_ratios) - log_ratios}
     kept = np.ones(len(log_ratios), bool)
-    for name, (lower, upper) in bounds.items():
+    for name, (lower, upper) in bounds.items() if len(kept) else ():
         level, _, estimator = name.rpartition("_")
         value = values[estimator]
         if level != "token":

@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from hybrid_gkd.scoring.builtin_rewards import final_number
+from hybrid_gkd.scoring.builtin_rewards import final_number, last_boxed
 from hybrid_gkd.types import Generation, Sample, Task
 
 QUARTERS = 4
@@ -146,7 +146,7 @@ def final_answer(text: str, right_answer: str) -> Hashable:
 
 
 def _conclusion(text: str) -> str:
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         text = boxed
     elif "####" in text:
@@ -159,17 +159,6 @@ def _is_number(text: str) -> bool:
         return Decimal(text.replace(",", "")).is_finite()
     except InvalidOperation:
         return False
-
-
-def _last_boxed(text: str) -> str | None:
-    """Up to the brace that closes it; None without one."""
-    _, found, rest = text.rpartition("\\boxed{")
-    depth = 1
-    for end, letter in enumerate(rest if found else ""):
-        depth += {"{": 1, "}": -1}.get(letter, 0)
-        if depth == 0:
-            return rest[:end]
-    return None
 
 
 def sample_generations(answers: Answers, num_prompts: int) -> list[Generation]:

@@ -145,9 +145,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": (
-        "fraction", "Mean reward of the answers to held-out prompts by functions (without a reward model's part): with "
-        "built-in rules, the share that is right. Of "
-        "n answers to each (actor_rollout_ref.rollout.val_kwargs.n) what is also called mean@n, and pass@1"
+        "fraction", "Mean reward of the answers to held-out prompts by functions (without a reward model's part), of a "
+        "function that returns a number acc beside it the mean of that: with built-in rules, the share that is right. "
+        "Of n answers to each (actor_rollout_ref.rollout.val_kwargs.n) what is also called mean@n, and pass@1"
     ),
     "val/reward_model": ("", "Mean score of the reward model for the answers to held-out prompts, without its weight"),
     "val/best@n": ("fraction", "Reward of the best of a prompt's n answers, mean over prompts"),

@@ -47,17 +47,22 @@ _NUMBER = re.compile(
 )
 
 
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_ANSWER_LINE = re.compile(r"answer[ *]*:([^\n]+)", re.IGNORECASE)
+
+
 def exact_match(response: str, answer: str) -> float:
     """1.0 if response and answer are the same text, surrounding white space aside, else 0.0."""
     return float(response.strip() == answer.strip())
 
 
-def gsm8k(response: str, answer: str) -> float:
+def gsm8k(response: str, answer: str, *, strict: bool = False) -> float:
     """1.0 if the response's final number equals the answer's, else 0.0.
 
     The final number of a text is the one that follows its last `####` (the notation of GSM8K, arXiv 2110.14168),
     or the last number of the text if it has no `####`. Thousands commas and a dollar sign are ignored and the
-    comparison is numerical: "1,200.0" equals "1200". A response without a number gets 0.0.
+    comparison is numerical: "1,200.0" equals "1200". A response without a number gets 0.0, with `strict` also one
+    without `####`.
 
     Raises:
         DataError: the answer holds no number.
@@ -65,7 +70,7 @@ def gsm8k(response: str, answer: str) -> float:
     truth = final_number(answer)
     if truth is None:
         raise DataError(f"the gsm8k reward needs a number in every answer; got {answer!r}")
-    return float(final_number(response) == truth)
+    return float(final_number(response) == truth and (not strict or "####" in response))
 
 
 def final_number(text: str) -> Decimal | None:
@@ -77,52 +82,82 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(found[0 if marker else -1].replace(",", "").replace("$", ""))
 
 
-def math(response: str, answer: str) -> float:
+def math(response: str, answer: str, *, strict: bool = False) -> float:
     """1.0 if the response's last mathematical expression equals the answer, else 0.0; with the library math-verify.
 
-    LaTeX (in \\boxed{} or dollar signs) and plain numbers and expressions are read, and compared as expressions: 1/2 is
-    0.5 and \\frac{1}{2}. An expression that takes the library more than 5 s is wrong.
+    That is the content of the last \\boxed{}; without one what follows "the answer is" or the like, else the last
+    expression. With `strict` a response without a \\boxed{} gets 0.0. LaTeX and plain numbers and expressions are
+    read, and compared as expressions: 1/2 is 0.5 and \\frac{1}{2}. One that takes the library more than 5 s is wrong.
 
     Raises:
         DataError: the answer holds no expression.
     """
     import math_verify  # optional, and takes a second
 
-    truth = math_verify.parse(f"\\boxed{{{answer}}}") if "\\boxed" not in answer else math_verify.parse(answer)
-    if not truth:
+    boxed = last_boxed(response)
+    right = math_verify.parse(f"\\boxed{{{last_boxed(answer) or answer}}}")
+    if not right:
         raise DataError(f"the math reward needs an expression in every answer; got {answer!r}")
-    return float(math_verify.verify(truth, math_verify.parse(response)))
+    if boxed is None and strict:
+        return 0.0
+    # Of several boxes the library would make the set of their contents.
+    found = math_verify.parse(response if boxed is None else f"\\boxed{{{boxed}}}")
+    return float(math_verify.verify(right, found))
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last \\boxed{}, up to the brace that closes it; None without one."""
+    _, *boxes = _BOX.split(text)
+    depth = 1
+    for end, letter in enumerate(boxes[-1] if boxes else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return boxes[-1][:end]
+    return None
+
+
+def math_dapo(response: str, answer: str, *, strict: bool = False) -> dict[str, float]:
+    """`math` as a score of -1.0 or 1.0, beside `acc`, which is 0.0 or 1.0: what verl gives data sets for DAPO.
+
+    Their prompts ask for a last line "Answer: ...", which is read in the place of a box. With `strict` a response
+    without such a line is wrong. Raises as `math`.
+    """
+    lines = _ANSWER_LINE.findall(response)
+    if not lines:
+        return _dapo(not strict and math(response, answer))
+    line = lines[-1].strip(" *$").rstrip(".$")
+    return _dapo(math(line if last_boxed(line) else f"\\boxed{{{line}}}", answer))
+
+
+def _dapo(right: float) -> dict[str, float]:
+    return {"score": 2 * float(right) - 1, "acc": float(right)}
 
 
 DATA_SOURCES: dict[str, str] = {
     "openai/gsm8k": "gsm8k", "lighteval/MATH": "math", "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math", "math_dapo": "math", "numina_aops_forum": "math",
+    "HuggingFaceH4/MATH-500": "math", "math_dapo": "math_dapo", "numina_aops_forum": "math",
     "numina_synthetic_math": "math", "numina_amc_aime": "math", "numina_synthetic_amc": "math",
     "numina_cn_k12": "math", "numina_olympiads": "math",
 }  # fmt: skip
-"""Function of the rows of a data set, for by_data_source; those whose names begin with aime are math."""
+"""Function of the rows of a data set, for by_data_source; those whose names begin with aime are math_dapo."""
 
 
 def function_of_source(data_source: str | None) -> str | None:
     """Name of the reward for the rows of a data set; None where none is known."""
-    return "math" if (data_source or "").startswith("aime") else DATA_SOURCES.get(data_source or "")
+    return "math_dapo" if (data_source or "").startswith("aime") else DATA_SOURCES.get(data_source or "")
 
 
-def _by_data_source(response: Response) -> float:
-    name = function_of_source(response.data_source)
-    if name is None:
-        raise DataError(
-            f"the reward by_data_source knows no function for the data source {response.data_source!r}; it knows "
-            f"{', '.join(DATA_SOURCES)}, and aime..."
-        )
-    return {"gsm8k": gsm8k, "math": math}[name](response.text, response.right_answer)
+def wrong_answer(name: str, response: Response) -> float | dict[str, float]:
+    """What a built-in reward gives a response that is no right answer, for one that took too long."""
+    dapo = name == "by_data_source" and function_of_source(response.data_source) == "math_dapo"
+    return _dapo(0.0) if dapo else 0.0
 
 
-Compute = Callable[[Response], float]
+Compute = Callable[[Response], float | dict[str, float]]
 
 
-def _compares(function: Callable[[str, str], float]) -> Callable[[RewardConfig], Compute]:
-    return lambda section: lambda response: function(response.text, response.right_answer)
+def _compares(function: Callable[..., float]) -> Callable[[RewardConfig], Compute]:
+    return lambda section: lambda response: function(response.text, response.right_answer, strict=section.strict)
 
 
 def check_math_verify() -> None:
@@ -134,7 +169,22 @@ def check_math_verify() -> None:
 
 def _math(section: RewardConfig) -> Compute:
     check_math_verify()
-    return lambda response: math(response.text, response.right_answer)
+    return _compares(math)(section)
+
+
+def _by_data_source(section: RewardConfig) -> Compute:
+    functions: dict[str, Callable[..., Any]] = {"gsm8k": gsm8k, "math": math, "math_dapo": math_dapo}
+
+    def compute(response: Response) -> float | dict[str, float]:
+        name = function_of_source(response.data_source)
+        if name is None:
+            raise DataError(
+                f"the reward by_data_source knows no function for the data source {response.data_source!r}; it knows "
+                f"{', '.join(DATA_SOURCES)}, and aime..."
+            )
+        return functions[name](response.text, response.right_answer, strict=section.strict)
+
+    return compute
 
 
 def _format(section: RewardConfig) -> Compute:
@@ -153,10 +203,10 @@ class Builtin:
 
 
 BUILTIN_REWARDS: dict[str, Builtin] = {
-    "exact_match": Builtin(_compares(exact_match)),
+    "exact_match": Builtin(lambda section: lambda response: exact_match(response.text, response.right_answer)),
     "gsm8k": Builtin(_compares(gsm8k)),
     "math": Builtin(_math, can_hang=True),
-    "by_data_source": Builtin(lambda section: _by_data_source, can_hang=True),
+    "by_data_source": Builtin(_by_data_source, can_hang=True),
     "format": Builtin(_format, can_hang=True),
     "length": Builtin(lambda section: lambda response: -response.share_of_limit),
 }

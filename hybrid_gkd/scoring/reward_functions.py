@@ -181,7 +181,7 @@ def one_by_one(call: Callable[[Response], object]) -> Callable[[Sequence[Respons
 
 def _guarded(call: Callable[[Response], object], response: Response) -> Outcome:
     try:
-        return _checked(call(response))
+        return checked(call(response))
     except Exception as error:  # whatever a function raises
         return _failure(error)
 
@@ -196,7 +196,7 @@ def _all(
         return [_failure(error)] * len(responses)
     if len(values) != len(responses):
         return [Failure(f"returned {len(values)} scores for {len(responses)} responses")] * len(responses)
-    return [_checked(value) for value in values]
+    return [checked(value) for value in values]
 
 
 def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequence[Response]) -> list[Outcome]:
@@ -204,7 +204,7 @@ def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequenc
         limit = asyncio.timeout(None if timeout == math.inf else timeout)
         try:
             async with limit:
-                return _checked(await call(response))
+                return checked(await call(response))
         except Exception as error:  # whatever a function raises
             return Failure(NOT_IN_TIME) if limit.expired() else _failure(error)
 
@@ -220,7 +220,8 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _checked(value: object) -> Outcome:
+def checked(value: object) -> Outcome:
+    """What a function has returned, as a score; a failure where that is none."""
     found: Any = value.get("score") if isinstance(value, Mapping) else value
     if not isinstance(found, NUMBER) or not math.isfinite(found):
         rule = "must return a finite number, or a dictionary with one under 'score'"

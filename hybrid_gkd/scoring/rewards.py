@@ -24,8 +24,8 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.scoring.builtin_rewards import Response, overlong_penalty
-from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, one_by_one
+from hybrid_gkd.scoring.builtin_rewards import Response, overlong_penalty, wrong_answer
+from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, checked, one_by_one
 from hybrid_gkd.scoring.scorer import done
 from hybrid_gkd.types import Arrays, Pair, SampleId, Signal
 
@@ -44,10 +44,10 @@ Reward = Callable[[str, str], float]
 
 
 def token_rewards(scores: Iterable[float], lengths: list[int]) -> Arrays:
-    """Return scores of whole samples as rewards of their tokens, float32 [R] each: at the last one."""
+    """Return scores of whole samples as rewards of their tokens, float32 [R] each: at the last one, if there is one."""
     rewards = [np.zeros(length, np.float32) for length in lengths]
     for reward, score in zip(rewards, scores, strict=True):
-        reward[-1] = score
+        reward[-1:] = score
     return rewards
 
 
@@ -133,20 +133,22 @@ class RewardScorer:
         return [self._sum(entry, self._weights) for entry in entries]
 
     def of_validation(self, pairs: list[Pair]) -> dict[str, list[float]]:
-        """The scores, and where there are any the part of functions and what the reward model says: for `Answers`.
+        """The scores, and where there are any the accuracy by functions and what the reward model says: for `Answers`.
 
         Raises as `scores`.
         """
         found = {"rewards": self.scores(pairs)}
         entries = [self._entry(pair) for pair in pairs]
         if self.functions:
-            found["by_functions"] = [self._sum(entry, self.functions) for entry in entries]
+            found["by_functions"] = [self._sum(entry, self.functions, accuracy=True) for entry in entries]
         if self.model is not None:
             found["by_model"] = [entry.scores[MODEL].value for entry in entries]
         return found
 
-    def _sum(self, entry: _Entry, names: Iterable[str]) -> float:
-        return sum(self._weights[name] * entry.scores[name].value for name in names)
+    def _sum(self, entry: _Entry, names: Iterable[str], *, accuracy: bool = False) -> float:
+        """Weighted, of the scores; or of the number `acc` beside them, where a function returns one."""
+        scores = [(self._weights[name], entry.scores[name]) for name in names]
+        return sum(w * (score.metrics.get("acc", score.value) if accuracy else score.value) for w, score in scores)
 
     def _ask_model(self, pairs: list[Pair]) -> None:
         """Have the reward model score what it has not."""
@@ -274,12 +276,14 @@ class RewardScorer:
             f"row {entry.row} of the data: the reward {function.label} {outcome.reason}, for the answer "
             f"{(entry.response.answer or '')[:80]!r} and a response that starts with {entry.response.text[:80]!r}"
         )
-        value = self.section.score_on_error if function.is_own else 0.0
+        value = self.section.score_on_error if function.is_own else wrong_answer(function.name, entry.response)
         if value is None:
             raise TrainingError(text)
+        score = checked(value)
+        assert isinstance(score, Score)
         if say:
-            logger.warning("%s; it counts as %g", text, value)
-        return Score(value)
+            logger.warning("%s; it counts as %g", text, score.value)
+        return score
 
     def _penalty(self, pair: Pair) -> float:
         limit = self.config.data.max_response_length

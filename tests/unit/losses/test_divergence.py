@@ -442,6 +442,36 @@ def test_score_weight_gives_the_gradient_of_the_estimators_expectation(name):
         torch.testing.assert_close(want, reverse, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["k3", "k3+"])
+def test_k3_of_a_log_ratio_beyond_20_is_that_of_20(kind):
+    """Finite in float32, where exp(89) is not; below 20 no value is limited and no gradient is lost."""
+    log_ratio = torch.tensor([-300.0, -25.0, -19.0, 0.5, 15.0, 19.5, 30.0, 95.0])
+    student = torch.full_like(log_ratio, -3.0, requires_grad=True)
+    values = KL_LOSSES[kind].function(student.detach() + log_ratio, student)
+    (gradients,) = torch.autograd.grad(values.sum(), student)
+    bounded = log_ratio.double().clamp(-20, 20)
+    torch.testing.assert_close(values, (bounded.expm1() - bounded).float())
+    within = torch.where(log_ratio.abs() < 20, 1 - log_ratio.exp(), 0)
+    torch.testing.assert_close(gradients, -log_ratio if kind == "k3+" else within, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "none", "renormalise"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_candidate_without_any_probability_leaves_a_loss_finite(loss, tail):
+    """As if it had e^-80, which moves no loss that weighs it with the side that has nothing there."""
+    everything = log([0.6, 0.3, 0.05, 0.02], [0.1, 0.2, 0.3, 0.1])
+    holed = everything.masked_fill(torch.tensor([[0, 0, 0, 1], [1, 0, 0, 1]], dtype=torch.bool), -math.inf)
+    for teacher, student in ((holed, everything), (everything, holed), (holed, holed)):
+        student = student.clone().requires_grad_()
+        values = compute(loss, teacher, student, tail)
+        assert values.isfinite().all()
+        assert torch.autograd.grad(values.sum(), student)[0].isfinite().all()
+        filled = [each.detach().clamp(min=-80) for each in (teacher, student)]
+        torch.testing.assert_close(values, compute(loss, *filled, tail))
+    for estimator in (k1, k2, k3):
+        assert estimator(holed[1], everything[1]).isfinite().all()
+
+
 def test_support_mass():
     torch.testing.assert_close(support_mass(log([0.5, 0.25], [0.1, 0.0625])), torch.tensor([0.75, 0.1625]).double())
 

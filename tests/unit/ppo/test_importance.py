@@ -58,6 +58,11 @@ def test_same_tokens_kept_as_verl(case):
         np.testing.assert_array_equal(kept_tokens(now - then, bounds), np.array(want, bool))
 
 
+@pytest.mark.parametrize("name", ["token_k1", "seq_mean_k2", "seq_max_k3"])
+def test_a_response_without_tokens_keeps_none(name):
+    assert kept_tokens(np.zeros(0), rejection_bounds(name, "2")).shape == (0,)
+
+
 def test_what_is_rejected_has_no_weight():
     weights, metrics = corrected(rollout_rs="token_k1", rollout_rs_threshold="1.4")
     want = [row for row in VERL["kept"]["token_k1 1.4"]]

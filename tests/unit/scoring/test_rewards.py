@@ -62,7 +62,7 @@ def test_gsm8k_needs_a_number_in_the_answer():
 
 def test_every_builtin_reward_is_known_to_the_configuration():
     assert set(BUILTIN_REWARDS) == set(REWARD_FUNCTIONS)
-    assert set(DATA_SOURCES.values()) <= set(BUILTIN_REWARDS)
+    assert set(DATA_SOURCES.values()) - {"math_dapo"} <= set(BUILTIN_REWARDS)
     for name, needs_answer in REWARD_FUNCTIONS.items():
         compute = BUILTIN_REWARDS[name].make(RewardConfig(name=name, format="x"))
         without = Response(text="42", data_source="openai/gsm8k", share_of_limit=0.5)
@@ -82,6 +82,10 @@ def test_every_builtin_reward_is_known_to_the_configuration():
         (r"hence $x = 3$", "3", 1.0),
         (r"\boxed{2\sqrt{2}}", r"The answer is \boxed{\sqrt{8}}", 1.0),
         ("I do not know", "72", 0.0),
+        (r"Assume \boxed{x = 7}. Then \boxed{9}, no: \fbox{\sqrt{16}}", "4", 1.0),  # the last of several boxes
+        (r"Assume \boxed{x = 7}. Then \boxed{9}, no: \fbox{\sqrt{16}}", "9", 0.0),
+        (r"\boxed{5} and \boxed{6}", r"First \boxed{5}, in all \boxed{6}", 1.0),
+        (r"\boxed{5}, which is $2 + 3$, as 7 was wrong", "5", 1.0),
     ],
 )
 def test_math(response, answer, reward):
@@ -108,10 +112,32 @@ def test_processes_without_their_library_say_how_to_install_it(monkeypatch):
 def test_a_row_is_judged_as_its_data_set_needs():
     judge = BUILTIN_REWARDS["by_data_source"].make(RewardConfig())
     of_math = Response(text="0.5", answer=r"\frac{1}{2}", data_source="aime2024")
-    assert judge(of_math) == 1.0
+    assert judge(of_math) == {"score": 1.0, "acc": 1.0}
     assert judge(dataclasses.replace(of_math, data_source="openai/gsm8k")) == 0.0  # its last number is 2
     with pytest.raises(DataError, match="knows no function for the data source 'mine'; it knows openai/gsm8k, "):
         judge(dataclasses.replace(of_math, data_source="mine"))
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "loose", "strict"),
+    [
+        ("math_dapo", r"From \boxed{8} follows\n**Answer:** $\frac{14}{2}$.", 1.0, 1.0),
+        ("math_dapo", "Answer: 8", -1.0, -1.0),
+        ("aime2025", r"hence \boxed{7}", 1.0, -1.0),
+        ("aime2025", r"Answer: \boxed{7}\nas 8 is too much", 1.0, 1.0),
+        ("HuggingFaceH4/MATH-500", r"hence \boxed{7}", 1.0, 1.0),
+        ("HuggingFaceH4/MATH-500", "hence $7$", 1.0, 0.0),
+        ("openai/gsm8k", "#### 7", 1.0, 1.0),
+        ("openai/gsm8k", "it is 7", 1.0, 0.0),
+    ],
+)
+def test_rows_of_verls_data_sets_have_its_scores(source, text, loose, strict):
+    """-1 and 1 with `acc` for DAPO's; with `reward.strict` an answer has to be marked."""
+    for section, score in ((RewardConfig(), loose), (RewardConfig(strict=True), strict)):
+        judge = BUILTIN_REWARDS["by_data_source"].make(section)
+        found = judge(Response(text=text, answer="7", data_source=source))
+        of_dapo = {"score": score, "acc": (score + 1) / 2}
+        assert found == (of_dapo if source.startswith(("math_dapo", "aime")) else score)
 
 
 def test_format_looks_for_a_pattern_in_the_stripped_response():

@@ -19,8 +19,8 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
-from hybrid_gkd.scoring.reward_functions import RewardFunction, load_functions
-from hybrid_gkd.scoring.rewards import RewardScorer
+from hybrid_gkd.scoring.reward_functions import NOT_IN_TIME, Failure, RewardFunction, load_functions
+from hybrid_gkd.scoring.rewards import RewardScorer, token_rewards
 from hybrid_gkd.testing import NumberTokenizer, make_sample
 from hybrid_gkd.types import Task
 
@@ -47,8 +47,10 @@ def make(tmp_path):
         scorer.close()
 
 
-def pair(row, *ids, answer="7"):
-    prompt = Task(index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, extra_info={"row": row})
+def pair(row, *ids, answer="7", source=None):
+    prompt = Task(
+        index=row, token_ids=np.zeros(1, np.int32), text="", answer=answer, data_source=source, extra_info={"row": row}
+    )
     return prompt, make_sample(row, prompt=prompt.token_ids, completion=ids)
 
 
@@ -70,6 +72,20 @@ def test_the_wait_is_timed_where_the_trainer_waits(make):
         assert scorer._clock.take() == {}
         scorer.rewards([pair(1, 7)])
         assert set(scorer._clock.take()) == ({"timing/reward"} if timed else set())
+
+
+def test_an_answer_of_dapo_that_takes_too_long_is_wrong_and_validation_counts_what_is_right(make):
+    scorer = make("reward.name=by_data_source")
+    function = scorer.functions["by_data_source"]
+    pairs = [pair(0, 7, source="aime2024"), pair(1, 8, source="math_dapo")]
+    right, late = map(scorer._entry, pairs)
+    for entry, outcome in (right, function.compute([right.response])[0]), (late, Failure(NOT_IN_TIME)):
+        entry.scores[function.name] = scorer._score(function, entry, outcome, say=False)
+    assert scorer.of_validation(pairs) == {"rewards": [1.0, -1.0], "by_functions": [1.0, 0.0]}
+
+
+def test_a_score_is_at_the_last_token_and_nowhere_without_one():
+    assert [each.tolist() for each in token_rewards([0.5, -1.0, 2.0], [2, 0, 1])] == [[0, 0.5], [], [2]]
 
 
 def test_one_function_has_no_metrics_of_its_own(make):
