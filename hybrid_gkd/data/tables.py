@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import DataError, call_all
+from hybrid_gkd.runtime.hub import look_at_hub
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -219,6 +221,8 @@ def _library_reader(name: str, config: str | None, split: str) -> Callable[[str,
     """A hub data set, or a folder, as the datasets library reads it."""
 
     def read(where: str, wanted: set[str]) -> Table:
+        if not os.path.isdir(name):
+            look_at_hub()
         import datasets
 
         return _read_dataset(lambda: datasets.load_dataset(name, config, split=split), wanted)

@@ -12,10 +12,8 @@ from typing import Any
 from hybrid_gkd.config import Config, ModelConfig
 from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.runtime.hub import look_at_hub
 from hybrid_gkd.runtime.imports import quick_imports
-
-HUB_SECONDS = 5.0
-"""Timeout of the check whether the hub answers at all."""
 
 
 @dataclass(frozen=True)
@@ -159,25 +157,15 @@ def _adapter_parameters(model: Any, lora: ModelConfig) -> int:
 
 
 def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str, Any]) -> Any:
-    """A model's configuration: of a folder, of the hub's cache, or of a hub that answers at once.
+    """A model's configuration: of a folder, or of the hub, and of its cache where it does not answer.
 
     Raises OSError or ValueError if there is none to be used; ConfigError for a field or value of `override_config`.
     """
-    from huggingface_hub import get_session, hf_hub_url
     from transformers import AutoConfig
 
-    try:
-        # A folder may name code on the hub, which is fetched then.
-        local = not os.path.isdir(path)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
-    except OSError as error:
-        if not local:
-            raise
-        try:  # transformers would ask a hub out of reach again and again, for more than a minute
-            get_session().head(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)
-        except Exception:  # whatever the hub's transport raises
-            raise error from None
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if trust_remote_code or not os.path.isdir(path):  # a folder may name code on the hub
+        look_at_hub()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
         if not hasattr(config, name):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.runtime.hub import look_at_hub
 from hybrid_gkd.runtime.imports import quick_imports
 from hybrid_gkd.types import Sample
 
@@ -24,6 +25,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1  # a name on the hub has one slash at most
     if looks_local and not folder.is_dir():
         raise ModelError(f"{path}: no such model folder")
+    if trust_remote_code or not folder.is_dir():
+        look_at_hub()
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a tokenizer file or a folder's own code raises

@@ -3,14 +3,12 @@
 import dataclasses
 import weakref
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Gemma3Config,
     GraniteConfig,
@@ -24,7 +22,7 @@ from hybrid_gkd.errors import ConfigError, ModelError
 from hybrid_gkd.launch.plan import check_free_memory, checkpoint_bytes, disk_bytes, make_plan, memory_lines
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
-from hybrid_gkd.models.spec import ModelSpec, model_spec, read_config, student_spec
+from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
@@ -608,72 +606,6 @@ def test_one_sequence_has_the_length_that_the_engine_is_built_for():
     longer = config(*OFFLOAD, share, "actor_rollout_ref.rollout.max_model_len=65536")
     with pytest.raises(ConfigError, match=r"the KV cache of one sequence 3\.50 GiB"):
         memory(longer, SEVEN_B).check(CARD)
-
-
-HUB_ID = "someone/some-model"
-
-
-class Hub:
-    """A hub that answers, or does not."""
-
-    def __init__(self, error=None):
-        self.error, self.asked = error, []
-
-    def head(self, url, timeout):
-        self.asked.append((url, timeout))
-        if self.error is not None:
-            raise self.error
-
-
-def plan_of_hub_id(monkeypatch, tmp_path, hub, *, cached):
-    """The plan for a model of the hub, in the cache or only on the hub; how the configuration was asked for."""
-    folder, calls, read = make_tiny_model(tmp_path / "model"), [], AutoConfig.from_pretrained
-
-    def from_pretrained(path, *, trust_remote_code, local_files_only=False):
-        calls.append("cache" if local_files_only else "hub")
-        assert path == HUB_ID
-        if local_files_only and not cached:
-            raise OSError(f"cannot find {path} in the cache")
-        return read(folder)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
-    given = config(f"actor_rollout_ref.model.path={HUB_ID}")
-    return str(plan_of(given, student_spec(given), "cpu")), calls
-
-
-def test_the_plan_of_a_model_in_the_hubs_cache_asks_nobody(monkeypatch, tmp_path):
-    hub = Hub(ConnectionError("no network"))
-    text, calls = plan_of_hub_id(monkeypatch, tmp_path, hub, cached=True)
-    assert "memory of each worker by phase" in text
-    assert calls == ["cache"]
-    assert not hub.asked
-
-
-def test_the_configuration_of_a_folder_may_need_code_of_the_hub(monkeypatch, tmp_path):
-    read = AutoConfig.from_pretrained
-
-    def from_pretrained(path, *, trust_remote_code, local_files_only):
-        assert not local_files_only  # transformers would not fetch the code
-        return read(path)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    assert read_config(str(make_tiny_model(tmp_path / "model")), True, {}).vocab_size
-
-
-def test_the_plan_of_a_model_on_the_hub_reads_its_configuration(monkeypatch, tmp_path):
-    hub = Hub()
-    text, calls = plan_of_hub_id(monkeypatch, tmp_path, hub, cached=False)
-    assert "memory of each worker by phase" in text
-    assert calls == ["cache", "hub"]
-    assert [HUB_ID in url and timeout <= 5 for url, timeout in hub.asked] == [True]
-
-
-def test_the_plan_does_not_wait_for_a_hub_out_of_reach(monkeypatch, tmp_path):
-    hub = Hub(ConnectionError("no network"))
-    with pytest.raises(ModelError, match=r"someone/some-model: .*cannot find"):
-        plan_of_hub_id(monkeypatch, tmp_path, hub, cached=False)
-    assert len(hub.asked) == 1
 
 
 def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
