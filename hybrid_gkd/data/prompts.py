@@ -15,6 +15,7 @@ import numpy as np
 
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
+from hybrid_gkd.models.tokenizer import encode_open
 from hybrid_gkd.types import Task
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def make_prompts(
         if truncation == "error" and not filter_overlong_prompts and max(lengths) > max_prompt_length:
             problems.append(_too_long(lengths, max_prompt_length, table.where))
             continue
+        _warn_of_ended(all_ids, tokenizer, table.where)
         for row, length in enumerate(lengths):
             if length <= max_prompt_length or not filter_overlong_prompts:
                 prompts.append(Task(
@@ -187,7 +189,7 @@ def tokenize_chats(
 ) -> list[list[int]]:
     """Token ids of each conversation, behind another chat template than the tokenizer's if one is given."""
     if not template and not tokenizer.chat_template:
-        return tokenizer(["\n".join(m["content"] for m in row) for row in messages]).input_ids
+        return encode_open(tokenizer, ["\n".join(m["content"] for m in row) for row in messages])
     texts = []
     for row, conversation in enumerate(messages, 1):
         try:
@@ -200,6 +202,17 @@ def tokenize_chats(
             raise DataError(f"{where}, row {row}: {reason}") from error
         texts.append(text)
     return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def _warn_of_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Say how many prompts end as an answer does, so that there seems to be nothing left to write."""
+    ended = [row for row, ids in enumerate(all_ids, 1) if ids[-1:] == [tokenizer.eos_token_id]]
+    if ended:
+        logger.warning(
+            "%s: %d of %d prompts end with the end-of-sequence token %r, row %d first: the text or the chat template has "
+            "it there, and a model may take it for the end of the answer",
+            where, len(ended), len(all_ids), tokenizer.eos_token, ended[0],
+        )  # fmt: skip
 
 
 def _truncate(ids: list[int], limit: int, truncation: str) -> np.ndarray:

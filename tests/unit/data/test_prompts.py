@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_tokenizer
@@ -204,6 +205,28 @@ def test_template_arguments_and_a_tokenizer_without_a_template(write):
     tokenizer.chat_template = "{{ raise_exception('only pairs') }}"
     with pytest.raises(DataError, match=r"row 1: the chat template refuses it: only pairs"):
         load(write([{"prompt": "x"}]), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("single", "front"),
+    [("<|user|> $A", ["<|user|>"]), ("$A <|end|> <|end|>", []), ("<|user|> $A <|assistant|>", ["<|user|>"])],
+)
+def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|user|>", "<|assistant|>", "<|end|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    prompts = load(write([{"prompt": "ab"}, {"prompt": "a"}]), tokenizer=tokenizer)
+    found = [tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist()) for prompt in prompts]
+    assert found == [[*front, "a", "b"], [*front, "a"]]
+
+
+def test_prompts_that_end_as_answers_do_are_named(write, caplog):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '<|end|>' if messages[0].content != 'a' }}"
+    file = write([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    assert len(load(file, tokenizer=tokenizer)) == 3
+    assert "rows.jsonl': 2 of 3 prompts end with the end-of-sequence token '<|end|>', row 2 first" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["missing.jsonl", "a/b.parquet", "/no/such/file", "./org/name", "~/x/y", "x.jsonl.gz"])
