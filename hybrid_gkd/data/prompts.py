@@ -159,13 +159,21 @@ def _check_messages(value: object, where: str) -> Chat:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f"{where}: a message must have a text under 'role' and 'content'; got {short(message)}")
-        # Templates also read tool_calls, reasoning_content and others; parquet has null where a message has none.
-        result.append({name: part for name, part in message.items() if part is not None})
+        result.append(_without_nulls(message))  # templates also read tool_calls, reasoning_content and others
     if result[-1]["role"] == "assistant":
         raise DataError(f"{where}: must not end with an answer, which the student is to write; got {short(result[-1])}")
     if not _user_text(result).strip():
         raise DataError(f"{where}: the prompt is empty; got {short(value)}")
     return result
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without fields that are null, at any depth: Arrow's structs have them for what other rows have."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return value
 
 
 def _user_text(messages: Chat) -> str:

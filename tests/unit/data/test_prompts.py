@@ -194,6 +194,26 @@ def test_a_template_sees_all_that_a_message_has(write, tmp_path, suffix):
     assert decode(prompt) == "[user][assistant calls add][tool add]"
 
 
+def test_prompts_are_the_same_from_every_format(write, tmp_path):
+    rows = [
+        {"prompt": [
+            {"role": "user", "content": "x", "parts": [{"kind": "a", "of": {"size": 1}}, {"kind": "b"}]},
+            {"role": "tool", "content": "y", "seen": [1, None]},
+        ]},
+        {"prompt": [{"role": "user", "content": "z", "parts": [{"of": {"name": "c"}}], "more": {"deep": {"er": "d"}}}]},
+        {"prompt": [{"role": "user", "content": "z", "more": {"deep": {}}}]},
+    ]  # fmt: skip
+    (table := datasets.Dataset.from_list(rows)).to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages | tojson(sort_keys=true) }}"
+    files = write(rows), tmp_path / "rows.parquet", tmp_path / "saved"
+    texts, *others = ([decode(each) for each in load(f, tokenizer=tokenizer, max_prompt_length=512)] for f in files)
+    assert others == [texts, texts]
+    assert json.loads(texts[0]) == rows[0]["prompt"]
+    assert json.loads(texts[2]) == rows[2]["prompt"]
+
+
 def test_template_arguments_and_a_tokenizer_without_a_template(write):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
