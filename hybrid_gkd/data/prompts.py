@@ -186,8 +186,9 @@ def _answer(value: object, path: list[str], where: str) -> str:
         if not isinstance(value, dict) or name not in value:
             raise DataError(f"{where}: no field {name!r}; got {short(value)}")
         value = value[name]
-    if not isinstance(value, str | int | float):
-        raise DataError(f"{where}: must be a text or a number; got {short(value)}")
+    text = str(value).strip() if isinstance(value, str | int | float) else ""
+    if not text or value != value:  # an empty cell; NaN where a table has no number
+        raise DataError(f"{where}: must be a text that is not empty or a number; got {short(value)}")
     return str(value)
 
 

@@ -48,8 +48,8 @@ _NUMBER = re.compile(
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1.0 if response and answer are the same text, surrounding white space aside, else 0.0."""
-    return float(response.strip() == answer.strip())
+    """1.0 if response and answer are the same text, surrounding white space aside, else 0.0; nothing is no answer."""
+    return float(response.strip() == answer.strip() != "")
 
 
 def gsm8k(response: str, answer: str) -> float:

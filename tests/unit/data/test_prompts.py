@@ -86,8 +86,8 @@ def test_json_array_and_csv(write, name, text):
 
 
 def test_csv_fields_stay_text(write):
-    prompts = load(write('prompt,answer\n007,"1,5"\nNA,\n', "a.csv"), answer_key="answer")
-    assert [(p.text, p.answer) for p in prompts] == [("007", "1,5"), ("NA", "")]
+    prompts = load(write('prompt,answer\n007,"1,5"\nNA, null \n', "a.csv"), answer_key="answer")
+    assert [(p.text, p.answer) for p in prompts] == [("007", "1,5"), ("NA", " null ")]
 
 
 @pytest.mark.parametrize(
@@ -414,6 +414,20 @@ def test_an_answer_column_must_exist_only_if_it_was_asked_for(write):
         load(file, answer_key="answer")
     with pytest.raises(DataError, match=r"row 2, answer 'a'.*got None"):
         load(write([{"prompt": "x", "a": "1"}, {"prompt": "x", "a": None}]), answer_key="a")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("empty", ["", " \n", float("nan")])
+def test_an_empty_answer_is_none(write, tmp_path, suffix, empty):
+    values = ["1", str(empty)] if isinstance(empty, str) else [1.0, empty]
+    if suffix == "csv" and isinstance(empty, str):
+        file = write(f'prompt,a\nx,1\ny,"{empty}"\n', "rows.csv")
+    elif suffix == "parquet":
+        pq.write_table(pa.table({"prompt": ["x", "y"], "a": values}), file := tmp_path / "rows.parquet")
+    else:
+        file = write([{"prompt": "x", "a": value} for value in values])
+    with pytest.raises(DataError, match=r"row 2, answer 'a' \(reward.answer_key\): must be a text that is not empty"):
+        load(file, answer_key="a")
 
 
 @pytest.mark.parametrize(
