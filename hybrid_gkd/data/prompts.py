@@ -7,6 +7,7 @@ writes its own.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -192,13 +193,21 @@ def _answer(value: object, path: list[str], where: str) -> str:
     return str(value)
 
 
+def plain_text(chat: Chat, who: str) -> str:
+    """The text of a chat for a tokenizer without a chat template. Raises DataError: more than one user's message."""
+    if [message["role"] for message in chat] != ["user"]:
+        raise DataError(f"{who} has no chat template to tell the roles, which would be lost; got {short(chat)}")
+    return str(chat[0]["content"])
+
+
 def tokenize_chats(
     messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
     template: str | None = None,
 ) -> list[list[int]]:
     """Token ids of each conversation, behind another chat template than the tokenizer's if one is given."""
     if not template and not tokenizer.chat_template:
-        return encode_open(tokenizer, ["\n".join(m["content"] for m in row) for row in messages])
+        places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
+        return encode_open(tokenizer, list(map(plain_text, messages, places)))
     texts = []
     for row, conversation in enumerate(messages, 1):
         try:
@@ -218,8 +227,8 @@ def _warn_of_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase,
     ended = [row for row, ids in enumerate(all_ids, 1) if ids[-1:] == [tokenizer.eos_token_id]]
     if ended:
         logger.warning(
-            "%s: %d of %d prompts end with the end-of-sequence token %r, row %d first: the text or the chat template has "
-            "it there, and a model may take it for the end of the answer",
+            "%s: %d of %d prompts end with the end-of-sequence token %r, row %d first: the text or the chat template "
+            "has it there, and a model may take it for the end of the answer",
             where, len(ended), len(all_ids), tokenizer.eos_token, ended[0],
         )  # fmt: skip
 

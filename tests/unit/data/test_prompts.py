@@ -241,6 +241,16 @@ def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front)
     assert found == [[*front, "a", "b"], [*front, "a"]]
 
 
+@pytest.mark.parametrize("roles", [["user", "assistant", "user"], ["system", "user"], ["system"], ["user", "user"]])
+def test_roles_that_no_template_renders_are_refused(write, roles):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    rows = [{"prompt": [{"role": role, "content": "x"} for role in each]} for each in (["user"], roles)]
+    with pytest.raises(DataError, match=r"data.train_files: .*, row 2: the tokenizer has no chat template to tell"):
+        load(write(rows), tokenizer=tokenizer)
+    assert decode(load(write(rows[:1]), tokenizer=tokenizer)[0]) == "x"
+
+
 def test_prompts_that_end_as_answers_do_are_named(write, caplog):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{{ '<|end|>' if messages[0].content != 'a' }}"
