@@ -46,11 +46,13 @@ class RewardTexts:
         assert task.messages is not None
         answer = decode(self.tokenizer, sample)
         if not self.own.chat_template:
-            prompt = plain_text(task.messages, f"row {task.row} of the data: reward_model.model.path")
+            prompt = plain_text(task.messages, task.tools, f"row {task.row} of the data: reward_model.model.path")
             return np.array(self.own(f"{prompt}\n{answer}").input_ids, np.int32)
         chat = [*task.messages, {"role": "assistant", "content": answer}]
         try:
-            text = self.own.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+            text = self.own.apply_chat_template(
+                chat, tools=task.tools, add_generation_prompt=False, tokenize=False
+            )
         except Exception as error:  # a template is a program, which refuses roles or their order in its own way
             reason = f"the chat template of reward_model.model.path refuses it: {first_line(error)}"
             raise DataError(f"row {task.row} of the data: {reason}") from error

@@ -194,6 +194,43 @@ def test_a_template_sees_all_that_a_message_has(write, tmp_path, suffix):
     assert decode(prompt) == "[user][assistant calls add][tool add]"
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["list", "json"])
+def test_tools_and_calls_without_content_reach_the_template(write, tmp_path, caplog, suffix, column):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "add"}}
+    chat = [
+        {"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    rows = [{"prompt": chat, "tools": tools}, {"prompt": [{"role": "user", "content": "x"}], "tools": None}]
+    if column == "json":
+        rows = [row | {"tools": json.dumps(row["tools"])} for row in rows]
+    file = write(rows)
+    if suffix == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file := tmp_path / "rows.parquet")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}{% if m.content is none %} calls{% endif %}]{% endfor %}"
+    )
+    prompts = load(file, tokenizer=tokenizer, max_prompt_length=256)
+    found = [decode(prompt).removeprefix(json.dumps(tools[0])) for prompt in prompts]
+    assert found == ["[user][assistant calls][tool]", "[user]"]
+    assert decode(prompts[0]).startswith(json.dumps(tools[0]))
+    assert [prompt.tools for prompt in prompts] == [tools, None]
+    assert not caplog.text
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    load(file, tokenizer=tokenizer, max_prompt_length=256)
+    assert "row 1: the chat template says nothing of the column 'tools'" in caplog.text
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template to tell the roles"):
+        load(file, tokenizer=tokenizer)
+    file = write([{"prompt": "x"}, {"prompt": "x", "tools": tools}])
+    with pytest.raises(DataError, match="row 2: the tokenizer has no chat template to describe the tools"):
+        load(file, tokenizer=tokenizer)
+
+
 def test_prompts_are_the_same_from_every_format(write, tmp_path):
     rows = [
         {"prompt": [
@@ -315,6 +352,12 @@ def test_hub_names(monkeypatch, file, expected):
             r"row 1.*must not end with an answer, which the student is to write; got \{'role': 'assistant'",
         ),
         ('{"prompt": [{"role": "user"}]}\n', r"row 1.*'role' and 'content'; got \{'role': 'user'\}"),
+        (
+            '{"prompt": [{"role": "user", "content": null, "tool_calls": [{}]}]}\n',
+            r"row 1.*'role' and 'content'; got \{'role': 'user'",
+        ),
+        ('{"prompt": "x", "tools": "add"}\n', r"row 1, column 'tools': must be a list of tools.*; got 'add'"),
+        ('{"prompt": "x", "tools": ["add"]}\n', r"row 1, column 'tools': must be a list of tools.*; got \['add'\]"),
         ('{"prompt": "x"}\n{"prompt": "y"\n', r"cannot be read: row 2 is not a JSON object; got '\{\"prompt\": \"y\"'"),
         ('{"prompt": "x"}\n[1]\n', r"cannot be read: row 2 is not a JSON object; got '\[1\]'"),
         ('[1]\n{"prompt": "x"}\n', r"cannot be read: row 1 is not a JSON object; got '\[1\]'"),
