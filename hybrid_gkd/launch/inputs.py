@@ -155,7 +155,10 @@ def teacher_template(given: str | None) -> str | None:
     key = "actor_rollout_ref.teacher.chat_template"
     path = Path(given).expanduser()
     if path.is_file():
-        return path.read_text()
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(key, f"the file must be UTF-8 text ({error.reason} at {error.start})", given) from error
     if not path.is_dir():
         raise ConfigError(key, "must be a file with a template, a folder with a tokenizer, or a template", given)
     template = load_tokenizer(given).chat_template

@@ -538,7 +538,7 @@ def test_reading_is_quiet_and_leaves_nothing_behind(write, tmp_path, monkeypatch
 def test_prompts_that_are_too_long_are_named_in_every_file(tmp_path):
     files = [tmp_path / f"{name}.jsonl" for name in ("first", "fine", "last")]
     for file in files:
-        file.write_text(json.dumps({"prompt": "long" * (1 if file.stem == "fine" else 30)}) + "\n")
+        file.write_text(json.dumps({"prompt": "long" * (1 if file.stem == "fine" else 30)}) + "\n", encoding="utf-8")
     with pytest.raises(SeveralErrors, match=r"(?s)first\.jsonl.*last\.jsonl") as raised:
         load(*files)
     assert "fine.jsonl" not in str(raised.value)
