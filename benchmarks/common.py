@@ -21,7 +21,7 @@ ENVIRONMENT = {
 def call(command: list[Any], log: Path, deadline: float, **environment: str) -> None:
     """Run a command to its end, its output into a file. Raises SystemExit with the end of it."""
     seconds = deadline - time.monotonic()
-    with open(log, "w") as out:
+    with open(log, "w", encoding="utf-8") as out:
         if seconds <= 0:
             raise SystemExit("not started: no time was left")
         process = subprocess.Popen(
@@ -44,7 +44,7 @@ def call(command: list[Any], log: Path, deadline: float, **environment: str) -> 
 
 def tail(log: Path) -> str:
     """The last lines of a file."""
-    return "\n".join(["", *log.read_text(errors="replace").splitlines()[-30:]])
+    return "\n".join(["", *log.read_text(errors="replace", encoding="utf-8").splitlines()[-30:]])
 
 
 def device_name(device: str) -> str:

@@ -43,7 +43,7 @@ def encode(file: Path) -> tuple[list[list[int]], int]:
     """Token ids of every row, by a tokenizer that is trained on the file; the id that ends a text."""
     texts = [
         "\n".join(value for value in json.loads(line).values() if isinstance(value, str))
-        for line in file.read_text().splitlines()
+        for line in file.read_text(encoding="utf-8").splitlines()
     ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -80,7 +80,9 @@ def train(name: str, seed: int, folder: Path) -> None:
 def read(name: str, seeds: list[int], folder: Path) -> list[Run]:
     """What there is of the runs with this name, one for each seed."""
     files = [folder / "hybrid_gkd" / f"{name}_{seed}" / "metrics.jsonl" for seed in seeds]
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files if file.exists()]
+    return [
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files if file.exists()
+    ]
 
 
 def ends(run: Run) -> list[float]:
@@ -165,7 +167,7 @@ def main() -> None:
             train(name, seed, folder)
     runs = {name: found for name in RUNS if (found := read(name, args.seeds, folder))}
     picture = plot({name: rows for name, rows in runs.items() if name in PLOTTED})
-    (ROOT / "docs" / "losses.svg").write_text(vl_convert.vegalite_to_svg(picture))
+    (ROOT / "docs" / "losses.svg").write_text(vl_convert.vegalite_to_svg(picture), encoding="utf-8")
     print(table(runs))
 
 

@@ -153,17 +153,17 @@ def deadline(args: argparse.Namespace) -> float:
 def make_model(args: argparse.Namespace, folder: Path, name: str, shape: str) -> None:
     """One that is there in this shape stays."""
     made = folder / f"{name}.made"
-    if made.is_file() and made.read_text() == shape:
+    if made.is_file() and made.read_text(encoding="utf-8") == shape:
         return
     made.unlink(missing_ok=True)
     shutil.rmtree(folder / name, ignore_errors=True)
     # In a process of its own, which takes its memory on the card away with it.
     command = [sys.executable, ROOT / "benchmarks" / "models.py", folder / name, "--shape", shape]
     call(command, folder / f"{name}.log", deadline(args))
-    config = json.loads((folder / name / "config.json").read_text())
+    config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = 32768  # as Qwen2.5
-    (folder / name / "config.json").write_text(json.dumps(config))
-    made.write_text(shape)
+    (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    made.write_text(shape, encoding="utf-8")
 
 
 def make_inputs(args: argparse.Namespace, folder: Path) -> None:
@@ -175,7 +175,7 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> None:
         list("abcdefghijklmnopqrstuvwxyz "), ((args.warmup + args.steps) * args.prompts, args.prompt_length)
     )
     rows = "\n".join(json.dumps({"prompt": "".join(line)}) for line in letters)
-    (folder / "prompts.jsonl").write_text(rows)
+    (folder / "prompts.jsonl").write_text(rows, encoding="utf-8")
 
 
 def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: str) -> list[dict[str, float]]:
@@ -198,7 +198,7 @@ def run_program(args: argparse.Namespace, folder: Path, longest: int, lengths: s
     call(command, folder / f"program_{lengths}.log", deadline(args), ANSWER_LENGTHS=lengths)
     (file,) = runs.rglob("metrics.jsonl")
     before, found = 0.0, []
-    for row in map(json.loads, file.read_text().splitlines()):
+    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         found.append({
             "seconds": row["timing/elapsed"] - before,
             "answer_tokens": round(row["response_length/mean"] * args.prompts),
@@ -226,15 +226,15 @@ def run_trl(
         "student": str(folder / "student"), "teacher": str(folder / "teacher"),
         "prompts": str(folder / "prompts.jsonl"), "autocast": precision == "autocast",
     }  # fmt: skip
-    (folder / f"{name}.json").write_text(json.dumps(spec))
-    rows.write_text("")
+    (folder / f"{name}.json").write_text(json.dumps(spec), encoding="utf-8")
+    rows.write_text("", encoding="utf-8")
     command, error = [args.trl_python, ROOT / "benchmarks" / "peers_trl.py", folder / f"{name}.json"], ""
     try:
         call(command, log, deadline(args), ANSWER_LENGTHS=lengths)
     except SystemExit as failure:
         error = str(failure)
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    return found, error, bool(error) and "out of memory" in log.read_text(errors="replace")
+    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    return found, error, bool(error) and "out of memory" in log.read_text(errors="replace", encoding="utf-8")
 
 
 def micro_batches(args: argparse.Namespace, longest: int) -> list[int]:

@@ -72,10 +72,10 @@ class AutocastTrainer(DistillationTrainer):  # type: ignore[misc]
 
 def main() -> None:
     """Train."""
-    with open(sys.argv[1]) as file:
+    with open(sys.argv[1], encoding="utf-8") as file:
         spec = json.load(file)
     device = spec["device"]
-    with open(spec["prompts"]) as file:
+    with open(spec["prompts"], encoding="utf-8") as file:
         texts = [json.loads(line)["prompt"] for line in file]
     own = {
         "output_dir": spec["folder"], "shuffle_dataset": False, "use_vllm": True, "vllm_mode": "colocate",
@@ -83,7 +83,7 @@ def main() -> None:
         "teacher_model_init_kwargs": {"dtype": "bfloat16" if device == "cuda" else "float32"},
     }  # fmt: skip
     settings = forward_kl(device, **(own | spec["settings"]))
-    with open(spec["rows"], "w") as rows:
+    with open(spec["rows"], "w", encoding="utf-8") as rows:
         trainer = (AutocastTrainer if spec["autocast"] else DistillationTrainer)(
             spec["student"], spec["teacher"], settings,
             Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),

@@ -143,7 +143,7 @@ def models_key(paths: DemoPaths) -> str:
 
 def in_words(paths: DemoPaths) -> dict[str, str]:
     """Teacher and student, their sizes and how much they answer right where it was counted, for the head of a run."""
-    manifest, found = json.loads(paths.manifest.read_text()), {}
+    manifest, found = json.loads(paths.manifest.read_text(encoding="utf-8")), {}
     for name in ("teacher", "student"):
         accuracy = manifest[name].get("held_out_accuracy")
         right = "" if accuracy is None else f", {100 * accuracy:.1f} % right"
@@ -254,7 +254,7 @@ def say_validations(name: str, rows: list[dict[str, float]]) -> None:
 def curve_so_far(folder: Path, answers: int) -> list[dict[str, float]]:
     """`curve` of what a run has written below its folder."""
     found = list(folder.rglob("metrics.jsonl"))
-    lines = found[0].read_text().split("\n")[:-1] if found else []  # the last one may be half written
+    lines = found[0].read_text(encoding="utf-8").split("\n")[:-1] if found else []  # the last one may be half written
     return curve([json.loads(line) for line in lines], answers)
 
 
@@ -305,7 +305,7 @@ def store(file: Path, head: dict[str, Any], rows: list[dict[str, float]]) -> Non
     """Write a CSV behind lines `# key: value`, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
-    with open(unfinished, "w", newline="") as out:
+    with open(unfinished, "w", newline="", encoding="utf-8") as out:
         out.writelines(f"# {key}: {value}\n" for key, value in head.items())
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()

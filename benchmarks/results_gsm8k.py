@@ -126,7 +126,7 @@ def fill(paths: DemoPaths, recipe: Recipe, train: str, val: str, device: str) ->
         folder = getattr(paths, name)
         manifest[name] = train_model(name, folder, shape, tokenizer, endless, seed=SEED, device=device)
     manifest["build_seconds"] = round(time.monotonic() - began, 1)
-    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
+    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read(entry: str, key: str) -> list[Row]:
@@ -178,10 +178,10 @@ def report(found: list[Stored], docs: Path, conclusions: Path) -> None:
         lines.append(f"| {titles[name]} (`{name}`) | {len(each)} | {' | '.join(cells)} |")
     draw(chart(runs, titles, PANELS), docs / "results_gsm8k.svg")
     parts = ["# Results on GSM8K's texts", METHOD, facts(found)]
-    parts += [conclusions.read_text().strip()] if conclusions.exists() else []
+    parts += [conclusions.read_text(encoding="utf-8").strip()] if conclusions.exists() else []
     parts += ["![Held-out divergence by answer tokens](results_gsm8k.svg)", "\n".join(lines)]
     parts.append("This page is generated: `python benchmarks/results_gsm8k.py report`.")
-    (docs / "results_gsm8k.md").write_text("\n\n".join(parts) + "\n")
+    (docs / "results_gsm8k.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(docs / "results_gsm8k.md")
 
 

@@ -83,7 +83,7 @@ def read_all(folder: Path) -> list[Stored]:
 
 def read(file: Path) -> Stored:
     """One run. Raises SystemExit for a file that is none."""
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
     table = csv.DictReader([line for line in lines if not line.startswith("# ")])
     rows = [{key: float(value) for key, value in row.items() if value} for row in table]
@@ -180,7 +180,7 @@ def draw(specification: dict[str, Any], file: Path) -> None:
         import vl_convert
     except ImportError as error:
         raise SystemExit("the pictures need vl-convert-python: bash run_gkd.sh --install-only dev") from error
-    file.write_text(vl_convert.vegalite_to_svg(specification))
+    file.write_text(vl_convert.vegalite_to_svg(specification), encoding="utf-8")
 
 
 def facts(runs: list[Stored]) -> str:
@@ -240,8 +240,8 @@ def by_name(found: list[Stored], titles: dict[str, str]) -> dict[str, list[Store
 def report(found: list[Stored], titles: dict[str, str], docs: Path, conclusions: Path) -> None:
     """Write the page and its pictures. Raises SystemExit where there is nothing to show or nothing to compare."""
     runs = by_name(found, titles)
-    text = page(runs, titles, conclusions.read_text() if conclusions.exists() else "")
+    text = page(runs, titles, conclusions.read_text(encoding="utf-8") if conclusions.exists() else "")
     for kind, some in groups(runs).items():
         draw(chart(some, titles), docs / f"results_{kind}.svg")
-    (docs / "results.md").write_text(text)
+    (docs / "results.md").write_text(text, encoding="utf-8")
     print(docs / "results.md")

@@ -71,7 +71,7 @@ def sampled_answers(
 
 def training_rows(args: argparse.Namespace, paths: DemoPaths, config: Config) -> tuple[list[Row], float]:
     """Prompts with the answers to train on, and the seconds that each answer took."""
-    rows = [json.loads(line) for line in paths.train.read_text().splitlines()]
+    rows = [json.loads(line) for line in paths.train.read_text(encoding="utf-8").splitlines()]
     if args.answers == "data":
         return rows, 0.0
     rollout = config.actor_rollout_ref.rollout  # what holds for a student's engine, where several share a card
@@ -118,14 +118,14 @@ def train(args: argparse.Namespace, config: Config, out: Path) -> None:
     paths, device = DemoPaths.under(args.models), torch.device(args.device)
     limit, size = config.data.max_response_length, config.data.train_batch_size
     tokenizer = AutoTokenizer.from_pretrained(paths.student)
-    val = [json.loads(line) for line in paths.val.read_text().splitlines()]
+    val = [json.loads(line) for line in paths.val.read_text(encoding="utf-8").splitlines()]
     rows, per_answer = training_rows(args, paths, config)
     optim, seconds, tokens, step = config.actor_rollout_ref.actor.optim, 0.0, 0, 0
     recipe = SFTRecipe(
         max_steps=10**9, batch_size=size, learning_rate=optim.lr, warmup_steps=optim.lr_warmup_steps,
         max_tokens=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
-    with alone(device), open(out / "metrics.jsonl", "w") as log:
+    with alone(device), open(out / "metrics.jsonl", "w", encoding="utf-8") as log:
         sft = SFT(paths.student, recipe, device=device)
 
         def say(**metrics: float) -> None:

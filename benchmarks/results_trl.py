@@ -84,7 +84,10 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
     paths, optim = DemoPaths.under(args.models), config.actor_rollout_ref.actor.optim
-    train, val = ([json.loads(line) for line in file.read_text().splitlines()] for file in (paths.train, paths.val))
+    train, val = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in (paths.train, paths.val)
+    )
     tokenizer = AutoTokenizer.from_pretrained(paths.student, padding_side="left")
     prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in train])
     student, teacher = (
@@ -96,7 +99,7 @@ def main() -> None:
         learning_rate=optim.lr, adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], weight_decay=optim.weight_decay,
         warmup_steps=optim.lr_warmup_steps, max_grad_norm=config.actor_rollout_ref.actor.grad_clip,
     )  # fmt: skip
-    with open(args.out / "metrics.jsonl", "w") as log:
+    with open(args.out / "metrics.jsonl", "w", encoding="utf-8") as log:
         DistillationTrainer(
             student, teacher, settings, prompts, processing_class=tokenizer,
             callbacks=[Recorder(args, config, tokenizer, val, log)],

@@ -77,11 +77,11 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> list[str]:
     teacher = make_model(folder / "teacher", args.teacher_shape, tokenizer)
     rng = np.random.default_rng(0)
     ends = rng.choice(len(tokenizer), len(tokenizer) // args.mean_length, replace=False)
-    (student / "generation_config.json").write_text(json.dumps({"eos_token_id": ends.tolist()}))
+    (student / "generation_config.json").write_text(json.dumps({"eos_token_id": ends.tolist()}), encoding="utf-8")
     most = max(total_steps(args, schedule) for schedule in args.schedules)
     letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz "), (most * args.prompts, args.prompt_length))
     rows = "\n".join(json.dumps({"prompt": "".join(line)}) for line in letters)
-    (folder / "prompts.jsonl").write_text(rows)
+    (folder / "prompts.jsonl").write_text(rows, encoding="utf-8")
     return [
         f"actor_rollout_ref.model.path={student}", f"actor_rollout_ref.teacher.model.path={teacher}",
         f"data.train_files={folder / 'prompts.jsonl'}", f"trainer.default_local_dir={folder / 'runs'}",
@@ -161,10 +161,10 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
 
 def figures(run_folder: Path, first: int, last: int) -> dict[str, float]:
     """Medians over the counted steps: `step`, the timing metrics, `hidden_fraction` and lengths, in seconds, tokens."""
-    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     counted = [row for row in rows if first < row["step"] <= len(rows) - last]
     published = sorted(  # before the first step and after each
-        event["ts"] + event["dur"] for event in json.loads((run_folder / "trace.json").read_text())
+        event["ts"] + event["dur"] for event in json.loads((run_folder / "trace.json").read_text(encoding="utf-8"))
         if event["ph"] == "X" and event["pid"] == 1 and event["name"] == "sync_rollout_weights"
     )
     assert len(published) == len(rows) + 1, (len(published), len(rows))

@@ -36,9 +36,11 @@ def moments(run_dir: Path, began: float) -> dict[str, float]:
     """Seconds since `began` of each of MOMENTS."""
     start, *_ = rows = list(read_json_lines(run_dir / STARTS))
     assert rows[-1]["error"] is None, rows[-1]["error"]
-    spans = [event for event in json.loads((run_dir / "trace.json").read_text()) if event["ph"] == "X"]
+    spans = [event for event in json.loads((run_dir / "trace.json").read_text(encoding="utf-8")) if event["ph"] == "X"]
 
-    ready = re.search(r"teacher of this run was ready after ([0-9.]+) s", (run_dir / RUN_LOG).read_text())
+    ready = re.search(
+        r"teacher of this run was ready after ([0-9.]+) s", (run_dir / RUN_LOG).read_text(encoding="utf-8")
+    )
     assert ready is not None, "the log does not say when the teacher was ready"
     answers = min((e for e in spans if e["name"] == "gen" and e["pid"] != 1), key=lambda e: e["ts"])  # a worker's
     found = {

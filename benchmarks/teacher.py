@@ -136,14 +136,14 @@ def ask(
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> list[int]:
     """Processes that a process has started, and those that they have."""
     own = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-           for child in (task / "children").read_text().split()]  # fmt: skip
+           for child in (task / "children").read_text(encoding="utf-8").split()]  # fmt: skip
     return own + [each for child in own for each in descendants(child)]
 
 

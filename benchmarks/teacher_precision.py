@@ -105,7 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     device = args.device or visible_device()
     paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
-    rows = [json.loads(line) for line in paths.val.read_text().splitlines()[: args.sequences]]
+    rows = [json.loads(line) for line in paths.val.read_text(encoding="utf-8").splitlines()[: args.sequences]]
     with own_process() as pool:
         readings, student = pool.submit(answers, paths.student, rows, device).result(TIMEOUT)
     found = {}

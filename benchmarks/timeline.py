@@ -36,7 +36,7 @@ WIDTH, LANE = 760, 14
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
     """All that the trace of a run folder holds."""
-    events: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())
+    events: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
     return events
 
 
@@ -107,7 +107,7 @@ def table(folders: list[Path]) -> str:
         "|---" * (len(TIMES) + 5) + "|",
     ]
     for folder in folders:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         rows, accuracies = [r for r in rows if r["step"]], [r["val/accuracy"] for r in rows if "val/accuracy" in r]
         accuracy = f"{100 * accuracies[-1]:.1f} %" if accuracies else ""
         times = [statistics.median(r.get(f"timing/{name}", 0.0) for r in rows[WARMUP_STEPS:]) for name in TIMES]
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "timeline.svg", help="(%(default)s)")
     args = parser.parse_args()
     runs = {folder.name: rows_of(folder, args.steps) for folder in args.folders}
-    args.out.write_text(vl_convert.vegalite_to_svg(picture(runs)))
+    args.out.write_text(vl_convert.vegalite_to_svg(picture(runs)), encoding="utf-8")
     print(table(args.folders))
 
 

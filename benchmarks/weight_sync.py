@@ -80,7 +80,7 @@ def share(rank: int, args: argparse.Namespace, ports: dict[str, int], start: Any
             synchronize(device)
             seconds = time.perf_counter() - started
             rows.append(Row(way, number, rank, seconds, len(syncs[way].buckets), checksums(weights)))
-    (folder / f"{rank}.json").write_text(json.dumps(rows))
+    (folder / f"{rank}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
 def own_weights(layout: Layout, device: torch.device) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def main() -> None:
         parser.error("--gpus: one sends and at least one receives")
     with tempfile.TemporaryDirectory() as name:
         mp.spawn(share, (args, free_ports(), mp.get_context("spawn").Barrier(args.gpus), Path(name)), args.gpus)
-        rows = [Row(*row) for file in Path(name).iterdir() for row in json.loads(file.read_text())]
+        rows = [Row(*row) for file in Path(name).iterdir() for row in json.loads(file.read_text(encoding="utf-8"))]
     print(report(args, rows))
 
 

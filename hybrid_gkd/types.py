@@ -29,6 +29,8 @@ class Task:
     """The user's message, for sample generations."""
     messages: list[dict[str, Any]] | None = None
     """The chat that `token_ids` are of, where there is a reward model, which may have a template of its own."""
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the chat template describes to the model; None where the row has none."""
     answer: str | None = None
     """Ground truth for rule rewards; None where the data has none."""
     data_source: str | None = None

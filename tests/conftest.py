@@ -34,7 +34,7 @@ def pytest_collection_finish():
 def only_tensor_parallel_engine():
     """No test beside has another one: the shared memory of vLLM's ranks on CPUs has one name in all processes."""
     deadline = time.monotonic() + LOCK_SECONDS
-    with open(Path(tempfile.gettempdir()) / f"hybrid_gkd_tests_{os.getuid()}.lock", "w") as lock:
+    with open(Path(tempfile.gettempdir()) / f"hybrid_gkd_tests_{os.getuid()}.lock", "w", encoding="utf-8") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -153,7 +153,7 @@ NOT_RUN = {
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands() -> dict[str, list[str]]:

@@ -98,7 +98,7 @@ def free_port() -> int:
 
 def memory_mib(pid: int) -> float:
     """Resident memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
 class Cluster:

@@ -232,7 +232,7 @@ def this_machine():
 
 def processor():
     """Model name of the processor, with the numbers behind it: on another one the last digits may differ."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     found = {}
     for name, _, value in (line.partition(":") for line in lines):
         found.setdefault(name.strip(), value.strip())
@@ -265,12 +265,12 @@ if __name__ == "__main__":
     parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
     if options.write or options.add:
-        stored = json.loads(FILE.read_text())
+        stored = json.loads(FILE.read_text(encoding="utf-8"))
         for case in [options.case] if options.case else CASES:
             entries = [] if options.write else stored.get(case, [])
             if not any(is_of(this_machine(), entry["machine"]) for entry in entries):
                 stored[case] = [*entries, run(case)]
-        FILE.write_text(json.dumps(stored, indent=1) + "\n")
+        FILE.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     else:
         with tempfile.TemporaryDirectory() as temporary:
             print(json.dumps(compute(options.case, Path(temporary))))

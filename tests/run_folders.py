@@ -78,7 +78,7 @@ def make_run(
                     row |= {"val/forward_kl": 2.0 / step, "val/reverse_kl": 3.0 / step, "val/forward_kl/q1": 1.0 / step}
             tracking.log(row, step)
             if step % 20 == 0:
-                (config.run_dir / "latest_checkpointed_iteration.txt").write_text(str(step))
+                (config.run_dir / "latest_checkpointed_iteration.txt").write_text(str(step), encoding="utf-8")
         if error is not None:
             raise error
     return config.run_dir

@@ -6,7 +6,10 @@ writes its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ import numpy as np
 
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
+from hybrid_gkd.models.tokenizer import encode_open
 from hybrid_gkd.types import Task
 
 if TYPE_CHECKING:
@@ -23,9 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Chat = list[dict[str, Any]]
-DATA_SOURCE, EXTRA_INFO = "data_source", "extra_info"
-"""Columns that rows may have: where they are from (unless `data.reward_fn_key` names another), and anything else that a
-reward function of the user's own wants to know."""
+Tools = list[dict[str, Any]] | None
+DATA_SOURCE, EXTRA_INFO, TOOLS = "data_source", "extra_info", "tools"
+"""Columns that rows may have: where they are from (unless `data.reward_fn_key` names another), anything else that a
+reward function of the user's own wants to know, and the functions that the chat template describes to the model."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Rows:
     name: str
     """Of the table, as in the configuration."""
     messages: list[Chat]
+    tools: list[Tools]
     answers: list[str | None]
     """None where no column is asked for."""
     data_sources: list[str | None]
@@ -76,19 +82,22 @@ def make_prompts(
     """
     prompts, problems, num_rows = list[Task](), list[DataError](), 0
     for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
-        tokenize = functools.partial(tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where)
+        tokenize = functools.partial(
+            tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where, tools=table.tools
+        )
         all_ids = tokenize()
         others = None if teacher_template is None else tokenize(teacher_template)
         lengths = [max(map(len, both)) for both in zip(all_ids, others or all_ids, strict=True)]
         if truncation == "error" and not filter_overlong_prompts and max(lengths) > max_prompt_length:
             problems.append(_too_long(lengths, max_prompt_length, table.where))
             continue
+        _warn_of_ended(all_ids, tokenizer, table.where)
         for row, length in enumerate(lengths):
             if length <= max_prompt_length or not filter_overlong_prompts:
                 prompts.append(Task(
                     index=num_rows + row, token_ids=_truncate(all_ids[row], max_prompt_length, truncation),
                     teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
-                    messages=table.messages[row] if keep_messages else None,
+                    messages=table.messages[row] if keep_messages else None, tools=table.tools[row],
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
                     file=file,
@@ -107,7 +116,7 @@ def make_prompts(
 def _read_rows(
     source: Source, where: str, prompt_key: str, answer_key: str | None, data_source_key: str, extra_info: bool
 ) -> Rows:
-    wanted = {prompt_key, data_source_key} | ({EXTRA_INFO} if extra_info else set())
+    wanted = {prompt_key, data_source_key, TOOLS} | ({EXTRA_INFO} if extra_info else set())
     wanted |= set() if answer_key is None else {answer_key, answer_key.split(".")[0]}
     names, rows = read_table(source, where, wanted)
     columns = ", ".join(names)
@@ -123,7 +132,8 @@ def _read_rows(
     ]
     sources: list[Any] = _optional(rows, data_source_key, str, "a text", where)
     infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
-    return Rows(where, source.name, messages, _answers(names, rows, answer_key, where), sources, infos)
+    tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
+    return Rows(where, source.name, messages, tools, _answers(names, rows, answer_key, where), sources, infos)
 
 
 def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | None, where: str) -> list[str | None]:
@@ -153,17 +163,45 @@ def _check_messages(value: object, where: str) -> Chat:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: must be a text or a list of chat messages; got {short(value)}")
-    result = []
-    for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise DataError(f"{where}: a message must have a text under 'role' and 'content'; got {short(message)}")
-        # Templates also read tool_calls, reasoning_content and others; parquet has null where a message has none.
-        result.append({name: part for name, part in message.items() if part is not None})
+    result = [_check_message(message, where) for message in messages]
     if result[-1]["role"] == "assistant":
         raise DataError(f"{where}: must not end with an answer, which the student is to write; got {short(result[-1])}")
     if not _user_text(result).strip():
         raise DataError(f"{where}: the prompt is empty; got {short(value)}")
     return result
+
+
+def _check_message(message: object, where: str) -> dict[str, Any]:
+    """With all that it has beside role and content, for the chat template; beside tool_calls content may be null."""
+    found = _without_nulls(message)
+    if isinstance(found, dict) and found.get("role") == "assistant" and found.get("tool_calls"):
+        found = {"content": None} | found  # there are templates that ask whether it is null
+        whole = isinstance(found["content"], str | None)
+    else:
+        whole = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in ("role", "content"))
+    if not whole:
+        raise DataError(f"{where}: a message must have a text under 'role' and 'content'; got {short(message)}")
+    return found
+
+
+def _tools(value: object, where: str) -> Tools:
+    """A list of objects, or such a list as JSON, which columns of a table with one type hold."""
+    found: Any = value
+    if isinstance(value, str) and value.strip():
+        with contextlib.suppress(json.JSONDecodeError):
+            found = json.loads(value)
+    if not isinstance(found or [], list) or not all(isinstance(tool, dict) for tool in found or []):
+        raise DataError(f"{where}: must be a list of tools (objects), or its JSON; got {short(value)}")
+    return _without_nulls(found) or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without fields that are null, at any depth: Arrow's structs have them for what other rows have."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return value
 
 
 def _user_text(messages: Chat) -> str:
@@ -176,30 +214,56 @@ def _answer(value: object, path: list[str], where: str) -> str:
         if not isinstance(value, dict) or name not in value:
             raise DataError(f"{where}: no field {name!r}; got {short(value)}")
         value = value[name]
-    if not isinstance(value, str | int | float):
-        raise DataError(f"{where}: must be a text or a number; got {short(value)}")
+    text = str(value).strip() if isinstance(value, str | int | float) else ""
+    if not text or value != value:  # an empty cell; NaN where a table has no number
+        raise DataError(f"{where}: must be a text that is not empty or a number; got {short(value)}")
     return str(value)
+
+
+def plain_text(chat: Chat, tools: Tools, who: str) -> str:
+    """The text of a chat for a tokenizer without a chat template. Raises DataError: more than one user's message."""
+    if [message["role"] for message in chat] != ["user"]:
+        raise DataError(f"{who} has no chat template to tell the roles, which would be lost; got {short(chat)}")
+    if tools:
+        raise DataError(f"{who} has no chat template to describe the tools, which would be lost; got {short(tools)}")
+    return str(chat[0]["content"])
 
 
 def tokenize_chats(
     messages: list[Chat], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str,
-    template: str | None = None,
+    template: str | None = None, tools: list[Tools] | None = None,
 ) -> list[list[int]]:
     """Token ids of each conversation, behind another chat template than the tokenizer's if one is given."""
+    tools = tools or [None] * len(messages)
     if not template and not tokenizer.chat_template:
-        return tokenizer(["\n".join(m["content"] for m in row) for row in messages]).input_ids
-    texts = []
-    for row, conversation in enumerate(messages, 1):
+        places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
+        return encode_open(tokenizer, list(map(plain_text, messages, tools, places)))
+    render = functools.partial(
+        tokenizer.apply_chat_template, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    texts = list[str]()
+    for row, (conversation, own) in enumerate(zip(messages, tools, strict=True), 1):
         try:
-            text = tokenizer.apply_chat_template(
-                conversation, chat_template=template, add_generation_prompt=True, tokenize=False, **options
-            )
+            text = render(conversation, **options | ({"tools": own} if own else {}))
+            if own and not any(tools[: row - 1]) and text == render(conversation, **options):
+                logger.warning("%s, row %d: the chat template says nothing of the column %r", where, row, TOOLS)
         # A template is a program of the model's maker; it refuses roles or their order with errors of its own.
         except Exception as error:
             reason = f"the chat template refuses it: {error}; got {short(conversation)}"
             raise DataError(f"{where}, row {row}: {reason}") from error
         texts.append(text)
     return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def _warn_of_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Say how many prompts end as an answer does, so that there seems to be nothing left to write."""
+    ended = [row for row, ids in enumerate(all_ids, 1) if ids[-1:] == [tokenizer.eos_token_id]]
+    if ended:
+        logger.warning(
+            "%s: %d of %d prompts end with the end-of-sequence token %r, row %d first: the text or the chat template "
+            "has it there, and a model may take it for the end of the answer",
+            where, len(ended), len(all_ids), tokenizer.eos_token, ended[0],
+        )  # fmt: skip
 
 
 def _truncate(ids: list[int], limit: int, truncation: str) -> np.ndarray:

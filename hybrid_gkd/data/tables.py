@@ -234,7 +234,11 @@ def _read_saved(folder: Path, split: str | None, where: str, wanted: set[str]) -
     """What `save_to_disk` wrote; of several splits the one that is asked for, `train` or the only one."""
     import datasets
 
-    splits = json.loads((folder / SAVED_SPLITS).read_text())["splits"] if (folder / SAVED_SPLITS).is_file() else []
+    splits = (
+        json.loads((folder / SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
+        if (folder / SAVED_SPLITS).is_file()
+        else []
+    )
     if splits:
         split = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
         if split is None or split not in splits:

@@ -31,7 +31,7 @@ def main() -> int:
     except HybridGKDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(paths.manifest.read_text(), end="")
+    print(paths.manifest.read_text(encoding="utf-8"), end="")
     print(paths.root)
     return 0
 

@@ -75,18 +75,18 @@ def build_once(root: Path, key: str, fill: Callable[[DemoPaths], None], *, force
 
 def teacher_accuracy(paths: DemoPaths) -> float:
     """Held-out greedy accuracy of the teacher, measured when the demo was built."""
-    return json.loads(paths.manifest.read_text())["teacher"]["held_out_accuracy"]
+    return json.loads(paths.manifest.read_text(encoding="utf-8"))["teacher"]["held_out_accuracy"]
 
 
 def write_rows(file: Path, rows: list[Row]) -> None:
     """JSON, one object a line."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def manifest_key(root: Path) -> str | None:
     """Key of the recipe and seed of a built demo; None where there is none."""
     try:
-        return json.loads(DemoPaths.under(root).manifest.read_text())["key"]
+        return json.loads(DemoPaths.under(root).manifest.read_text(encoding="utf-8"))["key"]
     except (OSError, ValueError, KeyError, TypeError):  # absent, or somebody else's file
         return None
 

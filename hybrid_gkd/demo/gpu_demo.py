@@ -187,9 +187,9 @@ def _start(paths: DemoPaths, recipe: GPUDemoRecipe, seed: int, device: str) -> N
     }
     for part in PARTS:
         file = _part_of_manifest(paths, part)
-        manifest |= json.loads(file.read_text())
+        manifest |= json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
-    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
+    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def _groups(device: str) -> list[tuple[str, ...]]:
@@ -211,7 +211,7 @@ def _make(parts: tuple[str, ...], paths: DemoPaths, recipe: GPUDemoRecipe, seed:
             found = _make_data(paths, recipe, len(tokenizer), seed)
         else:
             found = {part: _make_model(part, paths, recipe, tokenizer, val, seed, device)}
-        _part_of_manifest(paths, part).write_text(json.dumps(found))
+        _part_of_manifest(paths, part).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _make_data(paths: DemoPaths, recipe: GPUDemoRecipe, num_tokens: int, seed: int) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _build(paths: DemoPaths, recipe: DemoRecipe, seed: int) -> None:
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     manifest["build_seconds"] = round(time.monotonic() - started, 1)
-    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n")
+    paths.manifest.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def make_data(recipe: DemoRecipe, seed: int) -> tuple[list[Row], list[Row]]:

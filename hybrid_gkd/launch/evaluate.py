@@ -99,7 +99,7 @@ def exported(model: str) -> str:
         return str(next((export for export in exports if not (export / ADAPTER_CONFIG).is_file()), folder))
     if (folder / ADAPTER_CONFIG).is_file():
         try:
-            return str(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+            return str(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(MODEL_PATH, f"{ADAPTER_CONFIG} there names no base model: {error!r}", model) from error
     return str(folder) if folder.exists() else model

@@ -104,11 +104,11 @@ def reward_model(facts: Facts) -> str:
     if other is None and own.chat_template not in (None, facts.tokenizer.chat_template):
         other = "chat template"
     texts = RewardTexts(facts.tokenizer, own if other else None, limit)
-    prompt = [*facts.train_prompts, *facts.val_prompts][0]
     nothing = np.zeros(0, np.int32)
-    request = GenerationRequest(id=SampleId(1, prompt.index, 0), prompt_ids=prompt.token_ids, seed=0)
+    request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=nothing, seed=0)
     empty = generated(request, nothing, version=0, status="stop", logprobs=None)
-    texts.tokens(prompt, empty)  # so that a template that refuses a chat says so now
+    for prompt in (*facts.train_prompts, *facts.val_prompts):
+        texts.tokens(prompt, empty)  # so that a template that refuses a chat says so now
     facts.reward_texts = texts
     read = f"texts are encoded anew for its {other}" if other else "reads the student's tokens"
     return f"{model.path}, {read}" + (f", at most {limit}" if limit is not None else "")
@@ -155,7 +155,10 @@ def teacher_template(given: str | None) -> str | None:
     key = "actor_rollout_ref.teacher.chat_template"
     path = Path(given).expanduser()
     if path.is_file():
-        return path.read_text()
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(key, f"the file must be UTF-8 text ({error.reason} at {error.start})", given) from error
     if not path.is_dir():
         raise ConfigError(key, "must be a file with a template, a folder with a tokenizer, or a template", given)
     template = load_tokenizer(given).chat_template

@@ -163,9 +163,9 @@ def nothing_left(facts: Facts) -> str:
 def keep_config(config: Config) -> None:
     """Write config.yaml; the one of an earlier start, where it differs, stays as config.N.yaml."""
     file, text = config.run_dir / "config.yaml", to_yaml(config)
-    if file.is_file() and file.read_text() != text:
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(free_path(config.run_dir / "config", ".yaml"))
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
 
 
 def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> PPOTrainer:
@@ -272,7 +272,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
     run_dir = config.run_dir
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir.parent / f".{run_dir.name}.lock", "w")  # noqa: SIM115 (closed below)
+        lock = open(run_dir.parent / f".{run_dir.name}.lock", "w", encoding="utf-8")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ConfigError("trainer.default_local_dir", f"cannot be written to: {error}", show_value=False) from error
     with lock:

@@ -64,7 +64,7 @@ def _given_config(model: ModelConfig, folder: str) -> Any:
         if not Path(folder, name).is_file():
             raise ConfigError(key, f"must be a folder of peft's with {CONFIG_FILE} and {WEIGHTS_FILE}", folder)
     try:
-        kind = json.loads(Path(folder, CONFIG_FILE).read_text()).get("peft_type")
+        kind = json.loads(Path(folder, CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
         found = LoraConfig.from_pretrained(folder) if kind == "LORA" else None
     except Exception as error:  # whatever a broken file makes peft raise
         raise ConfigError(key, f"{CONFIG_FILE} cannot be read: {first_line(error)}", folder) from error

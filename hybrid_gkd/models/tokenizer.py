@@ -33,6 +33,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
+def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of texts that are to be continued: with what the tokenizer puts in front of a text, not behind it."""
+    plain, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    added = range(len(whole) - len(plain) + 1)
+    front = next((count for count in added if whole[count : count + len(plain)] == plain), added[-1])
+    behind = added[-1] - front
+    return [ids[: len(ids) - behind] for ids in tokenizer(texts).input_ids]
+
+
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """End-of-sequence ids of the tokenizer and of generation_config.json, ascending. Raises ModelError."""
     from transformers import GenerationConfig

@@ -84,7 +84,7 @@ def serving_command(huggingface: Path, base: str, *, on_gpu: bool) -> list[str]:
     served, adapters = ["--model", str(huggingface)], huggingface / "adapter_config.json"
     if adapters.is_file():
         served = ["--model", base, "--enable-lora", "--lora-modules", f"student={huggingface}"]
-        rank = json.loads(adapters.read_text())["r"]
+        rank = json.loads(adapters.read_text(encoding="utf-8"))["r"]
         if rank > LORA_RANKS[0]:
             served += ["--max-lora-rank", str(next((room for room in LORA_RANKS if room >= rank), rank))]
     if not on_gpu:  # here it is a share of the host's memory, all of which has to be free; the default is 0.92

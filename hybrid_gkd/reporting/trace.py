@@ -36,7 +36,7 @@ def write_trace(run_dir: Path) -> Path:
     """Merge the spans of a run folder into its trace.json. Raises OSError."""
     path = run_dir / "trace.json"
     temporary = path.with_name("trace.json.tmp")
-    with temporary.open("w") as out:
+    with temporary.open("w", encoding="utf-8") as out:
         out.write("[")
         files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
         rows = (row for file in files for row in read_json_lines(file))

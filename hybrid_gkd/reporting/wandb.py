@@ -53,14 +53,22 @@ class Wandb:
         settings = wandb.Settings(silent=True, console="off", finish_timeout=WANDB_FINISH_SECONDS)
         with waiting("wandb to start"):
             self._run = wandb.init(
-                project=info.project_name, name=info.experiment_name, dir=str(info.run_dir), config=dict(info.config),
-                id=id_file.read_text().strip() if resumes else None, mode="offline" if offline else None,
-                resume="allow" if resumes and not offline else None, settings=settings, entity=section["entity"],
-                group=section["group"], tags=section["tags"] or None, notes=section["notes"],
+                project=info.project_name,
+                name=info.experiment_name,
+                dir=str(info.run_dir),
+                config=dict(info.config),
+                id=id_file.read_text(encoding="utf-8").strip() if resumes else None,
+                mode="offline" if offline else None,
+                resume="allow" if resumes and not offline else None,
+                settings=settings,
+                entity=section["entity"],
+                group=section["group"],
+                tags=section["tags"] or None,
+                notes=section["notes"],
             )
         self._offline, self._logs_report = offline, False
         try:
-            id_file.write_text(self._run.id + "\n")
+            id_file.write_text(self._run.id + "\n", encoding="utf-8")
             for name, best in BEST.items():
                 self._run.define_metric(name, summary=f"last,{best}")
             # One table that grows: a resumed run's begins with the samples that it had.

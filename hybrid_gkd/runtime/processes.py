@@ -13,7 +13,7 @@ def members(group: int) -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, its_group = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 found.add(int(stat.parent.name))
     return found

@@ -52,8 +52,8 @@ _ANSWER_LINE = re.compile(r"answer[ *]*:([^\n]+)", re.IGNORECASE)
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1.0 if response and answer are the same text, surrounding white space aside, else 0.0."""
-    return float(response.strip() == answer.strip())
+    """1.0 if response and answer are the same text, surrounding white space aside, else 0.0; nothing is no answer."""
+    return float(response.strip() == answer.strip() != "")
 
 
 def gsm8k(response: str, answer: str, *, strict: bool = False) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.data.packing import plan_micro_batches
+from hybrid_gkd.data.prompts import plain_text
 from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.models.tokenizer import decode, first_line
 from hybrid_gkd.runtime.spans import Clock
@@ -39,15 +40,19 @@ class RewardTexts:
     """Tokens that it reads; None: any number."""
 
     def tokens(self, task: Task, sample: Sample) -> np.ndarray:
-        """Of the whole text, int32 [T]. Raises DataError: its chat template refuses the chat."""
+        """Of the whole text, int32 [T]. Raises DataError: its chat template refuses the chat, or it needs one."""
         if self.own is None:
             return sample.tokens
         assert task.messages is not None
-        chat = [*task.messages, {"role": "assistant", "content": decode(self.tokenizer, sample)}]
+        answer = decode(self.tokenizer, sample)
         if not self.own.chat_template:
-            return np.array(self.own("\n".join(message["content"] for message in chat)).input_ids, np.int32)
+            prompt = plain_text(task.messages, task.tools, f"row {task.row} of the data: reward_model.model.path")
+            return np.array(self.own(f"{prompt}\n{answer}").input_ids, np.int32)
+        chat = [*task.messages, {"role": "assistant", "content": answer}]
         try:
-            text = self.own.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+            text = self.own.apply_chat_template(
+                chat, tools=task.tools, add_generation_prompt=False, tokenize=False
+            )
         except Exception as error:  # a template is a program, which refuses roles or their order in its own way
             reason = f"the chat template of reward_model.model.path refuses it: {first_line(error)}"
             raise DataError(f"row {task.row} of the data: {reason}") from error

@@ -203,7 +203,7 @@ class RewardPool:
     def _place(self, stack: Path) -> str:
         """Where it was when its time was up: in the user's own file, if there."""
         with contextlib.suppress(OSError):
-            frames = re.findall(r'File "(.+)", line (\d+)', stack.read_text())
+            frames = re.findall(r'File "(.+)", line (\d+)', stack.read_text(encoding="utf-8"))
             own = [frame for frame in frames if frame[0].endswith(self.section.custom_reward_function.path or "\0")]
             for file, line in (own or frames)[:1]:
                 return f"; it was at {file}:{line}"
@@ -240,7 +240,7 @@ def _compute(name: str, responses: Sequence[Response], stack: str, timeout: floa
         return [Failure(f"could not be loaded by the process that computes it: {_functions}")] * len(responses)
     if timeout == math.inf:
         return _functions[name].compute(responses)
-    with open(stack, "w") as file:
+    with open(stack, "w", encoding="utf-8") as file:
         faulthandler.dump_traceback_later(timeout, file=file)
         try:
             return _functions[name].compute(responses)

@@ -141,14 +141,14 @@ class CheckpointStore:
         (final, replaced), folder = self._folders(state.step), self._unfinished(state.step)
         pointer = self.run_dir / f".{LATEST}.writing"
         try:
-            (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
+            (folder / STATE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
             write_manifest(folder, sums)
             _sync(folder)
             shutil.rmtree(replaced, ignore_errors=True)
             if final.exists():  # of a run that was resumed from an earlier step
                 os.rename(final, replaced)
             os.rename(folder, final)
-            pointer.write_text(f"{state.step}\n")
+            pointer.write_text(f"{state.step}\n", encoding="utf-8")
             _sync(pointer)
             os.replace(pointer, self.run_dir / LATEST)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -193,7 +193,7 @@ def load_state(folder: Path) -> TrainerState:
     """Read `trainer_state.json`. Raises CheckpointError."""
     file = folder / STATE
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
         best = values.pop("best", None)
         return TrainerState(**values, best=best and Best(**best))
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -206,7 +206,7 @@ def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: sums.get(name) or FileSum.of(folder / name), names)
     listed = {name: asdict(each) for name, each in zip(names, found, strict=True)}
-    (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=2))
+    (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=2), encoding="utf-8")
 
 
 def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) -> dict[str, str]:
@@ -217,7 +217,7 @@ def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) ->
     """
     file = folder / MANIFEST
     try:
-        listed = json.loads(file.read_text())["files"]
+        listed = json.loads(file.read_text(encoding="utf-8"))["files"]
         wanted = {name: FileSum(**entry) for name, entry in listed.items() if fnmatch.fnmatchcase(name, files)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -109,7 +109,9 @@ class Service:
         print(f"teacher ready on {host}:{port}, workers join {host}:{worker_port}", flush=True)
         if self._arguments.ready_file:
             partial = Path(f"{self._arguments.ready_file}.{os.getpid()}")
-            partial.write_text(json.dumps({"port": port, "worker_port": worker_port, "pid": os.getpid()}))
+            partial.write_text(
+                json.dumps({"port": port, "worker_port": worker_port, "pid": os.getpid()}), encoding="utf-8"
+            )
             os.replace(partial, self._arguments.ready_file)
 
 

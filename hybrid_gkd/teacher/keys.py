@@ -94,10 +94,10 @@ def make_keys(folder: Path, *, client: str | None = None, worker: str | None = N
     try:
         if not folder.exists():
             folder.mkdir(parents=True, mode=0o700)
-            (folder / ".gitignore").write_text("*\n")
+            (folder / ".gitignore").write_text("*\n", encoding="utf-8")
         for each in made:
             each.mkdir(mode=0o700)
-            (each / ".gitignore").write_text("*\n")  # also where this folder alone is copied to
+            (each / ".gitignore").write_text("*\n", encoding="utf-8")  # also where this folder alone is copied to
             for path in zmq.auth.create_certificates(each, each.name):
                 Path(path).chmod(0o600)
         for name, role in wanted:

@@ -83,13 +83,13 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     free = [memory.get("MemAvailable:", memory["MemFree:"]) * 1024]
     for limit, used, stat, cache in CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError, KeyError):  # there is the other version, or no limit ("max")
-            values = [int((root / name).read_text()) for name in (limit, used)]
+            values = [int((root / name).read_text(encoding="utf-8")) for name in (limit, used)]
             free.append(values[0] - values[1] + _fields(root / stat)[cache])
     return max(0, min(free))
 
 
 def _fields(file: Path) -> dict[str, int]:
-    rows = (line.split() for line in file.read_text().splitlines())
+    rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
     return {row[0]: int(row[1]) for row in rows}
 
 

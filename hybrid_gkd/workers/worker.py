@@ -390,7 +390,7 @@ class Worker(GroupMember):
 
     def _memory_in_use(self) -> dict[str, float]:
         """Of this process on the host, and of the whole GPU, by the names of their curves."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         found = {"host memory, GiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**30}
         if self.device_type == "cuda":
             import torch

@@ -39,9 +39,9 @@ def world(tmp_path_factory):
     make_tiny_model(root / "teacher", seed=2, layers=2)
     make_tiny_model(root / "stranger", seed=3, extra_tokens=("<|other|>",))
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
-    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:6]))
-    (root / "empty.jsonl").write_text("")
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (root / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:6]), encoding="utf-8")
+    (root / "empty.jsonl").write_text("", encoding="utf-8")
     return root
 
 
@@ -136,7 +136,7 @@ def refuse_strangers(seen):
 
 
 def rows_of(out, experiment="gkd"):
-    lines = (out / "hybrid_gkd" / experiment / "metrics.jsonl").read_text().splitlines()
+    lines = (out / "hybrid_gkd" / experiment / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return {row["step"]: row for row in map(json.loads, lines)}
 
 
@@ -153,7 +153,9 @@ def logged_step(out, step):
 
     def condition():
         file = out / "hybrid_gkd" / "gkd" / "metrics.jsonl"
-        return file.exists() and any(json.loads(line)["step"] >= step for line in file.read_text().splitlines())
+        return file.exists() and any(
+            json.loads(line)["step"] >= step for line in file.read_text(encoding="utf-8").splitlines()
+        )
 
     return condition
 
@@ -189,15 +191,15 @@ def test_a_run_trains_and_says_where_everything_is(finished):
     assert "engine hf" in errors.partition("teacher:")[2]
     steps = [line for line in errors.splitlines() if " timing/wait_prev_teacher=" in line]
     assert [line.split()[3] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
-    log = (out / "hybrid_gkd" / "gkd" / "run.log").read_text()
+    log = (out / "hybrid_gkd" / "gkd" / "run.log").read_text(encoding="utf-8")
     assert all(line in log for line in ("INFO versions: ", "INFO run folder: ", "DEBUG step 4  actor/"))
     assert f"{(out / 'hybrid_gkd' / 'gkd' / 'report.html').as_uri()}\n" in text
-    report = (out / "hybrid_gkd" / "gkd" / "report.html").read_text()
+    report = (out / "hybrid_gkd" / "gkd" / "report.html").read_text(encoding="utf-8")
     assert '"outcome":"finished","error":null,"step":4,"total":4' in report
 
 
 def test_the_workers_begin_after_the_checks(finished):
-    log = (finished[0] / "hybrid_gkd" / "gkd" / "run.log").read_text()
+    log = (finished[0] / "hybrid_gkd" / "gkd" / "run.log").read_text(encoding="utf-8")
     moments = ("INFO versions: ", "INFO worker 0: ", "INFO run folder")
     places = [log.rindex(each) for each in moments]
     assert places == sorted(places)
@@ -228,7 +230,7 @@ def test_the_trace_shows_what_the_metrics_say(finished):
     """One row per participant; sums of the trainer's spans are timing/*, and the rest follows from the others."""
     out, _, _, _ = finished
     rows = rows_of(out).values()
-    events = json.loads((out / "hybrid_gkd" / "gkd" / "trace.json").read_text())
+    events = json.loads((out / "hybrid_gkd" / "gkd" / "trace.json").read_text(encoding="utf-8"))
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert set(names.values()) == {"trainer", "teacher", "worker 0"}
     spans = [
@@ -264,7 +266,7 @@ def test_a_step_of_choice_is_profiled(finished):
     folder = out / "hybrid_gkd" / "gkd"
     assert sorted(path.name for path in folder.glob("profile*")) == ["profile_step_2_worker_0.json.gz"]
     assert f"torch's profiler, step 2: {folder}/profile_step_2_worker_0.json.gz" in errors
-    with gzip.open(folder / "profile_step_2_worker_0.json.gz", "rt") as file:
+    with gzip.open(folder / "profile_step_2_worker_0.json.gz", "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert any(name.startswith("Optimizer.step") for name in names)
@@ -358,7 +360,7 @@ def test_a_resumed_run_trains_the_batches_that_were_in_flight(finished, world, t
     wait_for(latest.exists, "the end of the writing behind step 3")
     process.kill()
     finish(process)
-    goes_on_after = int(latest.read_text())  # 4 where all steps were done by then
+    goes_on_after = int(latest.read_text(encoding="utf-8"))  # 4 where all steps were done by then
     code, _, errors = run(wanted)
     assert code == 0, errors
     whole, rows = rows_of(finished[0]), rows_of(tmp_path)
@@ -386,12 +388,12 @@ def test_a_finished_run_started_again_says_so_and_touches_nothing(finished, worl
 
 def test_resuming_with_other_data_is_refused(finished, world, capsys):
     written = next(finished[0].glob("*/*/config.yaml"))
-    before = written.read_text()
+    before = written.read_text(encoding="utf-8")
     code, _, errors = run_here(capsys, arguments(world, finished[0], "data.train_batch_size=4"))
     assert code == 1
     assert "data.train_batch_size" in errors
     assert "with 8, this run has 4" in errors
-    assert written.read_text() == before
+    assert written.read_text(encoding="utf-8") == before
 
 
 def test_two_interrupts_while_it_loads_leave_no_process(world, tmp_path):
@@ -416,7 +418,7 @@ def test_a_killed_run_leaves_no_process(world, tmp_path):
     assert len(children) > 3
     process.kill()
     process.communicate(timeout=60)
-    events = json.loads(write_trace(tmp_path / "hybrid_gkd" / "gkd").read_text())
+    events = json.loads(write_trace(tmp_path / "hybrid_gkd" / "gkd").read_text(encoding="utf-8"))
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "trainer", "teacher", "worker 0"
     }
@@ -492,7 +494,7 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, cap
     )  # fmt: skip
     try:
         wait_for(ready.exists, "readiness")
-        port = json.loads(ready.read_text())["port"]
+        port = json.loads(ready.read_text(encoding="utf-8"))["port"]
         given = ["actor_rollout_ref.teacher.server_ip=127.0.0.1", f"actor_rollout_ref.teacher.server_port={port}"]
         given.append(f"actor_rollout_ref.teacher.keys={tmp_path}/teacher_keys/client")
         short = ["trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0", "data.val_files=null"]
@@ -513,7 +515,7 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, cap
         long = [*HF, "trainer.experiment_name=lost", "trainer.total_training_steps=1000", *short[1:]]
         process = start(arguments(world, tmp_path, *given, *long, "actor_rollout_ref.teacher.request_timeout=12"))
         rows = tmp_path / "hybrid_gkd" / "lost" / "metrics.jsonl"
-        wait_for(lambda: rows.exists() and "actor/kl_loss" in rows.read_text(), "a step")
+        wait_for(lambda: rows.exists() and "actor/kl_loss" in rows.read_text(encoding="utf-8"), "a step")
         service.kill()
         code, _, errors = finish(process)
         assert code == 1
@@ -536,7 +538,7 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    long = len(solution_str)\n"
-        "    return {'score': long % 7 / 7 if long else None, 'characters': long}\n"
+        "    return {'score': long % 7 / 7 if long else None, 'characters': long}\n", encoding="utf-8"
     )
     control = {"type": "adaptive", "kl_coef": 0.1, "target_kl": 1e-3, "horizon": 320}
     wanted = arguments(
@@ -643,7 +645,9 @@ def test_an_unreachable_teacher_ends_the_run_within_its_connect_timeout(world, t
 
 
 def test_a_teacher_that_cannot_load_ends_the_run_while_the_workers_still_load(world, tmp_path):
-    (tmp_path / "late.py").write_text("import time\n\ndef engine(*args, **kwargs):\n    time.sleep(1000)\n")
+    (tmp_path / "late.py").write_text(
+        "import time\n\ndef engine(*args, **kwargs):\n    time.sleep(1000)\n", encoding="utf-8"
+    )
     code, _, errors = run(
         arguments(
             world, tmp_path, f"actor_rollout_ref.rollout.name={tmp_path}/late.py:engine",
@@ -669,7 +673,7 @@ def test_a_port_in_use_is_named(world, tmp_path):
 def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tmp_path, capsys):
     """The first begins anew beside a run of before, and long prompts are cut."""
     (tmp_path / "hybrid_gkd" / "gkd").mkdir(parents=True)
-    (tmp_path / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 700}\n')
+    (tmp_path / "hybrid_gkd" / "gkd" / "metrics.jsonl").write_text('{"step": 700}\n', encoding="utf-8")
     wanted = arguments(
         world, tmp_path, "trainer.total_training_steps=500", "trainer.resume_mode=disable", "data.max_prompt_length=8",
         "data.truncation=middle", "data.filter_overlong_prompts=false", "data.val_files=null", *HF,
@@ -690,7 +694,7 @@ def test_two_runs_in_one_folder_are_refused_and_sigterm_ends_the_first(world, tm
     steps = [int(folder.name.rpartition("_")[2]) for folder in (tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*")]
     assert f"the run ends after step {max(steps)} of 500, as requested" in errors
     assert_gone(children)
-    assert (tmp_path / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text() == '{"step": 700}\n'
+    assert (tmp_path / "hybrid_gkd" / "gkd.1" / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 700}\n'
     rows = rows_of(tmp_path)
     assert sorted(rows) == list(range(1, len(rows) + 1))
     assert rows[1]["prompt_length/max"] == 8

@@ -42,13 +42,13 @@ def test_both_folders_load_and_answer(paths):
 
 
 def test_the_manifest_holds_what_was_measured(paths):
-    manifest = json.loads(paths.manifest.read_text())
+    manifest = json.loads(paths.manifest.read_text(encoding="utf-8"))
     assert manifest["seed"] == 0
     assert manifest["versions"]["torch"] == torch.__version__
     assert 0 <= manifest["student"]["held_out_accuracy"] <= 1
     assert folders.teacher_accuracy(paths) == manifest["teacher"]["held_out_accuracy"]
-    assert len(paths.train.read_text().splitlines()) == manifest["num_train"] == 60
-    assert len(paths.val.read_text().splitlines()) == manifest["num_val"] == 8
+    assert len(paths.train.read_text(encoding="utf-8").splitlines()) == manifest["num_train"] == 60
+    assert len(paths.val.read_text(encoding="utf-8").splitlines()) == manifest["num_val"] == 8
 
 
 def test_a_second_build_gives_the_same_weights(paths, tmp_path):
@@ -70,7 +70,7 @@ def test_a_built_demo_is_kept_and_a_damaged_one_is_built_again(tmp_path):
     with pytest.raises(ConfigError, match="another seed or recipe"):
         demo.build_demo(root, seed=1, recipe=TINY)
     demo.build_demo(root, seed=1, recipe=TINY, force=True)
-    assert json.loads(paths.manifest.read_text())["seed"] == 1
+    assert json.loads(paths.manifest.read_text(encoding="utf-8"))["seed"] == 1
     assert [file.name for file in tmp_path.iterdir()] == ["demo"]  # no temporary folder is left
 
 

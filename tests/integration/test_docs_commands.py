@@ -34,9 +34,9 @@ def folder(tmp_path_factory):
     make_tiny_model(folder / "teacher", seed=2, layers=2)
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
     for name in ("train", "val"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for name in ("my_loss.py", "my_reward.py", "judge.py", "my_engine.py", "my_tracker.py", "test_my_loss.py"):
-        (folder / name).write_text(documented.example(name))
+        (folder / name).write_text(documented.example(name), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -82,8 +82,8 @@ def service(folder):
         process = subprocess.Popen(words(documented.SERVE, *own, *ports, *SERVICE), stdout=log, stderr=log)
     try:
         wait_for(lambda: ready.exists() or process.poll() is not None)
-        assert process.poll() is None, (folder / "service.log").read_text()
-        yield SimpleNamespace(**json.loads(ready.read_text()))
+        assert process.poll() is None, (folder / "service.log").read_text(encoding="utf-8")
+        yield SimpleNamespace(**json.loads(ready.read_text(encoding="utf-8")))
     finally:
         process.terminate()
         process.wait(SECONDS)
@@ -123,7 +123,7 @@ def test_the_teacher_of_the_page_serves_a_run_a_client_and_a_second_worker(folde
     finally:
         joined.terminate()
         joined.wait(SECONDS)
-    (row,) = (folder / "outputs" / "hybrid_gkd" / "given" / "metrics.jsonl").read_text().splitlines()
+    (row,) = (folder / "outputs" / "hybrid_gkd" / "given" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(row)["actor/kl_loss"] > 0
 
 
@@ -137,7 +137,7 @@ def test_the_plan_of_a_documented_run(folder, capsys, command):
         signal.signal(signal.SIGTERM, handler)
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    page = (ROOT / "docs" / "running.md").read_text()
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     _, _, checks = page.partition("## Checks before a run")
     described = re.findall(r"^\| `([\w-]+)` \|", checks[: checks.index("```")], re.MULTILINE)
     assert re.findall(r"^ok   ([\w-]+):", shown.out, re.MULTILINE) == described
@@ -151,7 +151,7 @@ def test_loss_reward_engine_and_tracker_of_ones_own_train_together(folder):
     files = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", "reward.answer_key=answer"]
     text = run("bash run_gkd.sh", *own, *short(folder, "own"), *files, "trainer.total_training_steps=2")
     assert "student after" in text
-    (first, second) = (folder / "outputs" / "hybrid_gkd" / "own" / "loss.csv").read_text().splitlines()
+    (first, second) = (folder / "outputs" / "hybrid_gkd" / "own" / "loss.csv").read_text(encoding="utf-8").splitlines()
     assert (first.partition(",")[0], second.partition(",")[0]) == ("1", "2")
 
 
@@ -202,7 +202,7 @@ def test_the_example_of_a_tracker_continues_its_table(tmp_path):
     again = tracker(SimpleNamespace(run_dir=tmp_path, resume=True, start_step=2))
     again.log({"actor/kl_loss": 0.5}, 3)
     again.close(failed=False)
-    assert (tmp_path / "loss.csv").read_text().splitlines() == ["1,0.25", "2,0.5", "3,0.5"]
+    assert (tmp_path / "loss.csv").read_text(encoding="utf-8").splitlines() == ["1,0.25", "2,0.5", "3,0.5"]
 
 
 def test_the_example_of_a_test_passes(tmp_path):

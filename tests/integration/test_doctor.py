@@ -38,7 +38,7 @@ def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("world")
     make_tiny_model(root / "student", seed=1, layers=1)
     rows = [{"prompt": f"What is {i} + {i}?"} for i in range(8)]
-    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return root
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
 
 def test_what_is_wrong_is_said_and_the_other_checks_run(world, tmp_path, capsys):
     """A folder below a file, a teacher that is not there, a device that is not there."""
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     code, lines, _ = examine(
         capsys, world, tmp_path / "file" / "out", "actor_rollout_ref.teacher.server_ip=127.0.0.1",
         "actor_rollout_ref.teacher.server_port=9", "actor_rollout_ref.teacher.connect_timeout=2",

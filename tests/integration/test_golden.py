@@ -10,7 +10,7 @@ RELATIVE, ABSOLUTE = 2e-4, 2e-5
 
 Between an Intel Xeon and an AMD EPYC they amplify it further in the case jsd, to 7e-4: each has digits of its own.
 """
-STORED = json.loads(golden.FILE.read_text())
+STORED = json.loads(golden.FILE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", golden.CASES)

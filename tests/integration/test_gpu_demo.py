@@ -41,7 +41,7 @@ def test_the_recipe_builds_its_models_and_runs_from_them_become_a_page(cache, tm
     inode = root.stat().st_ino
     assert load(parse(ON_CPU)) == config
     assert root.stat().st_ino == inode  # it is built once
-    manifest = json.loads((root / "demo.json").read_text())
+    manifest = json.loads((root / "demo.json").read_text(encoding="utf-8"))
     assert demo_teacher_accuracy(config) == manifest["teacher"]["held_out_accuracy"]
     assert manifest["device"] == "cpu"
     for name in ("teacher", "student"):
@@ -53,14 +53,24 @@ def test_the_recipe_builds_its_models_and_runs_from_them_become_a_page(cache, tm
         "run", *short, *engines, "--results", stored, "--models", root, "--device", "cpu", "--steps", "2",
         "--minutes-each", "0.05", "--together", "2", "--only", "sft_data", "opd", "--seeds", "0",
     )  # fmt: skip
-    steps = [line.split(",")[0] for line in (stored / "opd-0.csv").read_text().splitlines() if line[0].isdigit()]
+    steps = [
+        line.split(",")[0]
+        for line in (stored / "opd-0.csv").read_text(encoding="utf-8").splitlines()
+        if line[0].isdigit()
+    ]
     assert steps == ["0", "1", "2"]
-    lines = [line.split(",") for line in (stored / "sft_data-0.csv").read_text().splitlines() if line[0].isdigit()]
+    lines = [
+        line.split(",")
+        for line in (stored / "sft_data-0.csv").read_text(encoding="utf-8").splitlines()
+        if line[0].isdigit()
+    ]
     assert {"0", "1", "2"} <= {line[0] for line in lines if line[3]}  # validated where the program is, and by minutes
     again = compare("run", "--results", stored, "--models", root, "--only", "sft_data", "opd", "--seeds", "0")
     assert again == ""  # what is stored is not run again
     compare("report", "--results", stored, "--docs", tmp_path)
-    rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line for line in (tmp_path / "results.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+    ]
     assert [row.split("`")[1] for row in rows[1:]] == ["opd", "sft_data"]
     assert (tmp_path / "results_methods.svg").exists()
 
@@ -94,8 +104,8 @@ def test_parts_that_are_made_at_the_same_time_are_the_same(cache, tmp_path, monk
     for name in files:
         if name.name != "demo.json":  # it has the seconds that the building took
             assert (tmp_path / "demo" / name).read_bytes() == (root / name).read_bytes(), name
-    assert json.loads((tmp_path / "demo" / "demo.json").read_text()).keys() == json.loads(
-        (root / "demo.json").read_text()
+    assert json.loads((tmp_path / "demo" / "demo.json").read_text(encoding="utf-8")).keys() == json.loads(
+        (root / "demo.json").read_text(encoding="utf-8")
     ).keys()
 
 

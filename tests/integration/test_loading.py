@@ -284,9 +284,9 @@ def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
     assert model.config.attention_dropout == 0.5
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.override_config.*no such field.*'nonsense'"):
         build(tmp_path, {"nonsense": 1})
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ModelError, match="quantised"):
         build(tmp_path)
 
@@ -302,7 +302,7 @@ def test_building_takes_no_memory_and_refuses_what_cannot_be_trained(tmp_path):
 )
 def test_a_generation_config_that_transformers_would_not_save_does_not_end_a_run(written, kept, tmp_path):
     make_tiny_model(tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written), encoding="utf-8")
     config = build(tmp_path / "model").generation_config
     config.save_pretrained(tmp_path)
     assert {name: getattr(config, name) for name in kept} == kept

@@ -16,7 +16,7 @@ def test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are(w
     ))  # fmt: skip
     assert code == 0, errors
     folder, rows = tmp_path / "hybrid_gkd" / "gkd", rows_of(tmp_path)
-    assert "frozen_params" in (folder / "run.log").read_text()
+    assert "frozen_params" in (folder / "run.log").read_text(encoding="utf-8")
     assert rows[2]["memory/update/frozen_params_gb"] > rows[2]["memory/update/actor_params_gb"] > 0
     trained = folder / "global_step_2"
     files = {file.name for file in (trained / "huggingface").iterdir()}

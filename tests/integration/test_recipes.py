@@ -28,7 +28,7 @@ def run(environment, out, *args):
 
 
 def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {row["step"]: row for row in rows}
 
 
@@ -74,9 +74,9 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
         assert row["actor/ppo_kl"] != 0  # the second mini-batch is no longer trained at the rollout's weights
     coefficients = [rows[step]["actor/distillation/coef"] for step in (1, 2)]
     assert coefficients == pytest.approx([0.3, 0.15])
-    start = json.loads((folder / "starts.jsonl").read_text().splitlines()[0])
+    start = json.loads((folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert 0.7 <= start["teacher_accuracy"] <= 0.9
-    teacher = (folder / "logs" / "teacher.log").read_text()
+    teacher = (folder / "logs" / "teacher.log").read_text(encoding="utf-8")
     assert teacher.index("2 alive") < teacher.index("teacher ready on")
 
 
@@ -108,7 +108,7 @@ def compute_score(solution_str, ground_truth):
 
 
 def test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same(environment, tmp_path):
-    (tmp_path / "reward.py").write_text(FOUR_DIGITS)
+    (tmp_path / "reward.py").write_text(FOUR_DIGITS, encoding="utf-8")
     filtered = [
         "--config-name", "ppo_demo", "algorithm.filter_groups.enable=true", "trainer.test_freq=0",
         f"reward.custom_reward_function.path={tmp_path}/reward.py", "reward.num_workers=1", "data.train_batch_size=16",
@@ -123,7 +123,7 @@ def test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same
         assert row["training/groups_with_signal"] < 2 / 3
         assert row["reward/teaches/mean"] == 1.0
         assert row["reward/all_groups"] < row["reward/mean"]
-    lengths = [json.loads(line) for line in (folder / "lengths.jsonl").read_text().splitlines()]
+    lengths = [json.loads(line) for line in (folder / "lengths.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [sum(each["counts"]) for each in lengths] == [16 * 4] * 3
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_2"]
     run(environment, tmp_path, *filtered, *resume, "trainer.experiment_name=resumed")

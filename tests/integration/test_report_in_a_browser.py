@@ -164,7 +164,7 @@ def test_several_runs_have_one_scale_and_a_look_for_each_line(page, tmp_path):
         row = {"timing/gen": seconds, "memory/rollout/kv_cache_gb": 2 * seconds}
         row |= {f"val/forward_kl/q{quarter}": seconds for quarter in range(1, 5)}
         rows = [json.dumps({"step": step, **row}) for step in (1, 2)]
-        (folder / "metrics.jsonl").write_text("\n".join([*rows, ""]))
+        (folder / "metrics.jsonl").write_text("\n".join([*rows, ""]), encoding="utf-8")
     open_report(page, folders, tmp_path)
     size = "[...document.querySelectorAll('%s')].map(each => each.getBBox().%s)"
     short, long = page.value(size % ("#time .mark-area path", "height"))
@@ -244,7 +244,7 @@ def test_a_served_page_is_drawn_anew_when_there_is_something_new_and_keeps_the_f
         while sum(url.endswith("data.json") for url in page.requests) < asked + 2:
             page.wait_for("new Promise(done => setTimeout(() => done(true), 500))")
         assert page.value("document.querySelector('#summary').drawnOnce === true")
-        with (folder / "metrics.jsonl").open("a") as file:
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write('{"step": 31, "actor/kl_loss": 0.25}\n')
         page.wait_for("document.querySelector('#summary').drawnOnce === undefined")
         page.wait_for(f"document.activeElement === {KL_CHART}")

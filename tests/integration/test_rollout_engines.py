@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def process(folder):
     own = folder / "my_engine.py"
-    own.write_text(documented.example(own.name))
+    own.write_text(documented.example(own.name), encoding="utf-8")
     names = {"hf": "hf", "own": f"{own}:MyEngine"} | ({"vllm": "vllm"} if vllm_compat.vllm_available() else {})
     started = EngineProcess(folder, list(names.values()))
     yield lambda function, name, *args: started.call(function, names[name], *args)

@@ -50,7 +50,7 @@ def make_readings(count):
 
 
 def test_it_imports_nothing_of_ours():
-    text = Path(plain_client.__file__).read_text()
+    text = Path(plain_client.__file__).read_text(encoding="utf-8")
     imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE))
     assert imported == {"glob", "msgpack", "numpy", "time", "zlib", "zmq"}
 
@@ -130,7 +130,7 @@ def test_another_version_is_answered_with_the_own_one(client):
 
 
 def test_the_page_names_every_field_and_counter(client):
-    page = (Path(__file__).parents[2] / "docs" / "teacher_protocol.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "teacher_protocol.md").read_text(encoding="utf-8")
     assert f"version {protocol.PROTOCOL_VERSION}" in page.splitlines()[0]
     client.send("status_request")
     status, _ = client.receive("status")

@@ -126,7 +126,7 @@ def test_who_sends_more_parts_than_a_message_has_is_dropped_and_named(teacher, k
             events.append(recv_monitor_message(monitor)["event"])
         assert events == [zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH]
         dealer.disable_monitor()
-    log = (keys.parent / "teacher.log").read_text()
+    log = (keys.parent / "teacher.log").read_text(encoding="utf-8")
     assert "clients: clients/flood.key at 127.0.0.1 sent a message of 30000 parts" in log
     assert "refused: clients/flood.key was dropped for what it had sent" in log
     assert query_status(teacher.address, TIMEOUT, load_keys(keys / "client")).num_workers == 1

@@ -225,7 +225,7 @@ def test_requests_of_a_dead_worker_go_to_another(model_path, own_teacher, refere
 
 
 def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def test_the_own_worker_is_replaced(model_path, own_teacher, reference):

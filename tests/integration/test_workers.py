@@ -382,7 +382,7 @@ def test_out_of_memory_halves_the_micro_batches_and_changes_nothing_else(
         assert found.keys() == expected.keys()
         names = expected.keys() - {"actor/distillation/overlap_ratio"}  # see assert_same
         assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-5, abs=1e-6)
-    log = group.log_files[0].read_text()
+    log = group.log_files[0].read_text(encoding="utf-8")
     assert "once more with micro-batches of half the size: CUDA out of memory, planted" in log
 
 
@@ -412,7 +412,7 @@ def test_out_of_memory_within_the_optimizer_step_is_not_tried_again(model, tmp_p
         with pytest.raises(DeviceMemoryError, match=r"phase optimizer_step: .*last checkpoint.*planted") as failure:
             group.update(shares(random_batch(0), 1, 128))
         assert failure.value.weights_changed
-    assert "once more" not in group.log_files[0].read_text()
+    assert "once more" not in group.log_files[0].read_text(encoding="utf-8")
 
 
 def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its_peers(model, tmp_path, caplog):
@@ -452,7 +452,7 @@ def test_a_worker_that_fails_or_is_killed_ends_the_call_and_nobody_waits_for_its
             group.update(shares(random_batch(0), 2, 48))
         assert not group.can_save()
         assert stuck in caplog.text
-        log = group.log_files[0].read_text()
+        log = group.log_files[0].read_text(encoding="utf-8")
         assert re.findall(r"(\w+) failed\nTraceback \(most recent call last\):", log) == ["generate", "update"]
         ray.kill(group.actors.workers[1])
         with pytest.raises(WorkerError, match=r"worker 1 died in update.*worker_1\.log"):

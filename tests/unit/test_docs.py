@@ -23,7 +23,7 @@ page_of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.nam
 
 def prose(page):
     """A page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def spans(text):
@@ -33,7 +33,7 @@ def spans(text):
 
 def table(page, heading):
     """The rows of the first table behind a heading, as lists of cells, without its head."""
-    _, found, rest = page.read_text().partition(f"{heading}\n")
+    _, found, rest = page.read_text(encoding="utf-8").partition(f"{heading}\n")
     assert found, heading
     lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -123,7 +123,7 @@ def messages():
         return None
 
     for file in sorted((ROOT / "hybrid_gkd").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and len(node.args) > 1 and getattr(node.func, "id", "") == "ConfigError":
                 yield f"{text(node.args[0])}: {text(node.args[1])}"
             if (found := text(node)) is not None:
@@ -134,7 +134,7 @@ def test_quoted_messages_are_those_of_the_code():
     """The first column of docs/troubleshooting.md; `...` is anything."""
     texts = "\n".join(messages())
     quoted = [
-        span for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+        span for line in (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| ") and not line.startswith("| you see") for span in spans(line.split(" | ")[0])
     ]
     assert len(quoted) > 60
@@ -163,7 +163,7 @@ PLAIN = set("errors transfer types runtime config".split())
 
 def imported_modules(file):
     """Modules of this package that a file imports, also for types alone."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybrid_gkd."):
             yield node.module
 
@@ -188,7 +188,7 @@ def test_every_command_is_run_or_says_why_not():
     assert set(documented.commands()) == set(known)
     for place in documented.RUN_ELSEWHERE.values():
         file, _, name = place.partition("::")
-        assert f"\ndef {name}(" in (ROOT / file).read_text(), place
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), place
 
 
 @pytest.mark.parametrize("command", [each for each in documented.commands() if documented.arguments(each) is not None])
@@ -205,14 +205,14 @@ def test_the_arguments_of_a_documented_run_are_accepted(command):
 
 def test_run_gkd_is_the_program_with_the_same_arguments():
     """So that the tests of commands need not go through the installation."""
-    assert (ROOT / "run_gkd.sh").read_text().endswith('\nexec "$python" -m hybrid_gkd "$@"\n')
+    assert (ROOT / "run_gkd.sh").read_text(encoding="utf-8").endswith('\nexec "$python" -m hybrid_gkd "$@"\n')
 
 
 @pytest.mark.parametrize("command", [each for each in documented.commands() if "python benchmarks/" in each])
 def test_options_of_documented_benchmarks_exist(command):
     file = ROOT / re.search(r"benchmarks/\w+\.py", command)[0]
     for option in re.findall(r"(--[\w-]+)", command):
-        assert f'"{option}"' in file.read_text(), option
+        assert f'"{option}"' in file.read_text(encoding="utf-8"), option
 
 
 def test_every_public_report_names_a_test_that_there_is():

@@ -69,7 +69,7 @@ def room_of(module):
 
 def imports_of(module):
     """Modules of the package that a module imports, also within functions and for types alone."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hybrid_gkd":
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
@@ -116,7 +116,7 @@ def test_there_is_no_circle():
 def test_there_is_none_among_the_benchmarks():
     edges = {}
     for file in (ROOT.parent / "benchmarks").glob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text())))
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         edges[file.stem] = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         edges[file.stem] |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert "common" in edges["peers"]
@@ -144,7 +144,7 @@ def test_a_room_does_not_bring_in_what_it_must_not_know(room):
 def defined_in(module):
     """Names at the top level of a module, its submodules included."""
     names = {other.rpartition(".")[2] for other in MODULES if other.rpartition(".")[0] == module}
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -158,7 +158,7 @@ def defined_in(module):
 @pytest.mark.parametrize("folder", ["benchmarks", "tests/gpu"])
 def test_what_cannot_run_here_imports_names_that_exist(folder):
     for file in sorted((ROOT.parent / folder).glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hybrid_gkd":
                 assert node.module in MODULES, f"{file.name}: {node.module}"
                 missing = {alias.name for alias in node.names} - defined_in(node.module)
@@ -182,7 +182,11 @@ def test_what_is_missing_is_installed_by_what_this_environment_has(monkeypatch):
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for():
-    asked = (ROOT.parent / "setup.cfg").read_text()
-    named = [name for file in MODULES.values() for name in re.findall(r"how_to_install\('(.*?)'\)", file.read_text())]
+    asked = (ROOT.parent / "setup.cfg").read_text(encoding="utf-8")
+    named = [
+        name
+        for file in MODULES.values()
+        for name in re.findall(r"how_to_install\('(.*?)'\)", file.read_text(encoding="utf-8"))
+    ]
     assert len(named) == 2
     assert all(f"\n    {name}\n" in asked for name in named)

@@ -44,7 +44,7 @@ def test_a_prompt_decides_the_length_of_its_answer_in_any_engine(monkeypatch):
 def test_what_trl_lacks_is_said_before_anything_starts(tmp_path, left_out, trl, reason):
     found = {name: "5.0.0" for name in peers.NEEDED if name != left_out} | {"trl": trl}
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n", encoding="utf-8")
     python.chmod(0o755)
     with pytest.raises(SystemExit, match=reason):
         peers.trl_versions(str(python))

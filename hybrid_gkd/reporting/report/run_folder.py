@@ -219,7 +219,7 @@ class RunFolder:
     def _is_locked(self) -> bool:
         """Whether a process trains in the folder."""
         try:
-            with open(self.path.parent / f".{self.path.name}.lock") as lock:
+            with open(self.path.parent / f".{self.path.name}.lock", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -230,7 +230,7 @@ class RunFolder:
     def checkpoint_step(self) -> int | None:
         """Step of the newest checkpoint."""
         try:
-            return int((self.path / "latest_checkpointed_iteration.txt").read_text())
+            return int((self.path / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
 

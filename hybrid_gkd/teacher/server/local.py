@@ -86,7 +86,7 @@ class TeacherProcess:
                 time.sleep(0.1)
         if not self.address:
             log.info("the teacher of this run was ready after %.1f s", self._ready_file.stat().st_mtime - self._began)
-        ready = json.loads(self._ready_file.read_text())
+        ready = json.loads(self._ready_file.read_text(encoding="utf-8"))
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 
     def check(self) -> None:
@@ -94,7 +94,9 @@ class TeacherProcess:
         code = self.poll()
         if code is None:
             return
-        lines = [line for line in self._log_path.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line for line in self._log_path.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()
+        ]
         lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
         last = lines[-1] if lines else "none"
         # A library that aborts says why there; what is killed does not.

@@ -17,7 +17,7 @@ from hybrid_gkd.errors import ConfigError, SeveralErrors
 from hybrid_gkd.launch.command_line import default_config_name, parse
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = json.loads((ROOT / "tests" / "verl_commands.json").read_text())
+COMMANDS = json.loads((ROOT / "tests" / "verl_commands.json").read_text(encoding="utf-8"))
 ARR = "actor_rollout_ref"
 OWN = [
     "data.train_files=prompts.jsonl", f"{ARR}.model.path=student", "algorithm.adv_estimator=grpo", f"{ARR}.rollout.n=4",
@@ -88,7 +88,8 @@ def test_a_row_for_a_key_that_there_is_would_not_be_read():
 )
 def test_a_key_counts_where_the_one_that_it_goes_with_is_in_a_file_below(override, expected, tmp_path):
     (tmp_path / "mine.yaml").write_text(
-        "defaults: [ppo_trainer]\nalgorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}\n"
+        "defaults: [ppo_trainer]\nalgorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}\n",
+        encoding="utf-8",
     )
     given = [*OWN, f"algorithm.rollout_correction.{override}"]
     found = load_config(given, config_name="mine", config_path=tmp_path).algorithm
@@ -97,7 +98,9 @@ def test_a_key_counts_where_the_one_that_it_goes_with_is_in_a_file_below(overrid
 
 def test_docs_page_is_the_tables():
     page = ROOT / "docs" / "verl.md"
-    assert page.read_text() == markdown_page(), "run: python -m hybrid_gkd.config.spelling > docs/verl.md"
+    assert page.read_text(encoding="utf-8") == markdown_page(), (
+        "run: python -m hybrid_gkd.config.spelling > docs/verl.md"
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,19 +232,22 @@ def test_a_file_may_have_keys_of_verl_and_its_defaults_list(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "hydra: {searchpath: [file://verl/trainer/config]}\n"
         "defaults: [ppo_trainer, _self_]\n"
-        f"{ARR}: {{actor: {{ppo_micro_batch_size: 16}}, rollout: {{mode: async, prompt_length: 64}}}}\n"
+        f"{ARR}: {{actor: {{ppo_micro_batch_size: 16}}, rollout: {{mode: async, prompt_length: 64}}}}\n",
+        encoding="utf-8",
     )
     config = load_config(OWN[:4], config_name="mine.yaml", config_path=tmp_path)
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
     assert (config.data.max_prompt_length, config.data.train_batch_size) == (64, 1024)
-    (tmp_path / "mine.yaml").write_text("defaults: [{actor@actor_rollout_ref.actor: dp_actor}]\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [{actor@actor_rollout_ref.actor: dp_actor}]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="defaults must be a list of names of files"):
         load_config(OWN, config_name="mine", config_path=tmp_path)
 
 
 def test_a_file_before_its_base_is_overridden_by_it(tmp_path):
-    (tmp_path / "base.yaml").write_text("data: {seed: 1}\n")
-    (tmp_path / "mine.yaml").write_text("defaults: [_self_, base]\ndata: {seed: 2, train_batch_size: 300}\n")
+    (tmp_path / "base.yaml").write_text("data: {seed: 1}\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [_self_, base]\ndata: {seed: 2, train_batch_size: 300}\n", encoding="utf-8"
+    )
     own = [*OWN, f"{ARR}.teacher.model.path=teacher"]
     data = load_config(own, config_name="mine", config_path=tmp_path).data
     assert (data.seed, data.train_batch_size) == (1, 300)

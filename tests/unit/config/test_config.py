@@ -17,7 +17,11 @@ OWN = [
 @pytest.mark.parametrize("file", sorted(CONFIG_DIR.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_recipe_loads(file):
     given = [*OWN, "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
-    overrides = [] if "${demo:" in file.read_text() else [*given, "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    overrides = (
+        []
+        if "${demo:" in file.read_text(encoding="utf-8")
+        else [*given, "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    )
     assert load_config(overrides, config_name=file.stem).data.train_batch_size > 0
 
 
@@ -42,14 +46,14 @@ def test_null_for_the_size_of_a_request_is_the_default():
 
 
 def test_precedence_is_defaults_then_yaml_then_overrides(tmp_path):
-    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n")
+    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n", encoding="utf-8")
     config = load_config([*OWN, "data.seed=9"], config_name="mine", config_path=tmp_path)
     assert (config.data.train_batch_size, config.data.seed, config.data.prompt_key) == (7, 9, "prompt")
 
 
 def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
     config = load_config([*OWN, "actor_rollout_ref.actor.optim.lr=1e-4", "data.apply_chat_template_kwargs={a: 1}"])
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config(config_name="config", config_path=tmp_path) == config
 
 
@@ -193,11 +197,11 @@ def test_a_loss_of_ones_own_stands_alone(overrides, parts):
 
 
 def test_recipes_build_on_others_by_their_defaults_list(tmp_path):
-    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n")
-    (tmp_path / "mine.yaml").write_text("defaults: [base]\ndata: {seed: 6}\n")
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text("defaults: [base]\ndata: {seed: 6}\n", encoding="utf-8")
     data = load_config(OWN, config_name="mine", config_path=tmp_path).data
     assert (data.train_batch_size, data.seed) == (7, 6)
-    (tmp_path / "base.yaml").write_text("defaults: [mine]\n")
+    (tmp_path / "base.yaml").write_text("defaults: [mine]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="in a circle: mine -> base -> mine"):
         load_config(OWN, config_name="mine", config_path=tmp_path)
 
@@ -343,7 +347,7 @@ def test_gradients_may_be_left_as_they_are():
 
 def test_all_that_is_wrong_is_said_at_once_and_then_what_is_missing(tmp_path):
     """Keys, types, values and rules; not what follows from a value that is already refused."""
-    (tmp_path / "mine.yaml").write_text("data: {trunction: left, seed: x}\nfoo: {a: 1, b: 2}\n")
+    (tmp_path / "mine.yaml").write_text("data: {trunction: left, seed: x}\nfoo: {a: 1, b: 2}\n", encoding="utf-8")
     config, problems = examine_config(
         [
             "data.train_batch_size=abc", "actor_rollout_ref.actor.ppo_mini_batch_size=500", "justaword",

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_tokenizer
@@ -85,8 +86,8 @@ def test_json_array_and_csv(write, name, text):
 
 
 def test_csv_fields_stay_text(write):
-    prompts = load(write('prompt,answer\n007,"1,5"\nNA,\n', "a.csv"), answer_key="answer")
-    assert [(p.text, p.answer) for p in prompts] == [("007", "1,5"), ("NA", "")]
+    prompts = load(write('prompt,answer\n007,"1,5"\nNA, null \n', "a.csv"), answer_key="answer")
+    assert [(p.text, p.answer) for p in prompts] == [("007", "1,5"), ("NA", " null ")]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +194,63 @@ def test_a_template_sees_all_that_a_message_has(write, tmp_path, suffix):
     assert decode(prompt) == "[user][assistant calls add][tool add]"
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["list", "json"])
+def test_tools_and_calls_without_content_reach_the_template(write, tmp_path, caplog, suffix, column):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "add"}}
+    chat = [
+        {"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    rows = [{"prompt": chat, "tools": tools}, {"prompt": [{"role": "user", "content": "x"}], "tools": None}]
+    if column == "json":
+        rows = [row | {"tools": json.dumps(row["tools"])} for row in rows]
+    file = write(rows)
+    if suffix == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file := tmp_path / "rows.parquet")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}{% if m.content is none %} calls{% endif %}]{% endfor %}"
+    )
+    prompts = load(file, tokenizer=tokenizer, max_prompt_length=256)
+    found = [decode(prompt).removeprefix(json.dumps(tools[0])) for prompt in prompts]
+    assert found == ["[user][assistant calls][tool]", "[user]"]
+    assert decode(prompts[0]).startswith(json.dumps(tools[0]))
+    assert [prompt.tools for prompt in prompts] == [tools, None]
+    assert not caplog.text
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    load(file, tokenizer=tokenizer, max_prompt_length=256)
+    assert "row 1: the chat template says nothing of the column 'tools'" in caplog.text
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template to tell the roles"):
+        load(file, tokenizer=tokenizer)
+    file = write([{"prompt": "x"}, {"prompt": "x", "tools": tools}])
+    with pytest.raises(DataError, match="row 2: the tokenizer has no chat template to describe the tools"):
+        load(file, tokenizer=tokenizer)
+
+
+def test_prompts_are_the_same_from_every_format(write, tmp_path):
+    rows = [
+        {"prompt": [
+            {"role": "user", "content": "x", "parts": [{"kind": "a", "of": {"size": 1}}, {"kind": "b"}]},
+            {"role": "tool", "content": "y", "seen": [1, None]},
+        ]},
+        {"prompt": [{"role": "user", "content": "z", "parts": [{"of": {"name": "c"}}], "more": {"deep": {"er": "d"}}}]},
+        {"prompt": [{"role": "user", "content": "z", "more": {"deep": {}}}]},
+    ]  # fmt: skip
+    (table := datasets.Dataset.from_list(rows)).to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages | tojson(sort_keys=true) }}"
+    files = write(rows), tmp_path / "rows.parquet", tmp_path / "saved"
+    texts, *others = ([decode(each) for each in load(f, tokenizer=tokenizer, max_prompt_length=512)] for f in files)
+    assert others == [texts, texts]
+    assert json.loads(texts[0]) == rows[0]["prompt"]
+    assert json.loads(texts[2]) == rows[2]["prompt"]
+
+
 def test_template_arguments_and_a_tokenizer_without_a_template(write):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ shout | upper if shout else 'no' }}"
@@ -204,6 +262,38 @@ def test_template_arguments_and_a_tokenizer_without_a_template(write):
     tokenizer.chat_template = "{{ raise_exception('only pairs') }}"
     with pytest.raises(DataError, match=r"row 1: the chat template refuses it: only pairs"):
         load(write([{"prompt": "x"}]), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("single", "front"),
+    [("<|user|> $A", ["<|user|>"]), ("$A <|end|> <|end|>", []), ("<|user|> $A <|assistant|>", ["<|user|>"])],
+)
+def test_a_prompt_without_a_template_is_open_for_an_answer(write, single, front):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|user|>", "<|assistant|>", "<|end|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    prompts = load(write([{"prompt": "ab"}, {"prompt": "a"}]), tokenizer=tokenizer)
+    found = [tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist()) for prompt in prompts]
+    assert found == [[*front, "a", "b"], [*front, "a"]]
+
+
+@pytest.mark.parametrize("roles", [["user", "assistant", "user"], ["system", "user"], ["system"], ["user", "user"]])
+def test_roles_that_no_template_renders_are_refused(write, roles):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    rows = [{"prompt": [{"role": role, "content": "x"} for role in each]} for each in (["user"], roles)]
+    with pytest.raises(DataError, match=r"data.train_files: .*, row 2: the tokenizer has no chat template to tell"):
+        load(write(rows), tokenizer=tokenizer)
+    assert decode(load(write(rows[:1]), tokenizer=tokenizer)[0]) == "x"
+
+
+def test_prompts_that_end_as_answers_do_are_named(write, caplog):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '<|end|>' if messages[0].content != 'a' }}"
+    file = write([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    assert len(load(file, tokenizer=tokenizer)) == 3
+    assert "rows.jsonl': 2 of 3 prompts end with the end-of-sequence token '<|end|>', row 2 first" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["missing.jsonl", "a/b.parquet", "/no/such/file", "./org/name", "~/x/y", "x.jsonl.gz"])
@@ -262,6 +352,12 @@ def test_hub_names(monkeypatch, file, expected):
             r"row 1.*must not end with an answer, which the student is to write; got \{'role': 'assistant'",
         ),
         ('{"prompt": [{"role": "user"}]}\n', r"row 1.*'role' and 'content'; got \{'role': 'user'\}"),
+        (
+            '{"prompt": [{"role": "user", "content": null, "tool_calls": [{}]}]}\n',
+            r"row 1.*'role' and 'content'; got \{'role': 'user'",
+        ),
+        ('{"prompt": "x", "tools": "add"}\n', r"row 1, column 'tools': must be a list of tools.*; got 'add'"),
+        ('{"prompt": "x", "tools": ["add"]}\n', r"row 1, column 'tools': must be a list of tools.*; got \['add'\]"),
         ('{"prompt": "x"}\n{"prompt": "y"\n', r"cannot be read: row 2 is not a JSON object; got '\{\"prompt\": \"y\"'"),
         ('{"prompt": "x"}\n[1]\n', r"cannot be read: row 2 is not a JSON object; got '\[1\]'"),
         ('[1]\n{"prompt": "x"}\n', r"cannot be read: row 1 is not a JSON object; got '\[1\]'"),
@@ -373,6 +469,20 @@ def test_an_answer_column_must_exist_only_if_it_was_asked_for(write):
         load(write([{"prompt": "x", "a": "1"}, {"prompt": "x", "a": None}]), answer_key="a")
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("empty", ["", " \n", float("nan")])
+def test_an_empty_answer_is_none(write, tmp_path, suffix, empty):
+    values = ["1", str(empty)] if isinstance(empty, str) else [1.0, empty]
+    if suffix == "csv" and isinstance(empty, str):
+        file = write(f'prompt,a\nx,1\ny,"{empty}"\n', "rows.csv")
+    elif suffix == "parquet":
+        pq.write_table(pa.table({"prompt": ["x", "y"], "a": values}), file := tmp_path / "rows.parquet")
+    else:
+        file = write([{"prompt": "x", "a": value} for value in values])
+    with pytest.raises(DataError, match=r"row 2, answer 'a' \(reward.answer_key\): must be a text that is not empty"):
+        load(file, answer_key="a")
+
+
 @pytest.mark.parametrize(
     ("truncation", "expected"),
     [("left", "cdef<|end|><|assistant|>"), ("right", "<|user|>abcde"), ("middle", "<|user|>abf<|end|><|assistant|>")],
@@ -428,7 +538,7 @@ def test_reading_is_quiet_and_leaves_nothing_behind(write, tmp_path, monkeypatch
 def test_prompts_that_are_too_long_are_named_in_every_file(tmp_path):
     files = [tmp_path / f"{name}.jsonl" for name in ("first", "fine", "last")]
     for file in files:
-        file.write_text(json.dumps({"prompt": "long" * (1 if file.stem == "fine" else 30)}) + "\n")
+        file.write_text(json.dumps({"prompt": "long" * (1 if file.stem == "fine" else 30)}) + "\n", encoding="utf-8")
     with pytest.raises(SeveralErrors, match=r"(?s)first\.jsonl.*last\.jsonl") as raised:
         load(*files)
     assert "fine.jsonl" not in str(raised.value)

@@ -48,11 +48,11 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
     run = tmp_path / "first"
     for step in (2, 4):
         (run / f"global_step_{step}").mkdir(parents=True)
-        (run / f"global_step_{step}" / "trainer_state.json").write_text("{}")
+        (run / f"global_step_{step}" / "trainer_state.json").write_text("{}", encoding="utf-8")
     (run / "global_step_4" / "huggingface").mkdir()
     began = ["data.train_files=x", "actor_rollout_ref.model.path=org/student", TEACHER]
     began = load_config([*began, "actor_rollout_ref.model.tokenizer_path=org/tok"])
-    (run / "config.yaml").write_text(to_yaml(began))
+    (run / "config.yaml").write_text(to_yaml(began), encoding="utf-8")
     config, models = base("a/b"), [f"{run}/global_step_4", f"{run}/global_step_2", "a/b"]
     export, shards, hub = (for_model(config, model) for model in models)
     assert export.actor_rollout_ref.model.path == f"{run}/global_step_4/huggingface"
@@ -71,21 +71,21 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
 def test_an_adapter_is_loaded_over_its_base_and_a_merged_model_is_preferred(tmp_path):
     adapter = tmp_path / "run" / "global_step_2" / "huggingface"
     adapter.mkdir(parents=True)
-    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    (adapter.parent / "trainer_state.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}', encoding="utf-8")
+    (adapter.parent / "trainer_state.json").write_text("{}", encoding="utf-8")
     lora = "actor_rollout_ref.model.lora_rank=4"
     config = base(str(adapter), lora)
     model = for_model(config, str(adapter)).actor_rollout_ref.model
     assert (model.path, model.lora_adapter_path, model.lora_rank) == ("org/base", str(adapter), 0)
     began = load_config(["data.train_files=x", "actor_rollout_ref.model.path=org/base", TEACHER, lora])
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(began))
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(began), encoding="utf-8")
     shards = for_model(config, str(adapter.parent))
     assert shards.trainer.resume_from_path == str(adapter.parent)
     assert (shards.actor_rollout_ref.model.path, shards.actor_rollout_ref.model.lora_rank) == ("org/base", 4)
     (adapter.parent / "huggingface_merged").mkdir()
     merged = for_model(config, str(adapter.parent)).actor_rollout_ref.model
     assert (merged.path, merged.has_lora) == (str(adapter.parent / "huggingface_merged"), False)
-    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match="names no base model"):
         base(str(adapter))
 

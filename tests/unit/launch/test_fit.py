@@ -25,11 +25,11 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in ("student", "template", "ends"):
         make_tiny_model(folder / name)
-    (folder / "train.jsonl").write_text(json.dumps({"prompt": "What is 1?"}) + "\n")
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": "What is 1?"}) + "\n", encoding="utf-8")
     tokenizer = load_tokenizer(str(folder / "template"))
     tokenizer.chat_template = OTHER
     tokenizer.save_pretrained(folder / "template")
-    (folder / "ends" / "generation_config.json").write_text('{"eos_token_id": [256, 7]}')
+    (folder / "ends" / "generation_config.json").write_text('{"eos_token_id": [256, 7]}', encoding="utf-8")
     return folder
 
 
@@ -56,7 +56,7 @@ def test_another_template_is_named_with_what_the_teacher_knows(models, caplog):
 
 @pytest.mark.parametrize("how", ["folder", "file", "text"])
 def test_a_template_for_the_teacher_replaces_the_students(models, caplog, tmp_path, how):
-    (tmp_path / "template.jinja").write_text(OTHER)
+    (tmp_path / "template.jinja").write_text(OTHER, encoding="utf-8")
     given = {"folder": f"{models}/template", "file": f"{tmp_path}/template.jinja", "text": f"'{OTHER}'"}[how]
     facts = check(models, "template", f"actor_rollout_ref.teacher.chat_template={given}")
     (prompt,) = facts.train_prompts

@@ -103,20 +103,23 @@ def test_a_fresh_start_moves_the_earlier_run_aside(tmp_path):
     earlier = [tmp_path / "hybrid_gkd" / name for name in ("gkd", "gkd.1")]
     for number, folder in enumerate(earlier):
         folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text(str(number))
-    (folder.parent / "gkd" / RESERVED).write_text("held by a run that was killed")
+        (folder / "metrics.jsonl").write_text(str(number), encoding="utf-8")
+    (folder.parent / "gkd" / RESERVED).write_text("held by a run that was killed", encoding="utf-8")
     config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=disable"])
     with run.locked_run_folder(config):
         assert list(config.run_dir.iterdir()) == []
     assert not list(tmp_path.glob(f"**/{RESERVED}"))
-    kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in config.run_dir.parent.glob("gkd.*")}
+    kept = {
+        folder.name: (folder / "metrics.jsonl").read_text(encoding="utf-8")
+        for folder in config.run_dir.parent.glob("gkd.*")
+    }
     assert kept == {"gkd.1": "1", "gkd.2": "0"}
 
 
 def test_a_report_that_looks_at_a_run_folder_does_not_keep_a_run_from_it(tmp_path):
     config = load_config([*LOCAL, f"trainer.default_local_dir={tmp_path}"])
     config.run_dir.parent.mkdir(parents=True)
-    with open(config.run_dir.parent / f".{config.run_dir.name}.lock", "w") as file:
+    with open(config.run_dir.parent / f".{config.run_dir.name}.lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # as the report takes it, for a moment
         release = threading.Timer(run.LOCK_SECONDS / 10, lambda: fcntl.flock(file, fcntl.LOCK_UN))
         release.start()
@@ -129,7 +132,9 @@ def test_a_report_that_looks_at_a_run_folder_does_not_keep_a_run_from_it(tmp_pat
 def runnable(folder, *overrides):
     """A configuration whose inputs are there."""
     make_tiny_model(folder / "student")
-    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)))
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)), encoding="utf-8"
+    )
     return load_config(
         [
             f"actor_rollout_ref.model.path={folder}/student", "distillation.enabled=false", "reward.answer_key=prompt",
@@ -188,7 +193,7 @@ def test_a_model_folder_without_weights_is_refused(tmp_path):
 def test_an_exported_student_whose_weights_have_changed_is_refused(tmp_path):
     config = runnable(tmp_path)
     write_manifest(tmp_path, {})
-    (tmp_path / "student" / "chat_template.jinja").write_text("of the user's own")
+    (tmp_path / "student" / "chat_template.jinja").write_text("of the user's own", encoding="utf-8")
     check_all(config)
     weights = tmp_path / "student" / "model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -200,7 +205,7 @@ def test_an_exported_student_whose_weights_have_changed_is_refused(tmp_path):
 
 def test_a_generation_config_that_cannot_be_used_is_named(tmp_path):
     config = runnable(tmp_path)
-    (tmp_path / "student" / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    (tmp_path / "student" / "generation_config.json").write_text('{"max_new_tokens": -1}', encoding="utf-8")
     with pytest.raises(ModelError, match=r"model\.path: generation_config\.json of .*max_new_tokens"):
         check_all(config)
 
@@ -283,10 +288,10 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
     check_all(config)
     assert "steps: 100; how long they take is known after a run with these settings" in caplog.text
     config.run_dir.mkdir(parents=True)
-    (config.run_dir / "config.yaml").write_text(to_yaml(config))
+    (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     rows = [{"step": step, "timing/step": 90.0 if step == 1 else 30.0} for step in (1, 2, 3)]
     rows[2] |= {"timing/testing": 20.0}
-    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     check_all(config)
     assert "steps: 100, about 1:06:40 at 40.00 s each" in caplog.text
     caplog.clear()
@@ -308,7 +313,7 @@ def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(t
         rows += [{"ready": start + seconds}] if seconds else []
     other = config.run_dir.parent / "another_run"
     other.mkdir(parents=True)
-    (other / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (other / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert f"loading: {size} of weights to read; it took 42 s last time (" in loading(config, "hf")
     assert loading(config, "vllm") == unknown
     config.actor_rollout_ref.model.path = "org/no-such-model"
@@ -374,7 +379,7 @@ def test_other_prompts_in_the_same_file_are_other_data(tmp_path):
         (folder / "actor").mkdir()
     assert check_all(config).steps_done == 1
     file = tmp_path / "train.jsonl"
-    file.write_text(file.read_text().replace("What is 3?", "What is 4?"))
+    file.write_text(file.read_text(encoding="utf-8").replace("What is 3?", "What is 4?"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data\.train_files \(checksum of the prompts\): \w{8} -> \w{8}"):
         check_all(config)
 

@@ -16,7 +16,7 @@ from hybrid_gkd.losses.head import head_loss, logprobs_of_ids
 from hybrid_gkd.losses.table import KL_LOSSES
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
-VERL_KL = json.loads((Path(__file__).parents[1] / "scoring" / "verl_kl.json").read_text())
+VERL_KL = json.loads((Path(__file__).parents[1] / "scoring" / "verl_kl.json").read_text(encoding="utf-8"))
 """`how` in the file says how the numbers were made."""
 
 TAILS = ["bucket", "none", "renormalise"]

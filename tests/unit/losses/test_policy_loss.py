@@ -15,8 +15,8 @@ from hybrid_gkd.losses.table import policy_loss
 from hybrid_gkd.testing import make_sample
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
-VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text())
-TRL = json.loads(Path(__file__).with_name("trl_policy_losses.json").read_text())
+VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text(encoding="utf-8"))
+TRL = json.loads(Path(__file__).with_name("trl_policy_losses.json").read_text(encoding="utf-8"))
 """`how` in the files says how the numbers were made."""
 LENGTHS = [len(row) for row in VERL["logprobs"]]
 FROM_TRL = {
@@ -250,7 +250,9 @@ def test_a_mini_batch_is_refused_where_no_token_is_left_in_any_term():
     ],
 )
 def test_a_policy_loss_of_ones_own_is_tried_out(tmp_path, code, message):
-    (tmp_path / "mine.py").write_text(f"def mine(logprobs, old_logprobs, advantages, **bounds):\n    {code}\n")
+    (tmp_path / "mine.py").write_text(
+        f"def mine(logprobs, old_logprobs, advantages, **bounds):\n    {code}\n", encoding="utf-8"
+    )
     row = policy_loss(f"{tmp_path}/mine.py:mine")
     options = dict.fromkeys(row.options, 2.0)
     if message is None:

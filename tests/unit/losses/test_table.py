@@ -14,7 +14,7 @@ from hybrid_gkd.losses.table import DIVERGENCES, TERMS
 from hybrid_gkd.student.actor import make_objective
 from hybrid_gkd.types import SIGNALS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

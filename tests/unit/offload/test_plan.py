@@ -718,7 +718,7 @@ def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):
         for name, text in files.items():
             file = tmp_path / name.replace("__", "/").replace("_dot_", ".")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
 
     write(proc__meminfo="MemTotal: 200 kB\nMemFree: 50 kB\nMemAvailable: 100 kB\n")
     assert free_host_bytes(tmp_path) == 102400

@@ -12,8 +12,8 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.advantages import ESTIMATORS, check_estimator, group_relative_advantages, load_estimator
 from hybrid_gkd.scoring.rewards import token_rewards
 
-VERL = json.loads(Path(__file__).with_name("verl_estimators.json").read_text())
-TRL = json.loads(Path(__file__).with_name("trl_advantages.json").read_text())
+VERL = json.loads(Path(__file__).with_name("verl_estimators.json").read_text(encoding="utf-8"))
+TRL = json.loads(Path(__file__).with_name("trl_advantages.json").read_text(encoding="utf-8"))
 """`how` in the files says how the numbers were made."""
 N, LENGTHS = 2, [2, 4, 1, 3]
 SCORES = np.array([1.0, 0.0, 0.25, 0.75])
@@ -133,7 +133,7 @@ def test_a_reward_that_is_not_finite_is_refused(name):
 )
 def test_an_estimator_of_ones_own_is_tried_out(tmp_path, code, message):
     file = tmp_path / "mine.py"
-    file.write_text(f"def mine(rewards, n, values, section):\n    {code}\n")
+    file.write_text(f"def mine(rewards, n, values, section):\n    {code}\n", encoding="utf-8")
     section = AlgorithmConfig(adv_estimator=f"{file}:mine")
     estimator = load_estimator(section.adv_estimator)
     if message is None:

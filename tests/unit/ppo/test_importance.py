@@ -12,7 +12,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.importance import importance_weights, kept_tokens, with_rollout_correction
 from hybrid_gkd.testing import make_sample
 
-VERL = json.loads(Path(__file__).with_name("verl_rollout_correction.json").read_text())
+VERL = json.loads(Path(__file__).with_name("verl_rollout_correction.json").read_text(encoding="utf-8"))
 """`how` in the file says how the numbers were made."""
 LOGPROBS, DRAWN = ([np.array(row) for row in VERL[name]] for name in ("logprobs", "rollout_logprobs"))
 

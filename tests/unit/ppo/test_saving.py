@@ -34,7 +34,7 @@ class SlowDisk(RecordingGroup):
 
     def finish_snapshot(self):
         self.events.append(("finish",))
-        self.file.write_text(str(self._begun))
+        self.file.write_text(str(self._begun), encoding="utf-8")
         self._begun = None
         return {}, 12.34
 

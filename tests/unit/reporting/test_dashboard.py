@@ -71,12 +71,12 @@ def test_the_list_of_runs_has_the_best_of_what_a_validation_measures():
 
 def test_the_device_of_a_run_that_left_it_open_is_the_one_of_its_last_start(tmp_path):
     file, starts = tmp_path / "config.yaml", tmp_path / "starts.jsonl"
-    file.write_text(to_yaml(run_config()))
+    file.write_text(to_yaml(run_config()), encoding="utf-8")
     assert dashboard.load_run(file).trainer.device == "auto"
     rows = [{"start": 1.0, "loaded": {"device": "cuda"}}, {"start": 2.0, "loaded": {"device": "cpu"}}, {"ready": 3.0}]
-    starts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    starts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert not {name for name in shown(dashboard.load_run(file)) if name.startswith("memory/")}
-    file.write_text(to_yaml(run_config("trainer.device=cuda")))
+    file.write_text(to_yaml(run_config("trainer.device=cuda")), encoding="utf-8")
     assert dashboard.load_run(file).trainer.device == "cuda"
 
 
@@ -173,7 +173,7 @@ def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkey
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(dashboard, "API_SECONDS", 1)
     caplog.set_level(logging.INFO)
-    (tmp_path / "config.yaml").write_text(to_yaml(run_config()))
+    (tmp_path / "config.yaml").write_text(to_yaml(run_config()), encoding="utf-8")
     wandb_module._make_workspace("team", "project", tmp_path, "cpu")
     assert "the wandb workspace was not made: " in caplog.text
     assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
@@ -244,7 +244,7 @@ def test_the_workspace_and_the_report_are_made_once_and_then_brought_up_to_date(
     with Server() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        (tmp_path / "config.yaml").write_text(to_yaml(run_config(*PPO)))
+        (tmp_path / "config.yaml").write_text(to_yaml(run_config(*PPO)), encoding="utf-8")
         wandb_module._make_workspace("team", "project", tmp_path, "cpu")
         [(kind, name, titles)] = server.shown
         assert (kind, name) == ("project-view", dashboard.NAME)

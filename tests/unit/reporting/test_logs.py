@@ -32,7 +32,7 @@ with run_log(Path(sys.argv[1])):
 
 def test_run_log_has_everything_with_the_time_and_the_console_what_is_for_people(tmp_path):
     result = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
-    text = (tmp_path / "run.log").read_text()
+    text = (tmp_path / "run.log").read_text(encoding="utf-8")
     lines = text.splitlines()
     dated = [line for line in lines if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+ ", line)]
     expected = ["INFO checked", "INFO loading", "DEBUG step 1", "WARNING careful", "WARNING <string>"]
@@ -49,7 +49,7 @@ def test_a_second_start_appends_and_a_failure_inside_is_raised_on(tmp_path):
     for number in (1, 2):
         with pytest.raises(WorkerError, match="worker"), run_log(tmp_path), failure_logged():
             raise WorkerError(f"worker {number} died")
-    text = (tmp_path / "run.log").read_text()
+    text = (tmp_path / "run.log").read_text(encoding="utf-8")
     assert text.index("the run ends: WorkerError: worker 1 died") < text.index("WorkerError: worker 2 died")
     assert text.count("Traceback (most recent call last)") == 2
 

@@ -31,7 +31,7 @@ def test_check_names_names_every_stranger():
 
 def test_docs_page_is_the_table():
     page = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert page.read_text() == markdown_table(), "run: python -m hybrid_gkd.metrics > docs/metrics.md"
+    assert page.read_text(encoding="utf-8") == markdown_table(), "run: python -m hybrid_gkd.metrics > docs/metrics.md"
 
 
 def test_the_peak_is_that_of_all_gpus_and_only_where_each_is_known():

@@ -138,7 +138,7 @@ def test_reading_on_finds_what_reading_at_once_does(tmp_path, finished):
 
 def test_the_time_of_the_whole_run_is_that_of_every_step(tmp_path):
     rows = [{"step": step, "timing/gen": step / 4, "timing/testing": float(step == 7)} for step in range(1, 2001)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     data = data_of(tmp_path)
     assert len(data["metrics"]["timing/gen"]["mean"]) < 2000
     assert data["seconds"] == {"timing/gen": 500_250, "timing/testing": 1}
@@ -147,18 +147,18 @@ def test_the_time_of_the_whole_run_is_that_of_every_step(tmp_path):
 def test_the_time_that_is_left_is_at_the_pace_since_the_newest_start(tmp_path):
     rows = [{"step": step, "timing/elapsed": 100.0 * step} for step in range(1, 11)]
     rows += [{"step": step, "timing/elapsed": 1000.0 + 2.0 * (step - 10)} for step in range(11, 21)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     starts = [{"start": 0.0, "step": 0}, {"start": 0.0, "step": 10, "total_steps": 500}]
-    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
-    with open(tmp_path.parent / f".{tmp_path.name}.lock", "w") as lock:
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts), encoding="utf-8")
+    with open(tmp_path.parent / f".{tmp_path.name}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cards(data_of(tmp_path))["Steps"]["note"] == "about 16:00 left, in 2 starts"
 
 
 def test_the_best_validation_is_named_where_it_is_not_the_last(tmp_path):
-    (tmp_path / "config.yaml").write_text("data: {val_files: [a]}\nreward: {answer_key: b}\n")
+    (tmp_path / "config.yaml").write_text("data: {val_files: [a]}\nreward: {answer_key: b}\n", encoding="utf-8")
     rows = [{"step": step, "val/accuracy": accuracy} for step, accuracy in ((0, 0.1), (10, 0.5), (20, 0.4))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert cards(data_of(tmp_path))["Held-out accuracy"] == {
         "label": "Held-out accuracy", "value": "10.0% → 40.0%", "note": "best 50.0% at step 10", "change": "better",
     }  # fmt: skip
@@ -166,7 +166,7 @@ def test_the_best_validation_is_named_where_it_is_not_the_last(tmp_path):
 
 def test_a_row_that_a_crash_cut_short_is_left_out(tmp_path):
     row = '{"step": 3, "prompt": "p", "response": "r", "answer": null, "reward": null}\n'
-    (tmp_path / "generations.jsonl").write_text(f"{row}{row[:30]}{row}{row[:20]}\n{row}")
+    (tmp_path / "generations.jsonl").write_text(f"{row}{row[:30]}{row}{row[:20]}\n{row}", encoding="utf-8")
     [found] = data_of(tmp_path)["answers"]
     assert [sample["response"] for sample in found["samples"]] == ["r", "r"]
 
@@ -207,15 +207,15 @@ def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
 
 def test_lengths_of_another_limit_are_not_counted_with_those_of_this_one(tmp_path):
     rows = [{"step": step, "bin": width, "counts": [0, 8]} for step, width in ((1, 2), (2, 2), (3, 20))]
-    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert data_of(tmp_path)["lengths"] == {"bin": 20, "every": 1, "steps": [3], "counts": [(0, 8)]}
 
 
 def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
     folder = make_run(tmp_path, total=99)
-    rows = (folder / "starts.jsonl").read_text().splitlines()
-    (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n")
-    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+    rows = (folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
+    with open(folder.parent / f".{folder.name}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         data = data_of(folder)
         assert data["state"]["outcome"] == "goes on"
@@ -234,16 +234,18 @@ def test_ppo_has_its_reward_and_no_divergence(tmp_path):
 
 
 def test_a_folder_with_little_in_it_has_a_report_all_the_same(tmp_path):
-    (tmp_path / "run.log").write_text("not a record\n")
-    (tmp_path / "config.yaml").write_text("- a\n- list: [\n")
+    (tmp_path / "run.log").write_text("not a record\n", encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("- a\n- list: [\n", encoding="utf-8")
     data = data_of(tmp_path)
     assert (data["state"]["outcome"], data["metrics"], data["timeline"]) == ("unknown", {}, None)
-    (tmp_path / "config.yaml").write_text("reward:\n  timeout: .inf\n")
+    (tmp_path / "config.yaml").write_text("reward:\n  timeout: .inf\n", encoding="utf-8")
     assert b"inf" in page_data([RunFolder(tmp_path)])
 
 
 def test_long_texts_are_cut(tmp_path):
-    (tmp_path / "run.log").write_text(f"2026-01-01 00:00:00 WARNING {'x' * 100_000}\n2026-01-01 00:00:01 DEBUG step\n")
+    (tmp_path / "run.log").write_text(
+        f"2026-01-01 00:00:00 WARNING {'x' * 100_000}\n2026-01-01 00:00:01 DEBUG step\n", encoding="utf-8"
+    )
     log = RunLog(tmp_path)
     log.refresh()
     assert len(log.warnings[0].text) < TEXT_KEPT + 10
@@ -254,7 +256,7 @@ def test_long_texts_are_cut(tmp_path):
 
 def test_ten_thousand_steps_are_a_small_page(tmp_path):
     names = [f"actor/metric_{number}" for number in range(60)]
-    with (tmp_path / "metrics.jsonl").open("w") as file:
+    with (tmp_path / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for step in range(1, 10_001):
             row = step_row(step, distils=True) | {name: step / 7 + number for number, name in enumerate(names)}
             file.write(json.dumps({"step": step, "timing/elapsed": step * 3.3, **row}) + "\n")
@@ -293,7 +295,8 @@ def test_what_comes_from_data_ends_no_element_of_the_page(finished):
 
 def test_a_lone_surrogate_is_written(tmp_path):
     (tmp_path / "generations.jsonl").write_text(
-        json.dumps({"step": 0, "prompt": "\ud800", "response": "", "answer": None, "reward": None}) + "\n"
+        json.dumps({"step": 0, "prompt": "\ud800", "response": "", "answer": None, "reward": None}) + "\n",
+        encoding="utf-8",
     )
     assert "generations" not in page_data([RunFolder(tmp_path)]).decode("utf-8")
 
@@ -314,7 +317,9 @@ def test_the_command_writes_into_the_run_folder_or_compares(tmp_path, finished, 
     other = make_run(tmp_path, "other", recipe="ppo_demo")
     assert main([str(finished), str(other)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "comparison.html")
-    text = re.search(r'id="data">(.*?)</script>', (tmp_path / "comparison.html").read_text(), re.DOTALL)[1]
+    text = re.search(
+        r'id="data">(.*?)</script>', (tmp_path / "comparison.html").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     page = json.loads(text)
     assert page["differing"]["distillation.enabled"] == [True, False]
     assert "trainer.project_name" not in page["differing"]
@@ -332,8 +337,8 @@ def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
 def test_a_run_has_its_report_when_it_ends(tmp_path):
     (tmp_path / "run.log").touch()
     with report_kept(tmp_path):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 7, "actor/loss": 0.5}\n')
-    assert '"step":7' in (tmp_path / "report.html").read_text()
+        (tmp_path / "metrics.jsonl").write_text('{"step": 7, "actor/loss": 0.5}\n', encoding="utf-8")
+    assert '"step":7' in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -355,11 +360,11 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 def test_the_report_of_a_run_that_was_killed_is_written(tmp_path):
     folder = make_run(tmp_path, total=99)
-    rows = (folder / "starts.jsonl").read_text().splitlines()
-    (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    rows = (folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "starts.jsonl").write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "hybrid_gkd.report", FOLLOW, str(folder)]
     subprocess.run(command, stdin=subprocess.DEVNULL, check=True, timeout=60)
-    assert UNFINISHED in (folder / "report.html").read_text()
+    assert UNFINISHED in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path):
@@ -378,7 +383,7 @@ def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 get(path, host)
             assert refused.value.code == code
-        with (folder / "metrics.jsonl").open("a") as file:
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write('{"step": 31, "actor/loss": 0.25}\n')
         server._read_at = time.monotonic() - 60
         assert json.loads(get("/data.json"))["runs"][0]["state"]["step"] == 31
@@ -390,4 +395,4 @@ def test_the_library_is_what_the_tool_makes():
     import vl_convert
 
     file = importlib.resources.files("hybrid_gkd.reporting.report").joinpath("vega.min.js")
-    assert file.read_text() == vl_convert.javascript_bundle()
+    assert file.read_text(encoding="utf-8") == vl_convert.javascript_bundle()

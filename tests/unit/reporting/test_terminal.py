@@ -61,7 +61,7 @@ def test_what_comes_next_names_what_is_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "room"), [(8, []), (16, []), (32, ["32"]), (40, ["64"])])
 def test_adapters_are_served_above_the_model_that_they_began_with(tmp_path, rank, room):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}), encoding="utf-8")
     _, _, module, *options = serving_command(tmp_path, "/models/base", on_gpu=True)
     assert module == "vllm.entrypoints.openai.api_server"
     assert options[:2] == ["--host", "127.0.0.1"]  # no key protects it

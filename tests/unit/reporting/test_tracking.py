@@ -90,7 +90,7 @@ class MyTracker:
 
 
 def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_TRACKER)
+    (tmp_path / "mine.py").write_text(OWN_TRACKER, encoding="utf-8")
     config = load_config(
         [
             "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
@@ -98,7 +98,7 @@ def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
         ]
     )
     run_steps(tmp_path, [1, 2], loggers=config.trainer.logger)
-    assert (tmp_path / "own.txt").read_text().splitlines() == [
+    assert (tmp_path / "own.txt").read_text(encoding="utf-8").splitlines() == [
         "1 The sum is 42.", "1 0.1 ['actor/kl_loss', 'timing/elapsed']", "2 The sum is 42.",
         "2 0.2 ['actor/kl_loss', 'timing/elapsed']", "done",
     ]
@@ -110,7 +110,7 @@ def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
 def test_tracker_that_cannot_start_is_a_config_error_and_closes_the_others(tmp_path, monkeypatch):
     closed = []
     monkeypatch.setattr(Console, "close", lambda self, failed: closed.append(failed))
-    (tmp_path / "run").write_text("a file where the folder should be")
+    (tmp_path / "run").write_text("a file where the folder should be", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^trainer\.default_local_dir: cannot be written to: .*run"):
         make(tmp_path / "run", ["console", "jsonl"])
     assert closed == [True]
@@ -156,14 +156,14 @@ def test_jsonl_rows_are_on_file_after_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     with make(tmp_path) as tracker:
         tracker.log({"actor/kl_loss": 0.5, "training/global_step": 1}, 1)
-        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        assert json.loads((tmp_path / "metrics.jsonl").read_text(encoding="utf-8")) == {
             "step": 1,
             "actor/kl_loss": 0.5,
             "training/global_step": 1.0,
             "timing/elapsed": 2.5,
         }
         tracker.log_generations([SAMPLE], 2)
-        assert json.loads((tmp_path / "generations.jsonl").read_text()) == {
+        assert json.loads((tmp_path / "generations.jsonl").read_text(encoding="utf-8")) == {
             "step": 2,
             "prompt": "12+30=",
             "response": "The sum is 42.",
@@ -185,11 +185,11 @@ def test_jsonl_keeps_text_that_has_no_utf8_form(tmp_path):
 def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path):
     run_steps(tmp_path, [1, 2, 3, 4, 5])
     for name in ("metrics.jsonl", "generations.jsonl"):
-        with (tmp_path / name).open("a") as file:
+        with (tmp_path / name).open("a", encoding="utf-8") as file:
             file.write('{"step": 6, "actor/kl')
     run_steps(tmp_path, [4, 5, 6], start_step=3, resume=True)
     for name in ("metrics.jsonl", "generations.jsonl", "lengths.jsonl", "tokens.jsonl"):
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        rows = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "generations.jsonl", "lengths.jsonl", "metrics.jsonl", "tokens.jsonl",
@@ -205,7 +205,7 @@ def test_lengths_are_counted_in_bins(tmp_path):
 
 def test_the_time_of_a_run_goes_on_where_it_was(tmp_path):
     rows = [{"step": 3, "timing/elapsed": 50.0}, {"step": 4, "timing/elapsed": 70.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run_steps(tmp_path, [4], start_step=3, resume=True)
     times = [row["timing/elapsed"] for row in read_json_lines(tmp_path / "metrics.jsonl")]
     assert times[0] == 50.0
@@ -244,7 +244,7 @@ def test_full_disk_leaves_no_part_of_a_row_and_rows_wait_for_room(tmp_path, capl
         tracker.log({"actor/kl_loss": 2.0}, 2)
         rows._file.full = False
         tracker.log({"actor/kl_loss": 3.0}, 3)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     assert "rows of metrics.jsonl and generations.jsonl wait for room: OSError" in caplog.text
     with make(tmp_path / "to the end") as tracker:
@@ -406,10 +406,10 @@ def test_login_is_found_where_wandb_finds_it(no_wandb_login, monkeypatch, tmp_pa
     assert not wandb_module._has_wandb_login(public)
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
-    netrc.write_text("machine wandb.example.org\n  login user\n  password " + "0" * 40 + "\n")
+    netrc.write_text("machine wandb.example.org\n  login user\n  password " + "0" * 40 + "\n", encoding="utf-8")
     assert wandb_module._has_wandb_login(own)
     assert not wandb_module._has_wandb_login(public)
-    netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
+    netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n", encoding="utf-8")
     assert wandb_module._has_wandb_login("https://api.forge.coreweave.com")
     assert not wandb_module._has_wandb_login(own)
     netrc.unlink()
@@ -506,7 +506,7 @@ def test_wandb_offline_holds_every_step_once_also_after_a_resume(no_wandb_login,
     page, run_id = second / "report.html", second.name.split("-")[3]
     reports = [[each for each in wandb_artifacts(folder) if each[1] == "report"] for folder in (first, second)]
     assert reports == [[], [(f"report-{run_id}", "report", [str(page)])]]
-    assert '"step":4' in page.read_text()
+    assert '"step":4' in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

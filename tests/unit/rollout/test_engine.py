@@ -45,7 +45,7 @@ def test_the_configuration_takes_the_names_of_the_table():
 
 
 def test_an_engine_of_the_users_own_is_built_and_never_sleeps(tmp_path):
-    (tmp_path / "parrot.py").write_text(OWN_ENGINE)
+    (tmp_path / "parrot.py").write_text(OWN_ENGINE, encoding="utf-8")
     name = f"{tmp_path}/parrot.py:Parrot"
     assert resolve_engine(name) == name
     engine = make_engine(configure(name), device=torch.device("cpu"), stop_token_ids=[7])
@@ -172,7 +172,7 @@ def test_an_engine_that_sleeps_knows_its_memory_from_the_list_of_vllms_allocator
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 def test_vllm_says_that_its_memory_grew_in_the_words_that_are_expected():
     (place,) = find_spec("vllm").submodule_search_locations
-    assert vllm_compat.GREW in Path(place, "v1", "worker", "gpu_worker.py").read_text()
+    assert vllm_compat.GREW in Path(place, "v1", "worker", "gpu_worker.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

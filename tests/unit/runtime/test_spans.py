@@ -207,7 +207,7 @@ def test_spans_of_a_file_are_there_at_once_and_after_a_restart(tmp_path):
     first(Span("worker 0", "gen", 1.0, 2.5))
     (found,) = read_spans(path)
     assert found.end - found.start == pytest.approx(1.5, abs=1e-5)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write('["worker 0", "gen", 1\n')  # cut short
     second = SpanFile(path)
     second(Span("worker 0", "gen", 3.0, 4.0, 1))
@@ -256,7 +256,7 @@ def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):
         with working_for(5), clock.span("update_actor"):
             clock.count({"throughput, tokens/s": 1000.0})
         raise RuntimeError("a run that fails has a trace too")
-    events = json.loads((tmp_path / "trace.json").read_text())
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert sorted(rows, key=rows.get) == ["trainer", "teacher", "actor worker 0", "rollout worker 1"]
     of = {event["pid"]: event for event in events if event["ph"] == "X" and event["name"] == "gen"}
@@ -278,7 +278,7 @@ def test_the_command_makes_the_trace_of_a_run_that_still_goes_on(tmp_path):
         command = [sys.executable, "-m", "hybrid_gkd.reporting.trace", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text())[-1]["dur"] == 1e6
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))[-1]["dur"] == 1e6
     done = subprocess.run([*command[:-1], str(tmp_path / "nothere")], capture_output=True, text=True)
     assert done.returncode == 2
     assert "nothere" in done.stderr.splitlines()[-1]

@@ -88,7 +88,9 @@ def test_a_limit_names_the_key_that_sets_it():
         assert re.fullmatch(r"waiting for Ray to start; since \d\d:\d\d:\d\d, for 0 s now", str(wait))
 
 
-TREES = {file: ast.parse(file.read_text()) for file in sorted(Path(hybrid_gkd.__file__).parent.rglob("*.py"))}
+TREES = {
+    file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(Path(hybrid_gkd.__file__).parent.rglob("*.py"))
+}
 FIXED = set(
     "ALL_REDUCE_SECONDS CLOSE_SECONDS END_SECONDS REPORT_SECONDS SCORES_SECONDS SETTLE_SECONDS "
     "WANDB_FINISH_SECONDS".split()

@@ -18,7 +18,7 @@ from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample
 from hybrid_gkd.types import Task
 
-VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text())
+VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text(encoding="utf-8"))
 """`how` in the file says how the numbers were made."""
 KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
@@ -190,7 +190,7 @@ def test_the_state_before_this_key_is_read(tmp_path):
     trainer, _, _ = make(run_dir=tmp_path, steps=1)
     trainer.fit()
     file = trainer.checkpoint / "trainer_state.json"
-    values = json.loads(file.read_text())
+    values = json.loads(file.read_text(encoding="utf-8"))
     assert values.pop("kl_coef") is None
-    file.write_text(json.dumps(values))
+    file.write_text(json.dumps(values), encoding="utf-8")
     assert dataclasses.asdict(load_state(trainer.checkpoint))["kl_coef"] is None

@@ -19,7 +19,7 @@ def load(tmp_path):
 
     def load(text, name="score", file="my_reward.py", **changes):
         path = tmp_path / file
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         kwargs = changes.pop("reward_kwargs", {})
         custom = CustomRewardFunction(path=str(path), name=name, reward_kwargs=kwargs)
         changes = {"answer_key": "answer"} | changes

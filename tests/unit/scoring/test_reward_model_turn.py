@@ -112,7 +112,10 @@ def test_what_it_reads_is_the_chat_behind_its_own_template():
     assert own.decode(found) == "[system]be brief<|b|>[user]3<|b|>[assistant]yes<|b|>"
     assert own.convert_tokens_to_ids("<|b|>") in found
     own.chat_template = None
-    assert own.decode(RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)) == "be brief\n3\nyes"
+    plain = dataclasses.replace(PROMPTS[3], messages=PROMPTS[3].messages[1:])
+    assert own.decode(RewardTexts(tokenizer, own).tokens(plain, answer)) == "3\nyes"
+    with pytest.raises(HybridGKDError, match=r"row 4 of the data: reward_model\.model\.path has no chat template"):
+        RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
     own.chat_template = "{{ raise_exception('no system') }}" + CHAT_TEMPLATE
     with pytest.raises(HybridGKDError, match=r"row 4 of the data: .*reward_model\.model\.path refuses it: .*no system"):
         RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)

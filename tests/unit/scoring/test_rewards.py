@@ -24,6 +24,7 @@ from hybrid_gkd.scoring.reward_functions import load_functions
 def test_exact_match():
     assert exact_match(" 42\n", "42") == 1.0
     assert exact_match("42.0", "42") == 0.0
+    assert exact_match("", " \n") == 0.0  # saying nothing is never right
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def make(tmp_path):
 
     def make(*overrides, text=None):
         if text is not None:
-            (tmp_path / "my_reward.py").write_text(textwrap.dedent(text))
+            (tmp_path / "my_reward.py").write_text(textwrap.dedent(text), encoding="utf-8")
             overrides = [f"reward.custom_reward_function.path={tmp_path / 'my_reward.py'}", *overrides]
         config = load_config([
             "data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false",
@@ -118,7 +118,7 @@ def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_
     pairs = [pair(0, 7), pair(1, 7, 7), pair(2, 7, 7, 7)]
     scorer.begin(pairs[:2])
     assert scorer.scores(pairs) == scorer.scores(pairs) == [1.0, 2.0, 3.0]
-    assert (tmp_path / "calls").read_text().split() == ["0", "1", "2"]
+    assert (tmp_path / "calls").read_text(encoding="utf-8").split() == ["0", "1", "2"]
     assert scorer.metrics(pairs) == {"reward/even/mean": pytest.approx(2 / 3), "reward/failures": 0.0}
     assert len(scorer._entries) == 3
     del pairs
@@ -205,7 +205,7 @@ def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it
     assert scorer.scores([pair(5, 1)]) == [-1.0]
     assert "row 6 of the data" in caplog.text
     assert "ended its process (exit code 0)" in caplog.text
-    group = int((tmp_path / "group").read_text())
+    group = int((tmp_path / "group").read_text(encoding="utf-8"))
     wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
 
 
@@ -279,7 +279,7 @@ time.sleep(1000)
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, number):
     """Not the process that holds the interpreter's lock, nor what the other one has started."""
     file = tmp_path / "my_reward.py"
-    file.write_text(textwrap.dedent(HANGS))
+    file.write_text(textwrap.dedent(HANGS), encoding="utf-8")
     run = subprocess.Popen([sys.executable, "-c", RUN, str(file)], start_new_session=True)
     try:
         wait_until(lambda: {"sleep", "sh"} <= {name for name, _ in descendants(run.pid)})
@@ -309,7 +309,7 @@ def descendants(pid):
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, rest = re.search(r"\((.*)\) \S+ (\d+)", file.read_text()).groups()
+            name, rest = re.search(r"\((.*)\) \S+ (\d+)", file.read_text(encoding="utf-8")).groups()
         except OSError:
             continue
         parents[int(file.parent.name)] = (name, int(rest))

@@ -205,7 +205,7 @@ def test_a_pass_that_failed_costs_the_checkpoint_nothing(overrides, tmp_path):
 
 def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
     config = make_config(make_tiny_model(tmp_path / "model"))
-    (tmp_path / "actor").write_text("in the way")
+    (tmp_path / "actor").write_text("in the way", encoding="utf-8")
     with single_process_group():
         actor = Actor(config, device=torch.device("cpu"), num_updates=5)
         with pytest.raises(CheckpointError, match=r"cannot write .*actor/rank_0_of_1\.safetensors"):

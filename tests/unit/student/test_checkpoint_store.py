@@ -26,7 +26,7 @@ def state(step):
 def write(store, step, text="weights"):
     with store.writing(state(step)) as folder:
         (folder / "actor").mkdir()
-        (folder / "actor" / "part").write_text(text)
+        (folder / "actor" / "part").write_text(text, encoding="utf-8")
 
 
 def flip(file):
@@ -53,13 +53,13 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
 
     def interrupted_write():
         with store.writing(state(6)) as folder:
-            (folder / "half").write_text("written")
+            (folder / "half").write_text("written", encoding="utf-8")
             raise error
 
     with pytest.raises((KeyboardInterrupt, CheckpointError, RuntimeError)):
         interrupted_write()
     assert store.latest() == tmp_path / "global_step_5"
-    assert (store.latest() / "actor" / "part").read_text() == "good"
+    assert (store.latest() / "actor" / "part").read_text(encoding="utf-8") == "good"
     write(store, 6)  # what was left behind is no obstacle
     assert store.latest() == tmp_path / "global_step_6"
     assert not (store.latest() / "half").exists()
@@ -78,7 +78,7 @@ def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_pat
     """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL
     store = CheckpointStore(tmp_path, keep=1)
-    assert (store.latest() / "actor" / "part").read_text() == "good"
+    assert (store.latest() / "actor" / "part").read_text(encoding="utf-8") == "good"
     assert find_damage(store.latest()) == {}
     assert (tmp_path / ".global_step_6.writing").is_dir()
     write(store, 7)
@@ -90,7 +90,7 @@ def test_writing_a_step_again_replaces_it_as_a_whole(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5, "old")
     write(store, 5, "new")
-    assert (store.latest() / "actor" / "part").read_text() == "new"
+    assert (store.latest() / "actor" / "part").read_text(encoding="utf-8") == "new"
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_stays_and_is_named(tmp_path, caplog):
@@ -120,9 +120,9 @@ def test_a_run_killed_while_it_replaces_a_step_keeps_the_old_one(tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         write(store, 5, "new")
     monkeypatch.undo()
-    assert (store.latest() / "actor" / "part").read_text() == "old"
+    assert (store.latest() / "actor" / "part").read_text(encoding="utf-8") == "old"
     write(store, 5, "new")
-    assert (store.latest() / "actor" / "part").read_text() == "new"
+    assert (store.latest() / "actor" / "part").read_text(encoding="utf-8") == "new"
     assert [path.name for path in tmp_path.iterdir() if "replaced" in path.name] == []
 
 
@@ -199,7 +199,7 @@ def test_the_checkpoint_that_the_pointer_names_comes_first_be_it_there_or_not(tm
 
 
 def test_a_broken_state_is_named(tmp_path):
-    (tmp_path / "trainer_state.json").write_text("{")
+    (tmp_path / "trainer_state.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
         load_state(tmp_path)
 
@@ -212,7 +212,7 @@ def test_every_file_is_listed_and_what_happened_to_it_is_found(tmp_path):
             (folder / "actor" / name).write_bytes(bytes(range(256)))
         sums["actor/kept"] = FileSum.of(folder / "actor" / "kept")
     folder = store.latest()
-    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
     assert set(listed) == {"trainer_state.json", *(f"actor/{name}" for name in ("kept", "flipped", "cut", "gone"))}
     assert listed["actor/kept"] == {"size": 256, "crc32": zlib.crc32(bytes(range(256)))}
     assert find_damage(folder) == {}
@@ -225,12 +225,12 @@ def test_every_file_is_listed_and_what_happened_to_it_is_found(tmp_path):
     assert found["actor/cut"] == "has 100 bytes instead of 256"
     assert "checksum" in found["actor/flipped"]
     assert "actor/flipped" not in find_damage(folder, largest=255)
-    (folder / "manifest.json").write_text("{}")
+    (folder / "manifest.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         find_damage(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
         write(CheckpointStore(tmp_path / "file", keep=2), 1)

@@ -127,7 +127,7 @@ def check_training(rank, ranks, folder):
             expected = expected + ALPHA / RANK * product
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
     if rank == 0:
-        (out / "losses.json").write_text(json.dumps(losses))
+        (out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
 def as_rank(rank, ranks, folder):
@@ -155,7 +155,7 @@ def trained(tmp_path_factory):
 def test_the_curve_is_that_of_peft_with_torchs_adamw(trained, ranks):
     out = trained / f"{ranks} ranks"
     plain, adapter = plain_losses(trained / "model", out / "before", make_config(trained / "model", *LORA))
-    losses = json.loads((out / "losses.json").read_text())
+    losses = json.loads((out / "losses.json").read_text(encoding="utf-8"))
     assert losses == pytest.approx(plain, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 1e-2
     own = load_file(out / "after" / "adapter_model.safetensors")
@@ -294,7 +294,7 @@ def test_experts_are_not_left_out_in_silence(tmp_path):
 
 def change_config(folder, **changes):
     file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,10 @@ def rename_a_weight(folder):
     ("damage", "error"),
     [
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "must be a folder of peft's with"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json cannot be read"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{", encoding="utf-8"),
+            "adapter_config.json cannot be read",
+        ),
         (lambda folder: change_config(folder, peft_type="IA3"), "not one of the kind IA3"),
         (lambda folder: change_config(folder, use_dora=True), "matrices alone, without use_dora"),
         (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "without modules_to_save"),

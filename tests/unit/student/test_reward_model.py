@@ -80,10 +80,10 @@ def without_head(folder):
 
 
 def with_labels(folder):
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = {str(number): f"LABEL_{number}" for number in range(3)}
     config |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

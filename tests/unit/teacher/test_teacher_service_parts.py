@@ -151,7 +151,7 @@ UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load"}
 
 def own_imports(path):
     """(module, line) of every import in a file, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,7 +160,7 @@ def own_imports(path):
 
 
 def unsafe_calls(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name in UNSAFE_CALLS or name.endswith("_pyobj"):
@@ -194,6 +194,6 @@ def test_nothing_behind_a_socket_can_unpickle():
 
 def test_the_search_finds_what_it_looks_for(tmp_path):
     bad = tmp_path / "bad.py"
-    bad.write_text("def f(s):\n    import pickle\n    torch.load(s)\n    return s.recv_pyobj()\n")
+    bad.write_text("def f(s):\n    import pickle\n    torch.load(s)\n    return s.recv_pyobj()\n", encoding="utf-8")
     assert ("pickle", 2) in own_imports(bad)
     assert list(unsafe_calls(bad)) == ["bad.py:3: torch.load", "bad.py:4: s.recv_pyobj"]

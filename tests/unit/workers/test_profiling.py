@@ -16,7 +16,7 @@ def work():
 
 
 def names(path):
-    with gzip.open(path, "rt") as file:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
         return {event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"}
 
 
