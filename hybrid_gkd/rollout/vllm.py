@@ -75,7 +75,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments["gpu_memory_utilization"] = _share(rollout.gpu_memory_utilization, room)
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
-        self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
+        self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
         vllm_compat.unlink_shared_memory()
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
