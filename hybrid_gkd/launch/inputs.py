@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
@@ -16,7 +17,7 @@ from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import WEIGHT_SUFFIXES
-from hybrid_gkd.models.spec import read_config, student_spec
+from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
@@ -26,6 +27,8 @@ from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
 from hybrid_gkd.scoring.reward_model import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
+from hybrid_gkd.student.loading import build_model
+from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, generated
@@ -37,6 +40,7 @@ def student(facts: Facts) -> str:
     check_model_folder("actor_rollout_ref.model.path", model.path)
     check_export("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
+    check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     with naming(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
     with naming("actor_rollout_ref.model.path"):
@@ -57,6 +61,7 @@ def critic(facts: Facts) -> str:
         of_student = model.path == config.actor_rollout_ref.model.path
         if not of_student:
             check_other_model("critic", "critic.model.path", model, facts)
+            check_architecture("critic.model.path", model, refuse_unsupported)
         found = f"starts from the student's {model.path}" if of_student else f"starts from {model.path}"
     assert facts.spec is not None
     facts.trained = trained_models(config, facts.spec)
@@ -77,6 +82,7 @@ def reference(facts: Facts) -> str:
     if path is None:
         return f"the student's {config.ref_model.path} as it is there"
     check_other_model("reference policy", key, config.ref_model, facts)
+    check_architecture(key, config.ref_model, LogprobModel)
     return path
 
 
@@ -92,12 +98,12 @@ def reward_model(facts: Facts) -> str:
     check_model_folder(key, model.path)
     check_export(key, model.path)
     hf_config = check_classifier(config.reward_model)
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    positions, field = position_limit(hf_config.get_text_config())
     limit = config.reward_model.max_length or positions
-    if positions is not None and limit > positions:
-        raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions", limit)
+    if positions is not None and (limit or 0) > positions:
+        raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions ({field})", limit)
     if config.reward_model.max_length is None:
-        check_positions("reward model", model.path, config.data, config.max_sequence_length, positions)
+        check_positions("reward model", model.path, config.data, config.max_sequence_length, (positions, field))
     with naming(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     other = "tokenizer" if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer) else None
@@ -296,20 +302,40 @@ def check_export(key: str, path: str) -> None:
 
 
 def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:
-    """The longest possible sequence must fit the model. Raises ConfigError or ModelError."""
+    """The longest possible sequence must fit the model, and so must what its engine is made for.
+
+    Raises ConfigError or ModelError.
+    """
     try:
         hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
     except (OSError, ValueError) as error:
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
-    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    check_positions(who, path, config.data, needed, limit)
+    limit, field = position_limit(hf_config.get_text_config())
+    check_positions(who, path, config.data, needed, (limit, field))
+    if who == "student" and limit is not None and config.engine_length > limit:
+        rule = f"the student {path} has {limit} positions ({field})"
+        raise ConfigError("actor_rollout_ref.rollout.max_model_len", rule, config.engine_length)
 
 
-def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: int | None) -> None:
-    """Raises ConfigError: the longest possible sequence does not fit into the positions of a model."""
-    if limit is not None and limit < needed:
+def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: tuple[int | None, str]) -> None:
+    """Raises ConfigError: the longest possible sequence does not fit into a model's `position_limit`."""
+    positions, field = limit
+    if positions is not None and positions < needed:
         rule = (
             f"prompt limit and response limit together ({lengths.max_prompt_length} + {lengths.max_response_length}) "
-            f"need {needed} positions, but the {who} {path} has {limit}"
+            f"need {needed} positions, but the {who} {path} has {positions} ({field})"
         )
         raise ConfigError("data.max_response_length", rule, lengths.max_response_length)
+
+
+def check_architecture(key: str, model: ModelConfig, wrap: Callable[[Any], object]) -> None:
+    """A model that is trained, or computed as the student is, can be computed exactly. Raises ModelError, ConfigError.
+
+    `wrap` refuses models; this one has no weights.
+    """
+    built = build_model(
+        model.path, dtype=torch.float32, trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config, key=key,
+    )
+    with naming(key):
+        wrap(built)

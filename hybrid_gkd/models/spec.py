@@ -168,13 +168,76 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
-        if not hasattr(config, name):
+        in_rope = name in ROPE_FIELDS and getattr(config, "rope_parameters", None) is not None
+        if not in_rope and not hasattr(config, name):
             raise ConfigError(key, f"{path} has no such field", name)
         try:
-            setattr(config, name, value)
+            if in_rope:
+                _override_rope(config, name, value)
+            else:
+                setattr(config, name, value)
         except Exception as error:  # transformers checks types with errors of its own
             raise ConfigError(key, f"{path} does not take this {name}: {first_line(error)}", value) from error
     return config
+
+
+ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
+"""How model cards and config.json name what transformers 5 has in `rope_parameters` alone."""
+
+
+def _override_rope(config: Any, name: str, value: Any) -> None:
+    """Change `rope_parameters`; a scaling leaves base and share of the rotated dimensions as they are, if not given.
+
+    Raises ValueError: layers of several kinds have parameters of their own, and `value` does not say which.
+    """
+    before, scaling = config.rope_parameters, name in ("rope_scaling", "rope_parameters")
+    kinds = [kind for kind, parameters in before.items() if isinstance(parameters, Mapping)]
+    changes = (value or {}) if scaling else {name: value}
+    if kinds and not set(kinds).issuperset(changes):
+        raise ValueError(f"it has parameters for each kind of layers: rope_parameters={{{kinds[0]}: {{...}}, ...}}")
+
+    def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {field: old[field] for field in ROPE_FIELDS if field in old} if scaling else old
+        return {**kept, **new}
+
+    if kinds:
+        config.rope_parameters = {
+            kind: changed(before[kind], changes[kind]) if kind in changes else before[kind] for kind in before
+        }
+    else:
+        config.rope_parameters = changed(before, changes)
+    config.standardize_rope_params()
+
+
+def overrides_for_engine(config: Any, override_config: Mapping[str, Any]) -> dict[str, Any]:
+    """`override_config` for a program that sets each field as it is: a configuration of `read_config` has it whole."""
+    others = {name: value for name, value in override_config.items() if name not in ROPE_FIELDS}
+    changed = len(others) < len(override_config) and getattr(config, "rope_parameters", None) is not None
+    return {**others, "rope_parameters": config.rope_parameters} if changed else dict(override_config)
+
+
+def position_limit(text_config: Any) -> tuple[int | None, str]:
+    """The longest sequence of which every program computes the same, and the field that says so; None is any.
+
+    Beyond `max_position_embeddings` dynamic NTK changes its frequencies with the longest sequence of a batch. LongRoPE
+    has two sets of factors: transformers takes the second for a whole batch as soon as one of its sequences is longer
+    than `original_max_position_embeddings`, vLLM for all sequences if its max_model_len is. Attention in chunks
+    (`dual_chunk_attention_config`), which vLLM alone computes, is plain attention within a chunk.
+    """
+    field = "max_position_embeddings"
+    found = [(getattr(text_config, field, None), field)]
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    for each in (rope, *rope.values()):
+        if isinstance(each, Mapping) and (each.get("rope_type") or each.get("type")) in ("longrope", "su"):
+            field, other = "original_max_position_embeddings", getattr(text_config, "max_position_embeddings", None)
+            original = each.get(field) or getattr(text_config, field, other)
+            same = all(each.get(f"short_{name}") == each.get(f"long_{name}") for name in ("factor", "mscale"))
+            found += [] if same else [(original, f"{field} of its LongRoPE")]
+    chunks = getattr(text_config, "dual_chunk_attention_config", None)
+    if chunks:
+        found.append((chunks["chunk_size"] - chunks["local_size"], "chunk_size - local_size of its attention"))
+    known = [(limit, field) for limit, field in found if limit is not None]
+    return min(known, default=(None, "none"), key=lambda each: each[0])
 
 
 def student_spec(config: Config) -> ModelSpec:

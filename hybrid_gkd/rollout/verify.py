@@ -19,16 +19,16 @@ Pairs = Callable[[str, Tensor], list[tuple[Tensor, Tensor]]]
 
 @torch.no_grad()
 def verify(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], pairs: Pairs) -> None:
-    """Compare the actor's full tensors with the engine's weights, which have these `names`.
+    """Compare the actor's full tensors with the engine's weights, which have these `names` in the end.
 
     All tensors are taken before an error is raised, since handing them out is collective.
 
     Raises:
         WorkerError: names the first weight that differs, that the engine does not have, or that was never set.
     """
-    problem, unset = None, set(names)
+    problem, taken = None, set[str]()
     for name, full in weights:
-        unset.discard(name)
+        taken.add(name)
         if problem is None:
             try:
                 found = next(filter(None, itertools.starmap(first_difference, pairs(name, full))), None)
@@ -37,7 +37,7 @@ def verify(weights: Iterable[tuple[str, Tensor]], names: Iterable[str], pairs: P
             problem = found and f"actor_rollout_ref.rollout.verify_weights: {name} in the rollout engine: {found}"
     if problem:
         raise WorkerError(problem)
-    refuse_unset(unset)
+    refuse_unset(set(names) - taken)
 
 
 def refuse_unset(names: set[str]) -> None:
@@ -94,6 +94,8 @@ class VLLMLayout:
         """Hugging Face name -> module, its attribute, and which part of a merged tensor."""
         self.buffers: dict[str, Tensor] = dict(model.named_buffers())
         """By name; vLLM has some of its own beside those that are published."""
+        self.wholes: dict[str, list[str]] = {}
+        """Name of a merged tensor -> those of its parts; an original may have it merged too, whatever vLLM says."""
         merged: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
         for path, module in model.named_modules(remove_duplicate=False):
             attributes = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
@@ -101,10 +103,12 @@ class VLLMLayout:
                 parent, _, own_name = path.rpartition(".")
                 parts = merged.get(own_name, [own_name])
                 self._refuse_unknown(path, module, parts)
-                for index, part in enumerate(parts):
-                    for attribute in attributes:
-                        name = ".".join(filter(None, (parent, part, attribute)))
+                for attribute in attributes:
+                    names = [".".join(filter(None, (parent, part, attribute))) for part in parts]
+                    for index, name in enumerate(names):
                         self.places[name] = module, attribute, index if len(parts) > 1 else None
+                    if own_name not in parts:
+                        self.wholes[f"{path}.{attribute}"] = names
 
     def _refuse_unknown(self, path: str, module: Any, parts: list[str]) -> None:
         method = type(getattr(module, "quant_method", None)).__name__
@@ -120,6 +124,9 @@ class VLLMLayout:
         """This rank's share of a full weight with each tensor that holds it. KeyError: unknown name."""
         if name in self.buffers:
             return [(full, self.buffers[name])]
+        for part in self.wholes.pop(name, ()):
+            module, attribute, _ = self.places.pop(part)
+            self.places[name] = module, attribute, None
         module, attribute, index = self.places[name]
         tensor: Tensor = getattr(module, attribute).detach()
         copies = [tensor] if tensor.numel() else []
@@ -136,6 +143,10 @@ class VLLMLayout:
             return [(share, copy[: indices.num_org_elements]) for copy in copies]
         if index is not None:
             copies = [copy.split(module.output_partition_sizes)[index] for copy in copies]
+        sizes = getattr(module, "output_partition_sizes", [])
+        if index is None and len(sizes) > 1 and sum(sizes) * self.ranks == len(full):  # each rank has a part of each
+            parts = full.split([size * self.ranks for size in sizes])
+            full = torch.cat([part.chunk(self.ranks)[self.rank] for part in parts])
         return [(tensor_parallel_share(full, copy.shape, rank=self.rank, ranks=self.ranks), copy) for copy in copies]
 
 

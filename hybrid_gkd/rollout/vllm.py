@@ -16,7 +16,7 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.models.spec import read_config
+from hybrid_gkd.models.spec import overrides_for_engine, read_config
 from hybrid_gkd.offload.budget import LARGEST_SHARE, EngineRoom
 from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
@@ -49,7 +49,7 @@ class VLLMRolloutEngine(RolloutEngine):
             "model": model.path,
             "skip_tokenizer_init": True,
             "trust_remote_code": model.trust_remote_code,
-            "hf_overrides": dict(model.override_config),
+            "hf_overrides": overrides_for_engine(hf_config, model.override_config),
             "load_format": "dummy",  # every weight is published before the first token is drawn
             "generation_config": "vllm",  # sampling defaults in the model folder must not change the distribution
             "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
@@ -75,7 +75,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments["gpu_memory_utilization"] = _share(rollout.gpu_memory_utilization, room)
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
-        self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config)
+        self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
         vllm_compat.unlink_shared_memory()
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)

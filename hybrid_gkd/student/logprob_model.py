@@ -109,7 +109,10 @@ def _refuse_head(model: Any) -> None:
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
     if name := changed_logits(config):
-        raise ModelError(f"{config.model_type}: config.{name} changes the logits, which is not supported")
+        raise ModelError(
+            f"{config.model_type}: config.{name} changes the logits behind the head, which is not supported; "
+            f"got {getattr(config, name)}"
+        )
 
 
 def pack_samples(micro_batch: Sequence[Sample], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models.spec import position_limit
 from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.types import Reading, TopK
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +125,16 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
         stop_ids = stop_token_ids(options.ckpt_path, tokenizer)
     text = config.get_text_config()
     # Not the whole path: workers on other hosts may keep the same model elsewhere.
-    name, longest = Path(options.ckpt_path).resolve().name, text.max_position_embeddings
+    name, (limit, field) = Path(options.ckpt_path).resolve().name, position_limit(text)
+    lengths = [length for length in (options.max_model_len, limit) if length is not None]
+    if not lengths:
+        raise ModelError(f"{options.ckpt_path}: --max-model-len must say how long sequences are: no field of it does")
+    if lengths[0] > lengths[-1]:
+        log.warning("sequences may have %d tokens (%s), not %d", lengths[-1], field, lengths[0])
     return config, ModelInfo(
         model=name, backend=backend, vocab_size=len(tokenizer), num_embeddings=text.vocab_size, any_temperature=True,
         tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
-        max_sequence_length=min(options.max_model_len or longest, longest),
+        max_sequence_length=min(lengths),
         chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         stop_token_ids=tuple(stop_ids),
     )

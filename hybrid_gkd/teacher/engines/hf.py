@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,20 @@ class HFScoringEngine(ScoringEngine):
 
     @torch.inference_mode()
     def _check_packing(self) -> None:
-        """Raises ModelError when neighbours in a pack see each other, or the model refuses packs."""
-        first, second = np.arange(5) % self.info.num_embeddings, np.arange(9) % self.info.num_embeddings
-        outputs = (self._model.base_model(**self._batch(batch))[0] for batch in ([first, second], [second]))
-        together, alone = (output[0, -len(second) :].float() for output in outputs)
-        # Neighbours that see each other are as far apart as two different hidden states.
-        if (together - alone).norm() > 0.1 * alone.norm():
-            raise ModelError(f"{type(self._model).__name__} does not keep packed sequences apart")
+        """Raises ModelError when neighbours in a pack see each other, or the model refuses packs.
+
+        Beside a short neighbour, and beside one that is longer than a length from which the model computes otherwise.
+        """
+        longest = min(self.info.max_sequence_length, TOKENS_PER_FORWARD)
+        lengths = {5} | {min(limit + 1, longest) for limit in length_settings(self._model.config.to_dict())}
+        second = np.arange(min(9, longest)) % self.info.num_embeddings
+        (alone,) = self._model.base_model(**self._batch([second]))[0].float()
+        for length in sorted(lengths):
+            first = np.arange(length) % self.info.num_embeddings
+            together = self._model.base_model(**self._batch([first, second]))[0][0, -len(second) :].float()
+            # Neighbours that see each other are as far apart as two different hidden states.
+            if (together - alone).norm() > 0.1 * alone.norm():
+                raise ModelError(f"{type(self._model).__name__} does not keep packed sequences apart")
 
     @torch.inference_mode()
     def _head_is_separable(self) -> bool:
@@ -131,6 +139,17 @@ class HFScoringEngine(ScoringEngine):
         if plain and hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
         return head(hidden)
+
+
+def length_settings(config: Mapping[str, Any]) -> set[int]:
+    """Fields of a config.json, at any depth, that are a number of tokens from which a layer computes otherwise."""
+    found = set[int]()
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= length_settings(value)
+        elif type(value) is int and value > 0 and re.search("window|chunk_size|original_max_position", str(name)):
+            found.add(value)
+    return found
 
 
 def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TopK]]]:

@@ -53,3 +53,31 @@ def test_an_engine_is_built_without_what_nobody_asks_for(tmp_path):
         [sys.executable, "-c", LOADING], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+BESIDE = """
+from types import SimpleNamespace
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.loading import load_llm
+
+vllm_compat.import_llm("cpu")
+from transformers import Starcoder2Model
+from vllm.model_executor.models.transformers import base
+
+def decorate(**_):
+    base.support_torch_compile(dynamic_arg_dims={"input_ids": 1}, enable_if=lambda config: True)(Starcoder2Model)
+    return Starcoder2Model.__call__, Starcoder2Model.__init__, Starcoder2Model.__bases__
+
+before, name = (Starcoder2Model.__call__, Starcoder2Model.__init__, Starcoder2Model.__bases__), SimpleNamespace()
+assert load_llm(decorate, {}, {}, name, alone=False) == before
+assert load_llm(decorate, {}, {}, name) != before
+"""
+
+
+@pytest.mark.slow
+def test_vllm_beside_the_student_leaves_the_classes_of_transformers_as_they_are(tmp_path):
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transformers import AutoConfig
 
 import hybrid_gkd
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import fit, plan, preflight, run
+from hybrid_gkd.launch import fit, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources, reference
 from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
@@ -559,3 +560,34 @@ def test_packages_that_python_would_compile_at_each_start_are_named(monkeypatch,
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     preflight.versions(facts)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("gemma2", {"head_dim": 8}, r"actor_rollout_ref\.model\.path: gemma2: .*final_logit_softcapping.*got 30\.0"),
+        ("cohere", {}, r"actor_rollout_ref\.model\.path: cohere: config\.logit_scale changes the logits.*got 0\.0625"),
+        ("gpt2", {}, r"actor_rollout_ref\.model\.path: gpt2: .* has dropout"),
+        ("phi3", {
+            "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+            "original_max_position_embeddings": 47,
+        }, r"data\.max_response_length: .*need 48 positions, but .* has 47 \(original_max_position_embeddings of"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_computed_exactly_is_refused_before_it_is_loaded(tmp_path, model_type, fields, message):
+    config = runnable(tmp_path)
+    folder = Path(config.actor_rollout_ref.model.path)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 259, "pad_token_id": 257, "bos_token_id": None, "eos_token_id": 256,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    AutoConfig.for_model(model_type, **sizes, **fields).save_pretrained(folder)
+    with pytest.raises((ModelError, ConfigError), match=message):
+        inputs.student(Facts(config))
+
+
+def test_the_engine_may_not_be_made_for_longer_sequences_than_the_model_computes_alike(tmp_path):
+    config = runnable(tmp_path, "actor_rollout_ref.rollout.max_model_len=4096")
+    with pytest.raises(ConfigError, match=r"rollout\.max_model_len: .* has 2048 positions \(max_pos.*got 4096"):
+        inputs.student(Facts(config))

@@ -3,6 +3,8 @@
 Publishing into vLLM's own layers is in tests/gpu/test_hybrid_engine.py: on a CPU they keep no plain weights.
 """
 
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.rollout.verify import first_difference, tensor_parallel_share, verify
+from hybrid_gkd.rollout.verify import VLLMLayout, first_difference, tensor_parallel_share, verify
 from hybrid_gkd.rollout.weights import gather_in_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -99,3 +101,29 @@ def test_plain_tensors_are_only_cast(bucket_bytes):
     assert found[0][1] is found[1][1]
     for name, tensor in found:
         assert torch.equal(tensor, dict(named)[name].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("merged_in_the_folder", [False, True])
+def test_a_weight_that_vllm_merges_is_found_under_the_names_of_either_folder(merged_in_the_folder, monkeypatch):
+    """Some folders have gate and up as one weight, some as two; vLLM says the same of both. Rank 1 of 2."""
+    tensor_parallel = SimpleNamespace(
+        get_tensor_model_parallel_rank=lambda: 1, get_tensor_model_parallel_world_size=lambda: 2
+    )
+    monkeypatch.setitem(sys.modules, "vllm.distributed", tensor_parallel)
+    gate, up = random(6, 4), random(6, 4) + 1
+    model = torch.nn.ModuleDict({"gate_up_proj": torch.nn.Linear(4, 6, bias=False)})
+    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    model.gate_up_proj.output_partition_sizes = [3, 3]
+    with torch.no_grad():
+        model.gate_up_proj.weight.copy_(torch.cat([gate[3:], up[3:]]))
+    weights = [("gate_proj.weight", gate), ("up_proj.weight", up)]
+    if merged_in_the_folder:
+        weights = [("gate_up_proj.weight", torch.cat([gate, up]))]
+    layout = VLLMLayout(model)
+    for _ in range(2):
+        verify(weights, layout.places, layout.pairs)
+    with pytest.raises(WorkerError, match="left weights of the rollout engine unset"):
+        verify(weights[1:], layout.places, layout.pairs)
+    weights[-1][1][5] += 1
+    with pytest.raises(WorkerError, match=f"{weights[-1][0]} in the rollout engine: 4 of"):
+        verify(weights, layout.places, layout.pairs)
