@@ -25,6 +25,7 @@ from hybrid_gkd.config.models import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.config.spelling import SpellingReader
+from hybrid_gkd.config.texts import is_text, keep_typed, typed
 from hybrid_gkd.errors import ConfigError, raise_all
 from hybrid_gkd.runtime.imports import load_object
 
@@ -65,7 +66,11 @@ def examine_config(
     for recipe in recipes:
         _merge_source(merged, [("config", recipe)], problems)
     _merge_source(merged, [(each.partition("=")[0], _parse_override(each)) for each in overrides or []], problems)
-    for key in sorted(OmegaConf.missing_keys(merged)):
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+    except OmegaConfBaseException as error:  # a reference to a key that there is not
+        return None, [*problems, _unresolved(merged, error)]
+    for key in missing:
         OmegaConf.update(merged, key, "")
         demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
         rule = f"must be given; --config-name {demo} has models and data of its own"
@@ -74,13 +79,24 @@ def examine_config(
         OmegaConf.register_resolver(name, functools.partial(_resolve, name), replace=True)
     try:
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:  # a reference to a key that there is not
-        return None, [*problems, ConfigError(_full_key(error), _reason(error), show_value=False)]
+    except OmegaConfBaseException as error:
+        return None, [*problems, _unresolved(merged, error)]
     assert isinstance(config, Config)
     problems += _normalise(config)
     if whole:
         problems += broken_rules(config, wrong={error.key for error in problems})
     return config, problems
+
+
+def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
+    """Of a value with a `${...}` that leads nowhere."""
+    key = _full_key(error)
+    given = functools.reduce(
+        lambda tree, name: tree.get(name) if isinstance(tree, dict) else None, key.split("."),
+        OmegaConf.to_container(merged),
+    )  # fmt: skip
+    rule = f"{_reason(error)}: ${{...}} stands for another key; for a variable of the shell leave out single quotes"
+    return ConfigError(key, rule, given)
 
 
 def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:
@@ -111,9 +127,12 @@ def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[D
     if name in above:
         raise ConfigError("--config-name", f"the defaults lists go in a circle: {' -> '.join([*above, name])}", name)
     try:
-        loaded = OmegaConf.load(file)
+        loaded: Any = OmegaConf.load(file)
+        if isinstance(loaded, DictConfig):
+            text = file.read_text(encoding="utf-8")
+            loaded = OmegaConf.create(keep_typed(OmegaConf.to_container(loaded), text))
     except Exception as error:  # yaml's own error types are not part of OmegaConf's interface
-        raise ConfigError("--config-name", f"{file} is not valid YAML: {error}", show_value=False) from None
+        raise ConfigError("--config-name", f"{file} is not valid YAML: {_reason(error)}", show_value=False) from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError("--config-name", f"{file} must hold a mapping of sections", show_value=False)
     defaults = OmegaConf.to_container(OmegaConf.create(loaded.pop("defaults", [])))
@@ -131,16 +150,23 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _parse_override(override: str) -> DictConfig | ConfigError:
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if key.startswith("~"):
         rule = "nothing is deleted: every key has a value. Give the one that you want, null where it may be left out"
         return ConfigError(key, rule, show_value=False)
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key.lstrip("+")):
+    own = key.lstrip("+")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", own):
         return ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
     try:
-        return OmegaConf.from_dotlist([override.lstrip("+")])
+        if is_text(own):
+            return _nested(own.split("."), typed(value, own))
+        parsed = OmegaConf.from_dotlist([override.lstrip("+")])
+        section = OmegaConf.select(parsed, own) if value.lstrip().startswith("{") else None
+        if isinstance(section, DictConfig):
+            return _nested(own.split("."), keep_typed(OmegaConf.to_container(section), value, own))
+        return parsed
     except Exception as error:  # the value is parsed as YAML, which has its own error types
-        return ConfigError(key, f"the value is not valid YAML: {error}", override)
+        return ConfigError(key, f"the value is not valid YAML: {_reason(error)}", value)
 
 
 def _merge_source(
@@ -209,7 +235,10 @@ def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:
     return str(error.full_key or error.key or default)
 
 
-def _reason(error: OmegaConfBaseException) -> str:
+def _reason(error: Exception) -> str:
+    """In one line."""
+    if not isinstance(error, OmegaConfBaseException):
+        return " ".join(str(error).split())
     reason = str(error.msg or error).splitlines()[0]
     if "is not a ListConfig" in reason:
         return "must be a list: items in brackets, with commas between them"

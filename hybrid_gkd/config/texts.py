@@ -1,0 +1,77 @@
+"""A key whose value is a text gets what was typed: 1.10 and not 1.1, no and not False, 12:30 and not 750.
+
+YAML would read these as numbers, booleans and others. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # of OmegaConf, which reads with it
+
+from hybrid_gkd.compat.verl.keys import Read
+from hybrid_gkd.config.schema import Config
+from hybrid_gkd.config.spelling import find, moved
+
+
+class TextLoader(yaml.SafeLoader):
+    """Leaves every value a text that is not null."""
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [rule for rule in rules if rule[0].rpartition(":")[2] in ("null", "merge")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a configuration with its type."""
+    for name, kind in typing.get_type_hints(section).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _types(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind
+
+
+TEXTS = {key for key, kind in _types(Config) if kind in (str, str | None)}
+LISTS = {key for key, kind in _types(Config) if kind == list[str]} | {
+    "data.train_files", "data.val_files", "actor_rollout_ref.model.target_modules",
+    "actor_rollout_ref.model.exclude_modules",
+}  # fmt: skip
+"""Of texts; some of them may be one text."""
+
+
+def own_keys_of(key: str) -> set[str]:
+    """What a key sets, as it is spelled here or by verl."""
+    row = (find(moved(key)) or (None, None))[1]
+    return set(row.keys) if isinstance(row, Read) else {moved(key)}
+
+
+def is_text(key: str) -> bool:
+    """Whether its value is a text or a list of texts."""
+    return own_keys_of(key) <= TEXTS | LISTS
+
+
+def typed(text: str, key: str) -> Any:
+    """The value of a key of texts on a command line, where only quotes, null and the brackets of a list are YAML's.
+
+    Raises yaml.YAMLError: a quote or a bracket is not closed.
+    """
+    plain = text.strip()
+    if plain[:1] in ("'", '"') or (plain[:1] == "[" and own_keys_of(key) <= LISTS):
+        return yaml.load(plain, TextLoader)
+    return None if plain.lower() in ("", "~", "null") else plain
+
+
+def keep_typed(tree: Any, text: str, key: str = "") -> Any:
+    """`tree`, which YAML has read from `text`, with what was typed under keys of texts; it stands under `key`."""
+    return _merged(tree, yaml.load(text, TextLoader), key)
+
+
+def _merged(tree: Any, texts: Any, key: str) -> Any:
+    if isinstance(tree, dict) and isinstance(texts, dict):
+        pairs = zip(tree.items(), texts.values(), strict=True)  # a name may be no text in `tree`
+        return {name: _merged(value, each, f"{key}.{name}".lstrip(".")) for (name, value), each in pairs}
+    return texts if is_text(key) else tree

@@ -1,0 +1,59 @@
+import pytest
+
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.errors import ConfigError
+
+OWN = ["actor_rollout_ref.model.path=s", "actor_rollout_ref.teacher.model.path=t", "data.train_files=x"]
+TYPED = ["2.50", "0x1f", "1_000", "08", "23:59", "2e5", "off", "2024-01-02", ".5", "a #1", "a: b", "*a", "&a b", "{a}"]
+
+
+@pytest.mark.parametrize("value", TYPED)
+def test_a_text_on_the_command_line_is_what_was_typed(value):
+    config = load_config([*OWN, f"trainer.experiment_name={value}", f"data.val_files={value}"])
+    assert config.trainer.experiment_name == value
+    assert config.data.val_files == [value]
+    verl = load_config([*OWN[::2], f"+distillation.teacher_models.one.model_path={value}"])
+    assert verl.actor_rollout_ref.teacher.model.path == value
+
+
+def test_quotes_lists_sections_and_null_are_yaml():
+    config = load_config([
+        *OWN, "trainer.experiment_name='2.50 '", 'data.val_files=["*.jsonl", 08, no]', "trainer.wandb.tags=[1.0, on]",
+        "reward={answer_key: 1_0, num_workers: 1_0}", "trainer.wandb.notes=null", "trainer.wandb.group= ",
+    ])  # fmt: skip
+    assert config.trainer.experiment_name == "2.50 "
+    assert config.data.val_files == ["*.jsonl", "08", "no"]
+    assert (config.trainer.wandb.tags, config.trainer.wandb.notes) == (["1.0", "on"], None)
+    assert config.trainer.wandb.group is None
+    assert (config.reward.answer_key, config.reward.num_workers) == ("1_0", 10)
+
+
+def test_yaml_files_keep_texts_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "trainer: &t {experiment_name: 2.50, seed: 0x1f}\n"
+        "data: {train_files: [08, no], val_files: 23:59, train_batch_size: 1_28}\n"
+        "actor_rollout_ref: {model: {path: 1e3}, teacher: {model: {path: null}, server_ip: 10.10, server_port: 80}}\n",
+        encoding="utf-8",
+    )
+    config = load_config(config_name="mine", config_path=tmp_path)
+    assert (config.trainer.experiment_name, config.trainer.seed) == ("2.50", 31)
+    assert (config.data.train_files, config.data.val_files) == (["08", "no"], ["23:59"])
+    assert config.data.train_batch_size == 128
+    assert config.actor_rollout_ref.model.path == "1e3"
+    assert config.actor_rollout_ref.teacher.model.path is None
+    assert config.actor_rollout_ref.teacher.server_ip == "10.10"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.val_files=${USER}.jsonl", r"data\.val_files: .*'USER' not found: .*; got '\$\{USER\}\.jsonl'"),
+        ("trainer.seed=${no.such}", r"trainer\.seed: .*'no\.such' not found: .*; got '\$\{no\.such\}'"),
+        ("data.val_files=[a, *.jsonl]", r"data\.val_files: the value is not valid YAML: .*; got '\[a, \*\.jsonl\]'"),
+        ("trainer.experiment_name='a", r"trainer\.experiment_name: the value is not valid YAML: .*; got \"'a\""),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_one_line(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config([*OWN, override])
+    assert "\n" not in str(caught.value)
