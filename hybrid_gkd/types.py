@@ -101,6 +101,20 @@ SIGNALS = {
     "teacher_weights": "[R] further factors of the distillation term",
 }
 """Names of the signals that terms, critic and metrics read. A sample that lacks one has weight 0 where it is read."""
+class TokenMean(float):
+    """A metric of an optimizer step: a mean over so many trained tokens, of all workers."""
+
+    tokens: float
+
+    def __new__(cls, value: float, tokens: float) -> TokenMean:
+        mean = super().__new__(cls, value)
+        mean.tokens = tokens
+        return mean
+
+    def __reduce__(self) -> tuple[type, tuple[float, float]]:
+        return TokenMean, (float(self), self.tokens)
+
+
 STATUSES = ("stop", "length", "paused", "given", "failed")
 """stop: end-of-sequence token; length: max_response_length; paused: unfinished; given: not generated; failed."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.student.sharded_model import ShardedModel
-from hybrid_gkd.types import MiniBatch, Sample
+from hybrid_gkd.types import MiniBatch, Sample, TokenMean
 
 
 class DeviceTimer:
@@ -164,7 +164,7 @@ class TrainedModel(ShardedModel):
         torch.manual_seed(self.seed + self.updates_done)
 
     def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
-        """Sums over micro-batches of this rank -> means over the tokens of all ranks that a metric is of.
+        """Sums over micro-batches of this rank -> means over the tokens of all ranks that a metric is of, TokenMean.
 
         A metric that is of no token is left out.
         """
@@ -175,4 +175,4 @@ class TrainedModel(ShardedModel):
             dist.all_reduce(stacked)
         means = dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
         shares = {name: means[count] if count else 1.0 for name, count in reported.items()}
-        return {name: means[name] / share for name, share in shares.items() if share}
+        return {n: TokenMean(means[n] / share, share * num_tokens) for n, share in shares.items() if share}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import ActorConfig, Config, CriticConfig
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.types import MiniBatch, Plan, Sample
+from hybrid_gkd.types import MiniBatch, Plan, Sample, TokenMean
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
 if TYPE_CHECKING:
@@ -72,9 +72,17 @@ class Batches:
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several optimizer steps: of each the mean over the steps that have it; the last rates."""
+    """Return the metrics of several optimizer steps together: of rates the last, of others the mean.
+
+    It is over the tokens (TokenMean) of all steps that have the metric, or over the steps if it is not of tokens.
+    """
     found: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():
             found.setdefault(name, []).append(value)
-    return {name: each[-1] if name.endswith("/lr") else sum(each) / len(each) for name, each in found.items()}
+    return {name: each[-1] if name.endswith("/lr") else _mean(each) for name, each in found.items()}
+
+
+def _mean(values: list[float]) -> float:
+    weights = [value.tokens if isinstance(value, TokenMean) else 1.0 for value in values]
+    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True))

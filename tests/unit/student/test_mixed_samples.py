@@ -4,6 +4,7 @@ The dense one runs each sample by itself through the plain model, takes full log
 """
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hybrid_gkd.student.critic import Critic
 from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group
 from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
+from hybrid_gkd.workers.batches import mean_metrics
 
 ACTOR, VOCAB, K = "actor_rollout_ref.actor", 259, 4
 COEF, KL_COEF, ENTROPY, CONSTANT = 0.4, 0.5, 0.01, 7
@@ -253,6 +255,23 @@ def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, dra
     want = dense.loss(mode)
     assert found["actor/loss"] == pytest.approx(want.item(), rel=1e-5, abs=1e-5)
     assert_equal(found, grads, want, dict(plain.named_parameters()), dense.metrics())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "critic"])
+@settings(max_examples=20, deadline=None)
+@given(drawn=st.lists(mini_batches(("teacher", "advantages", "reference_topk", "returns")), min_size=2, max_size=3))
+def test_metrics_of_several_optimizer_steps_are_means_over_all_of_their_tokens(models, kind, drawn):
+    """Those of one step on all samples, as nothing is learned; steps differ in tokens and in who has which signal."""
+    _, model, _ = models(kind)
+    steps = [samples for samples, _, _ in drawn if any(sample.num_trained for sample in samples)]
+    assume(steps)
+    found = mean_metrics(pickle.loads(pickle.dumps([trained(model, each, [(0, len(each))], 0)[0] for each in steps])))
+    together = [sample for each in steps for sample in each]
+    want = trained(model, together, [(0, len(together))], 0)[0]
+    not_of_tokens = {"actor/grad_norm", "actor/lr", "critic/grad_norm", "critic/lr"}
+    assert found.keys() == want.keys()
+    for name in want.keys() - not_of_tokens:
+        assert found[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
 
 
 @settings(max_examples=40, deadline=None)
