@@ -13,7 +13,7 @@ from hybrid_gkd.errors import DataError, TeacherMismatch, naming
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect
-from hybrid_gkd.models.tokenizer import stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.teacher_client import TeacherClient
@@ -53,6 +53,12 @@ def fit(facts: Facts) -> str:
             f"{config.actor_rollout_ref.model.path} has {len(facts.tokenizer)} "
             f"(hash {tokenizer_hash(facts.tokenizer)[:12]})"
         )
+    theirs, ours = special_tokens(own), special_tokens(facts.tokenizer)
+    if differ := [f"{name}: {theirs[name]!r}, {ours[name]!r}" for name in ours if theirs[name] != ours[name]]:
+        logger.warning(
+            "the vocabulary is the same, and its special tokens differ (teacher %s, student %s): %s; prompts and "
+            "answers have the student's", path, config.actor_rollout_ref.model.path, "; ".join(differ),
+        )  # fmt: skip
     with naming(TEACHER_PATH):
         ends = stop_token_ids(path, own)
     compare(facts, path, own.chat_template, ends)

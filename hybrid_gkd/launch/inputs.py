@@ -18,7 +18,7 @@ from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, nami
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
-from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import load_tokenizer, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
@@ -106,7 +106,8 @@ def reward_model(facts: Facts) -> str:
         check_positions("reward model", model.path, config.data, config.max_sequence_length, (positions, field))
     with naming(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    other = "tokenizer" if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer) else None
+    same = all(of(own) == of(facts.tokenizer) for of in (tokenizer_hash, special_tokens))
+    other = None if same else "tokenizer"
     if other is None and own.chat_template not in (None, facts.tokenizer.chat_template):
         other = "chat template"
     texts = RewardTexts(facts.tokenizer, own if other else None, limit)

@@ -68,7 +68,13 @@ def first_line(error: BaseException) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over all (token, id) pairs and the special token ids; equal for equal vocabularies, in any process."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    special_ids = sorted(set(tokenizer.all_special_ids))
-    return hashlib.sha256(json.dumps([vocabulary, special_ids]).encode()).hexdigest()
+    """SHA-256 over all (token, id) pairs; equal for equal vocabularies, in any process.
+
+    Which of the tokens pad, begin or end a text is another question: `special_tokens`.
+    """
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
+    """The tokens that begin, end and pad a text, by the tokenizer's name for them."""
+    return {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -63,6 +64,25 @@ def test_a_template_for_the_teacher_replaces_the_students(models, caplog, tmp_pa
     assert facts.tokenizer.decode(prompt.teacher_ids) == "<s>What is 1?A:"
     assert facts.tokenizer.decode(prompt.token_ids) == "What is 1?<|a|>"
     assert "the chat templates differ" not in caplog.text
+
+
+@pytest.mark.parametrize(("name", "token"), [("pad_token", "a"), ("bos_token", "b"), ("eos_token", "c")])
+def test_other_special_tokens_of_the_same_vocabulary_are_a_warning(models, tmp_path, caplog, name, token):
+    shutil.copytree(models / "student", tmp_path / "teacher")
+    tokenizer = load_tokenizer(str(tmp_path / "teacher"))
+    setattr(tokenizer, name, token)
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    check(models, "student", f"actor_rollout_ref.teacher.model.path={tmp_path}/teacher")
+    assert f"its special tokens differ (teacher {tmp_path}/teacher, student {models}/student): {name}: " in caplog.text
+    ours = getattr(load_tokenizer(str(models / "student")), name)
+    assert f"{name}: {token!r}, {ours!r}; prompts and answers have the student's" in caplog.text
+
+
+def test_the_same_number_of_tokens_is_not_the_same_vocabulary(models, tmp_path):
+    folders = [make_tiny_model(tmp_path / token, extra_tokens=(f"<{token}>",)) for token in ("one", "two")]
+    paths = [f"actor_rollout_ref.model.path={folders[0]}", f"actor_rollout_ref.teacher.model.path={folders[1]}"]
+    with pytest.raises(TeacherMismatch, match=r"must have the same vocabulary; teacher .* has 261 .* student .* 261"):
+        check(models, "student", *paths)
 
 
 def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named(models):
