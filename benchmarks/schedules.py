@@ -148,7 +148,7 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(recording(config.run_dir))
         client = stack.enter_context(
-            connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=facts.plan.teacher.replicas)
+            connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=facts.plan.memory.teacher.replicas)
         )
         log = stack.enter_context(start_tracking(facts))
         GKDTrainer(
