@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from hybrid_gkd.compat.verl.readings import OF_VERL
 from hybrid_gkd.config.models import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
@@ -32,6 +33,8 @@ from hybrid_gkd.runtime.imports import load_object
 logger = logging.getLogger(__name__)
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+VERL_RECIPE = CONFIG_DIR / "ppo_trainer.yaml"
+"""What commands of verl start from."""
 RESOLVERS = {"demo": "hybrid_gkd.demo.use:demo_path", "by_device": "hybrid_gkd.demo.use:by_device"}
 """Name -> what `${name:...}` in YAML calls, which is imported where a file has one."""
 
@@ -57,15 +60,17 @@ def examine_config(
     overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
 ) -> tuple[Config | None, list[ConfigError]]:
     """The configuration and all that is wrong with it; what is wrong has its default. None if it cannot be resolved."""
-    merged, problems, recipes = copy.deepcopy(_defaults()), list[ConfigError](), list[DictConfig]()
+    merged, problems, recipes = copy.deepcopy(_defaults()), list[ConfigError](), list[tuple[Path, DictConfig]]()
     try:
         recipes = _read_recipe(Path(config_path), config_name) if config_name is not None else []
     except ConfigError as error:
         problems.append(error)
     whole = not problems  # else what the file sets would seem to be missing
-    for recipe in recipes:
-        _merge_source(merged, [("config", recipe)], problems)
-    _merge_source(merged, [(each.partition("=")[0], _parse_override(each)) for each in overrides or []], problems)
+    of_verl = any(file.resolve() == VERL_RECIPE for file, _ in recipes)
+    for _, recipe in recipes:
+        _merge_source(merged, [("config", recipe)], problems, of_verl)
+    given = [(each.partition("=")[0], _parse_override(each)) for each in overrides or []]
+    _merge_source(merged, given, problems, of_verl)
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
     except OmegaConfBaseException as error:  # a reference to a key that there is not
@@ -118,8 +123,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[DictConfig]:
-    """A YAML file behind those of its `defaults` list."""
+def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[tuple[Path, DictConfig]]:
+    """A YAML file behind those of its `defaults` list, each with its path."""
     file = _file(folder, name)
     if not file.is_file():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
@@ -138,10 +143,10 @@ def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[D
     defaults = OmegaConf.to_container(OmegaConf.create(loaded.pop("defaults", [])))
     if not isinstance(defaults, list) or not all(isinstance(base, str) for base in defaults):
         raise ConfigError("--config-name", f"{file}: defaults must be a list of names of files", defaults)
-    parts = list[DictConfig]()
+    parts = list[tuple[Path, DictConfig]]()
     for base in defaults if "_self_" in defaults else [*defaults, "_self_"]:
-        own = _file(folder, base).is_file() or folder == CONFIG_DIR
-        parts += [loaded] if base == "_self_" else _read_recipe(folder if own else CONFIG_DIR, base, (*above, name))
+        where = folder if _file(folder, base).is_file() else CONFIG_DIR
+        parts += [(file, loaded)] if base == "_self_" else _read_recipe(where, base, (*above, name))
     return parts
 
 
@@ -170,12 +175,19 @@ def _parse_override(override: str) -> DictConfig | ConfigError:
 
 
 def _merge_source(
-    base: DictConfig, parts: list[tuple[str, DictConfig | ConfigError]], problems: list[ConfigError]
+    base: DictConfig, parts: list[tuple[str, DictConfig | ConfigError]], problems: list[ConfigError], of_verl: bool
 ) -> None:
-    """Put what a command line or a file gives into `base`, with what verl spells otherwise in our spelling."""
+    """Put what a command line or a file gives into `base`, with what verl spells otherwise in our spelling.
+
+    `of_verl`: numbers that verl counts otherwise are as verl counts them.
+    """
     split = [[] if isinstance(part, ConfigError) else list(_leaves(OmegaConf.to_container(part))) for _, part in parts]
     given = [(".".join(map(str, path)), value) for leaves in split for path, value in leaves]
-    reader = SpellingReader(given, below=lambda key: OmegaConf.select(base, key, default=None))
+
+    def below(key: str) -> Any:
+        return of_verl if key == OF_VERL else OmegaConf.select(base, key, default=None)
+
+    reader = SpellingReader(given, below)
     for (name, part), leaves in zip(parts, split, strict=True):
         if isinstance(part, ConfigError):
             problems.append(part)

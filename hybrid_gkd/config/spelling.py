@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hybrid_gkd.compat.verl.keys import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES, Look, Read
+from hybrid_gkd.compat.verl.keys import ACCEPTED, NOTHING, ONLY, REFUSED, RENAMED, SECTIONS, TABLES, VALUES
+from hybrid_gkd.compat.verl.readings import Look, Read
 from hybrid_gkd.config.schema import Config
 from hybrid_gkd.errors import ConfigError
 
@@ -92,7 +93,8 @@ class SpellingReader:
             self._set_by[own] = (key, new)
         if result != {key: value} and (found is None or isinstance(found[1], Read)):
             became = ", ".join(f"{own}={new}" for own, new in result.items()) or "the default"
-            self.lines.append(f"{key}={value} is read as {became}")
+            why = f" ({found[1].why})" if found is not None and found[1].why else ""
+            self.lines.append(f"{key}={value} is read as {became}{why}")
         return result
 
     def summary(self) -> list[str]:
@@ -156,6 +158,7 @@ def markdown_page() -> str:
         *(f"| `{old}*` | `{new}*` |" for old, new in SECTIONS.items()), "",
         "## Read as something else", "", "| verl | here | value |", "|---|---|---|",
         *(f"| `{key}` | {_code(row.keys)} | {row.how} |" for key, row in read.items()), "",
+        "## Computed otherwise", "", *COMPUTED, "",
         "## Accepted without a meaning", "", "| why | verl |", "|---|---|",
         *(f"| {reason} | {_code(keys)} |" for reason, keys in ACCEPTED.items()), "",
         "## Accepted with one value", "", "Any other is refused, with the reason.", "",
@@ -185,9 +188,27 @@ model on FSDP, starts with its arguments as they are: `bash run_gkd.sh` stands f
 - **What is said.** Each value that is read as something else has a line at the start, and so has each reason for which
   keys have no effect. `--dry-run` and `config.yaml` show the spelling of this program.
 - **Twice.** If a key is given in two spellings, the values have to agree.
+- **Warm-up.** `optim.lr_warmup_steps` counts training steps in verl, where all mini-batches of a step have one rate,
+  and optimizer steps here. A command of verl (what starts from the recipe `ppo_trainer`) is converted, with a line
+  that says so; in a command with another recipe the number is one of optimizer steps.
 - **Everything else** is in [the configuration](../hybrid_gkd/config/): most keys of verl are keys here. A key that is
   neither there nor below is refused, with the nearest that there is.
 """.strip().splitlines()
+
+COMPUTED = """
+- `forward_kl_topk` is a sum over the teacher's candidates, which can be negative. verl sets it to 0 in each row where
+  it is, and such a row has no gradient; here it keeps both. `distillation.tail=bucket` is never negative.
+- `k3` (`low_var_kl`) counts 10 at most in verl, and a token beyond has no gradient; here it has one up to a log-ratio
+  of 20 ([losses.md](losses.md)). `algorithm.kl_penalty` has verl's limit.
+- `distillation.distillation_loss_coef` counts beside task rewards only in verl; here it is always a factor of the
+  distillation. Without task rewards another value than 1 scales the gradient, before it is clipped.
+- The modes `seq-mean-*` of `loss_agg_mode` divide by the responses that keep a token. verl divides by all of the
+  mini-batch, those that `rollout_rs` leaves out altogether included.
+- `seq-mean-token-sum-norm` divides by the number of responses and by `loss_scale_factor`, as in verl 0.9; older
+  versions divide by the latter alone, so that their loss is larger by the number of responses.
+- Rewards: `reward.strict` in [rewards.md](rewards.md) says where verl asks for more than the right answer.
+""".strip().splitlines()
+"""What the same key computes otherwise."""
 
 if __name__ == "__main__":
     print(markdown_page(), end="")

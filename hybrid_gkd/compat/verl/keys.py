@@ -1,129 +1,42 @@
 """Keys and values as verl's commands spell them: what each is here, as tables. config/spelling.py reads by them.
 
 A key that `Config` has is looked up in VALUES alone. `*` stands for anything. docs/verl.md is made of the tables.
+readings.py has what a value is read as.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-ARR = "actor_rollout_ref"
-CORRECTION = "algorithm.rollout_correction"
-Look = Callable[[str], Any]
-"""Key of `Config` -> the value that it has so far; key of verl -> the value that is given, else None."""
-Reading = Callable[[Any, Look], dict[str, Any]]
-"""A given value -> keys of `Config` with their values; none where the default stays. Raises ValueError: the rule."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """A key, or some of its values, that `Config` spells otherwise."""
-
-    keys: tuple[str, ...]
-    """Of `Config`: what is set."""
-    reading: Reading
-    how: str = ""
-    """What becomes of the value, where it changes; a sentence without its full stop."""
-
-
-DEFAULT = "the default"
-
-
-def spelled(key: str, values: Mapping[Any, Any] | None = None) -> Read:
-    """The same under the name `key`. `values`: those that are spelled otherwise here, or are DEFAULT."""
-    values = values or {}
-
-    def reading(value: Any, _: Look) -> dict[str, Any]:
-        new = next((new for old, new in values.items() if old == value and type(old) is type(value)), value)
-        return {} if new is DEFAULT else {key: new}
-
-    how = ", ".join(f"{'null' if old is None else old} is {new}" for old, new in values.items())
-    return Read((key,), reading, how)
-
-
-def _micro_batch(key: str) -> Read:
-    def reading(value: Any, look: Look) -> dict[str, Any]:
-        if value is None:
-            return {}
-        workers = int(look("trainer.nnodes")) * int(look("trainer.n_gpus_per_node"))
-        return {key: max(1, int(value) // workers)}
-
-    return Read((key,), reading, "Divided by the number of workers (trainer.nnodes * trainer.n_gpus_per_node)")
-
-
-def _loss_mode(value: Any, _: Look) -> dict[str, Any]:
-    if value == "forward_kl_topk":
-        return {"distillation.loss_mode": "forward_kl", "distillation.tail": "none"}
-    return {"distillation.loss_mode": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(value, value)}
-
-
-def _do_sample(value: Any, _: Look) -> dict[str, Any]:
-    return {} if value else {f"{ARR}.rollout.val_kwargs.temperature": 0.0}
-
-
-def _loggers(value: Any, _: Look) -> dict[str, Any]:
-    names = [value] if isinstance(value, str) else value
-    if isinstance(names, list):
-        names = ["jsonl" if name == "file" else name for name in names]
-        names = [name for name in names if name not in OTHER_TRACKERS] or names
-    return {"trainer.logger": names}
-
-
-OTHER_TRACKERS = ("clearml", "mlflow", "swanlab", "vemlp_wandb")
-
-
-def _run_name(value: Any, _: Look) -> dict[str, Any]:
-    return {"trainer.experiment_name": value.replace("/", "_") if isinstance(value, str) else value}
-
-
-def _resume_from(value: Any, look: Look) -> dict[str, Any]:
-    return {"trainer.resume_from_path": value if look("trainer.resume_mode") == "resume_path" else None}
-
-
-def _saved(value: Any, _: Look) -> dict[str, Any]:
-    return {f"{ARR}.actor.checkpoint.save_hf_model": "hf_model" in (value or [])}
-
-
-def _one_checkpoint(value: Any, _: Look) -> dict[str, Any]:
-    return {"trainer.max_actor_ckpt_to_keep": 1} if value else {}
-
-
-def _min_clamp(value: Any, look: Look) -> dict[str, Any]:
-    if value is not None and look("distillation.loss_mode") not in ("k1", "k2", "k3"):
-        raise ValueError("is for a divergence that is not here; distillation.loss_max_clamp limits a token's")
-    return {}
-
-
-def _rollout_is(value: Any, look: Look) -> dict[str, Any]:
-    limits = look(f"{CORRECTION}.rollout_is_threshold"), look("algorithm.rollout_is_threshold"), 2.0
-    limit = None if value is None else next(each for each in limits if each is not None)
-    level = "prefix" if value is None else value
-    return {"algorithm.rollout_is": level, "algorithm.rollout_is_threshold": limit}
-
-
-def _rollout_threshold(value: Any, look: Look) -> dict[str, Any]:
-    return {} if look("algorithm.rollout_is") == "prefix" else {"algorithm.rollout_is_threshold": value}
-
-
-def _filter_metric(value: Any, look: Look) -> dict[str, Any]:
-    if value == "seq_final_reward" and look("algorithm.use_kl_in_reward"):
-        raise ValueError("must be acc, score or seq_reward: groups are chosen before the KL is known")
-    value = {"seq_final_reward": "seq_reward"}.get(value, value)
-    return {} if value is None else {"algorithm.filter_groups.metric": value}
-
-
-def _ratio_cap(value: Any, _: Look) -> dict[str, Any]:
-    weighs = value is not None and value > 0
-    return {"algorithm.rollout_is": "token", "algorithm.rollout_is_threshold": value} if weighs else {}
-
+from hybrid_gkd.compat.verl.readings import (
+    ARR,
+    CORRECTION,
+    DEFAULT,
+    OTHER_TRACKERS,
+    Read,
+    do_sample,
+    filter_metric,
+    loggers,
+    loss_mode,
+    micro_batch,
+    min_clamp,
+    one_checkpoint,
+    ratio_cap,
+    resume_from,
+    rollout_is,
+    rollout_threshold,
+    run_name,
+    saved,
+    spelled,
+    warmup,
+)
 
 LOSS_MODE = Read(
-    ("distillation.loss_mode", "distillation.tail"), _loss_mode,
+    ("distillation.loss_mode", "distillation.tail"), loss_mode,
     "forward_kl_topk is forward_kl with distillation.tail=none, kl is k1, mse is k2, low_var_kl is k3",
 )
-CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), _saved, "Whether hf_model is one of them")
+CONTENTS = Read((f"{ARR}.actor.checkpoint.save_hf_model",), saved, "Whether hf_model is one of them")
 TEACHER = f"{ARR}.teacher"
 
 TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
@@ -131,7 +44,6 @@ TRAINED = {f"{ARR}.actor": f"{ARR}.model", "critic": "critic.model"}
 
 TRAINED_VALUES: dict[str, dict[Any, Any]] = {
     "fsdp_config.model_dtype": {"bfloat16": "bf16", "float32": "fp32"},
-    "optim.lr_warmup_steps": {-1: DEFAULT, None: DEFAULT},
     "optim.min_lr_ratio": {None: DEFAULT},
 }
 
@@ -140,11 +52,12 @@ VALUES: dict[str, Read] = {
         f"{section}.{name}": spelled(f"{section}.{name}", values)
         for section in TRAINED for name, values in TRAINED_VALUES.items()
     },
+    **{f"{section}.optim.lr_warmup_steps": warmup(section) for section in TRAINED},
     "algorithm.filter_groups.max_num_gen_batches": spelled(
         "algorithm.filter_groups.max_num_gen_batches", {0: DEFAULT, -1: DEFAULT}
     ),
     "algorithm.filter_groups.metric": Read(
-        ("algorithm.filter_groups.metric",), _filter_metric,
+        ("algorithm.filter_groups.metric",), filter_metric,
         "null is the default, seq_final_reward is seq_reward where no KL is in the rewards",
     ),
     f"{ARR}.actor.kl_loss_type": spelled(f"{ARR}.actor.kl_loss_type", {
@@ -154,14 +67,14 @@ VALUES: dict[str, Read] = {
     f"{ARR}.rollout.top_k": spelled(f"{ARR}.rollout.top_k", {0: -1}),
     "distillation.loss_mode": LOSS_MODE,
     "reward.custom_reward_function.name": spelled("reward.custom_reward_function.name", {None: DEFAULT}),
-    "trainer.experiment_name": Read(("trainer.experiment_name",), _run_name, "/ is _, as it is the name of a folder"),
+    "trainer.experiment_name": Read(("trainer.experiment_name",), run_name, "/ is _, as it is the name of a folder"),
     "trainer.logger": Read(
-        ("trainer.logger",), _loggers, "A single name is a list of one, file is jsonl; beside another, "
+        ("trainer.logger",), loggers, "A single name is a list of one, file is jsonl; beside another, "
         f"{', '.join(OTHER_TRACKERS)} are left out (a tracker of your own: module:name)"
     ),
     "trainer.profile_steps": spelled("trainer.profile_steps", {None: DEFAULT}),
     "trainer.resume_from_path": Read(
-        ("trainer.resume_from_path",), _resume_from, "Null unless trainer.resume_mode=resume_path"
+        ("trainer.resume_from_path",), resume_from, "Null unless trainer.resume_mode=resume_path"
     ),
 }
 """Keys of both with values that are spelled otherwise."""
@@ -182,14 +95,14 @@ SECTIONS: dict[str, str] = {
 
 RENAMED: dict[str, Read] = {
     f"{CORRECTION}.rollout_is": Read(
-        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), _rollout_is,
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), rollout_is,
         "Null is no weights; with it the threshold is that of verl, 2.0 unless given",
     ),
     f"{CORRECTION}.rollout_is_threshold": Read(
-        ("algorithm.rollout_is_threshold",), _rollout_threshold, "Left at the default without rollout_is, as in verl"
+        ("algorithm.rollout_is_threshold",), rollout_threshold, "Left at the default without rollout_is, as in verl"
     ),
     f"{ARR}.actor.tis_imp_ratio_cap": Read(
-        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), _ratio_cap, "Above 0 the threshold of token weights"
+        ("algorithm.rollout_is", "algorithm.rollout_is_threshold"), ratio_cap, "Above 0 the threshold of token weights"
     ),
     **{
         f"{CORRECTION}.{key}": spelled(f"algorithm.{key}")
@@ -200,7 +113,7 @@ RENAMED: dict[str, Read] = {
     **{
         f"{section}.{theirs}": row
         for section in TRAINED for theirs, row in {
-            "ppo_micro_batch_size": _micro_batch(f"{section}.ppo_micro_batch_size_per_gpu"),
+            "ppo_micro_batch_size": micro_batch(f"{section}.ppo_micro_batch_size_per_gpu"),
             "optim.warmup_style": spelled(f"{section}.optim.lr_scheduler_type", {None: DEFAULT}),
             "optim.clip_grad": spelled(f"{section}.grad_clip"),
         }.items()
@@ -213,10 +126,10 @@ RENAMED: dict[str, Read] = {
         f"{ARR}.rollout.update_weights_bucket_megabytes"
     ),
     f"{ARR}.rollout.val_kwargs.do_sample": Read(
-        (f"{ARR}.rollout.val_kwargs.temperature",), _do_sample, "false is temperature 0, true leaves it as it is"
+        (f"{ARR}.rollout.val_kwargs.temperature",), do_sample, "false is temperature 0, true leaves it as it is"
     ),
     "distillation.log_prob_min_clamp": Read(
-        (), _min_clamp, "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
+        (), min_clamp, "No effect, as in verl, with a loss on the sampled token (k1, k2, k3); refused with another"
     ),
     "distillation.clip_ratio": spelled(f"{ARR}.actor.clip_ratio"),
     "distillation.clip_ratio_low": spelled(f"{ARR}.actor.clip_ratio_low"),
@@ -244,7 +157,7 @@ RENAMED: dict[str, Read] = {
     "reward_model.reward_kwargs.max_resp_len": spelled("data.max_response_length"),
     "trainer.val_generations_to_log_to_wandb": spelled("trainer.log_val_generations"),
     "trainer.remove_previous_ckpt_in_save": Read(
-        ("trainer.max_actor_ckpt_to_keep",), _one_checkpoint, "true is 1, false leaves it as it is"
+        ("trainer.max_actor_ckpt_to_keep",), one_checkpoint, "true is 1, false leaves it as it is"
     ),
 }
 """Key of verl -> the key of `Config`."""

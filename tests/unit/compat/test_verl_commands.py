@@ -96,6 +96,38 @@ def test_a_key_counts_where_the_one_that_it_goes_with_is_in_a_file_below(overrid
     assert (found.rollout_is, found.rollout_is_threshold) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "section", "steps"),
+    [
+        (["data.train_batch_size=96", f"{ARR}.actor.ppo_mini_batch_size=32"], f"{ARR}.actor", 21),
+        (["data.train_batch_size=100", f"{ARR}.actor.ppo_mini_batch_size=32", f"{ARR}.actor.ppo_epochs=2"],
+         f"{ARR}.actor", 56),
+        (["data.train_batch_size=96", f"{ARR}.actor.ppo_mini_batch_size=96"], f"{ARR}.actor", 7),
+        (["data.train_batch_size=64", f"{ARR}.actor.ppo_mini_batch_size=16", "algorithm.adv_estimator=gae"],
+         "critic", 28),
+        (["data.train_batch_size=64", "critic.ppo_mini_batch_size=8", "critic.ppo_epochs=3",
+          "algorithm.adv_estimator=gae", f"{ARR}.actor.ppo_mini_batch_size=32"], "critic", 168),
+    ],
+)  # fmt: skip
+def test_a_warmup_of_verls_training_steps_is_one_of_optimizer_steps(given, section, steps, caplog):
+    warmup = f"{section}.optim.lr_warmup_steps"
+    with caplog.at_level(logging.INFO):
+        config = load(f"{warmup}=7", *given)
+    found = (config.critic if section == "critic" else config.actor_rollout_ref.actor).optim.lr_warmup_steps
+    assert found == steps
+    line = f"{warmup}=7 is read as {warmup}={steps} (training steps in verl, optimizer steps here)"
+    assert (line in caplog.messages) == (steps != 7)
+
+
+def test_a_warmup_in_another_recipe_and_in_a_stored_configuration_is_one_of_optimizer_steps(tmp_path):
+    given = [f"{ARR}.actor.optim.lr_warmup_steps=7", "data.train_batch_size=64", f"{ARR}.actor.ppo_mini_batch_size=16"]
+    config = load_config([*OWN, "distillation.enabled=false", "reward.answer_key=a", *given])
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == 7
+    (tmp_path / "stored.yaml").write_text(to_yaml(load(*given)))
+    stored = load_config(config_name="stored", config_path=tmp_path)
+    assert stored.actor_rollout_ref.actor.optim.lr_warmup_steps == 28
+
+
 def test_docs_page_is_the_tables():
     page = ROOT / "docs" / "verl.md"
     assert page.read_text(encoding="utf-8") == markdown_page(), (
