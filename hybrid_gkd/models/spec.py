@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
-from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.errors import ConfigError, ModelError, in_words
 from hybrid_gkd.runtime.hub import look_at_hub
 from hybrid_gkd.runtime.imports import quick_imports
 
@@ -91,7 +90,7 @@ def model_spec(
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # whatever a model raises whose numbers do not fit together
-        raise ModelError(f"{path}: the model's configuration cannot be used: {first_line(error)}") from error
+        raise ModelError(f"{path}: the model's configuration cannot be used: {in_words(error)}") from error
 
 
 def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool) -> int:
@@ -176,7 +175,7 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
         try:
             setattr(config, name, value)
         except Exception as error:  # transformers checks types with errors of its own
-            raise ConfigError(key, f"{path} does not take this {name}: {first_line(error)}", value) from error
+            raise ConfigError(key, f"{path} does not take this {name}: {in_words(error)}", value) from error
     return config
 
 
