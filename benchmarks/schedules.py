@@ -143,12 +143,12 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
 def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: TeacherProcess) -> None:
     """One run."""
     config = facts.config
-    facts.steps = total_steps_of(config, len(facts.train_prompts))
+    facts.steps, place = total_steps_of(config, len(facts.train_prompts)), facts.plan.memory.teacher
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         clock = stack.enter_context(recording(config.run_dir))
         client = stack.enter_context(
-            connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=facts.plan.memory.teacher.replicas)
+            connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=place.replicas)
         )
         log = stack.enter_context(start_tracking(facts))
         GKDTrainer(

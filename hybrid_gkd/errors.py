@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LONGEST_CAUSE = 600
+"""Characters of a library's error in a message."""
 
 
 class HybridGKDError(Exception):
@@ -84,6 +86,17 @@ def call_all(functions: Iterable[Callable[[], T]]) -> list[T]:
             errors.append(error)
     raise_all(errors)
     return results
+
+
+def in_words(error: BaseException) -> str:
+    """Type and message of a library's error in one line, cut in the middle where it is very long.
+
+    All lines count: of an error that a library collects from its fields, the first is a number of them.
+    """
+    text = " ".join(str(error).split())
+    if len(text) > LONGEST_CAUSE:
+        text = f"{text[: LONGEST_CAUSE // 2]} ... {text[-LONGEST_CAUSE // 2 :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class DataError(HybridGKDError): ...

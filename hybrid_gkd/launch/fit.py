@@ -11,6 +11,7 @@ import numpy as np
 from hybrid_gkd.data.prompts import tokenize_chats
 from hybrid_gkd.errors import DataError, TeacherMismatch, naming
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
 from hybrid_gkd.launch.teacher import connect
 from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
@@ -39,6 +40,7 @@ def fit(facts: Facts) -> str:
     if section.server_ip is not None:
         with connect(config, facts.tokenizer, section.endpoints) as client:
             model = next(iter(client.served.values()))
+        check_rows("teacher", model.model, model.num_embeddings, facts, of_teacher=True)
         found = {TEACHER_PATH: model.model}
         facts.settings |= found
         changed = accepted_changes(facts.resumption, config.trainer, found) if facts.resumption is not None else []

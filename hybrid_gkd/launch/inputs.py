@@ -48,6 +48,8 @@ def student(facts: Facts) -> str:
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
     facts.spec = student_spec(config)
+    if config.distillation.enabled:
+        check_topk("distillation.topk", config.distillation.topk, facts)
     return (
         f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
         f"vocabulary, of which {facts.stop_token_ids} end an answer"
@@ -74,9 +76,7 @@ def reference(facts: Facts) -> str:
     path = config.actor_rollout_ref.ref.model.path
     if not config.uses_reference:
         return "none is needed"
-    if config.ref_topk > len(facts.tokenizer):
-        rule = f"must be at most the {len(facts.tokenizer)} tokens of the vocabulary"
-        raise ConfigError("actor_rollout_ref.ref.topk", rule, config.ref_topk)
+    check_topk("actor_rollout_ref.ref.topk", config.ref_topk, facts)
     if not config.has_reference_model:
         return f"the student's {config.ref_model.path} without its LoRA adapters"
     if path is None:
@@ -125,7 +125,8 @@ def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> N
     """A model that computes what the student writes. Raises ModelError, ConfigError or CheckpointError."""
     check_model_folder(key, model.path)
     check_export(key, model.path)
-    check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
+    rows = check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
+    check_rows(who, model.path, rows, facts)
     with naming(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
@@ -150,7 +151,8 @@ def teacher(facts: Facts) -> str:
     check_model_folder(TEACHER_PATH, path)
     check_export(TEACHER_PATH, path)
     needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
-    check_length("teacher", path, config, needed, {})
+    rows = check_length("teacher", path, config, needed, {})
+    check_rows("teacher", path, rows, facts, of_teacher=True)
     facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     return f"the run will start {path} on {facts.local_teacher}"
 
@@ -205,6 +207,8 @@ def data(facts: Facts) -> str:
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
     facts.train_rows, facts.val_rows = [], []
+    assert facts.spec is not None
+    check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_ids, facts)
     facts.steps = total_steps(facts.config, len(facts.train_prompts))
     val_only = facts.config.trainer.val_only
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
@@ -302,8 +306,8 @@ def check_export(key: str, path: str) -> None:
         raise ModelError(f"{key}: {folder.parent / name} {reason}")
 
 
-def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> None:
-    """The longest possible sequence must fit the model, and so must what its engine is made for.
+def check_length(who: str, path: str, config: Config, needed: int, override_config: dict[str, Any]) -> int:
+    """Check that the longest possible sequence fits the model and its engine; return the rows of its embedding.
 
     Raises ConfigError or ModelError.
     """
@@ -311,11 +315,35 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
         hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, override_config)
     except (OSError, ValueError) as error:
         raise ModelError(f"{who} {path}: config.json cannot be used: {error}") from error
-    limit, field = position_limit(hf_config.get_text_config())
+    text = hf_config.get_text_config()
+    limit, field = position_limit(text)
     check_positions(who, path, config.data, needed, (limit, field))
     if who == "student" and limit is not None and config.engine_length > limit:
         rule = f"the student {path} has {limit} positions ({field})"
         raise ConfigError("actor_rollout_ref.rollout.max_model_len", rule, config.engine_length)
+    return int(text.vocab_size)
+
+
+def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
+    """Raises DataError: a prompt, or what the teacher reads in its place, has a token beyond a model's `rows`.
+
+    Such a token has been added to the tokenizer alone.
+    """
+    for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
+        for prompt in prompts:
+            ids = prompt.teacher_ids if of_teacher and prompt.teacher_ids is not None else prompt.token_ids
+            if (largest := int(ids.max(initial=0))) >= rows:
+                raise DataError(
+                    f"{key}: the prompt of row {prompt.row} has the token "
+                    f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
+                    f"has {rows} rows in its embedding (vocab_size), for ids below {rows} only"
+                )
+
+
+def check_topk(key: str, topk: int, facts: Facts) -> None:
+    """Raises ConfigError: there are fewer tokens."""
+    if topk > len(facts.tokenizer):
+        raise ConfigError(key, f"must be at most the {len(facts.tokenizer)} tokens of the vocabulary", topk)
 
 
 def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: tuple[int | None, str]) -> None:

@@ -202,7 +202,7 @@ def plan(facts: Facts) -> str:
 
 CHECKS = (
     Check("versions", versions),
-    Check("folders", lambda facts: check_folders()),
+    Check("folders", lambda facts: check_folders(starts_ray=facts.config.ray_init.address is None)),
     Check("engine", engine),
     Check("device", device),
     Check("loss", loss),

@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
-from hybrid_gkd.errors import ConfigError, ModelError
-from hybrid_gkd.models.tokenizer import first_line
+from hybrid_gkd.errors import ConfigError, ModelError, in_words
 from hybrid_gkd.runtime.hub import look_at_hub
 from hybrid_gkd.runtime.imports import quick_imports
 
@@ -38,6 +37,8 @@ class ModelSpec:
     """Heads times their size, summed over the layers."""
     has_experts: bool = False
     """A mixture of experts, of which a token uses a part."""
+    num_ids: int = 0
+    """Rows of the input embedding: the token ids that the model can read."""
     adapter_parameters: int = 0
     """Of LoRA adapters, which are not among `parameters`; 0 where the weights themselves are trained."""
 
@@ -83,12 +84,13 @@ def model_spec(
             head_parameters=text.vocab_size * text.hidden_size,
             attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
             has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
+            num_ids=text.vocab_size,
             adapter_parameters=_adapter_parameters(model, lora) if lora is not None else 0,
         )
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # whatever a model raises whose numbers do not fit together
-        raise ModelError(f"{path}: the model's configuration cannot be used: {first_line(error)}") from error
+        raise ModelError(f"{path}: the model's configuration cannot be used: {in_words(error)}") from error
 
 
 def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool) -> int:
@@ -177,7 +179,7 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
             else:
                 setattr(config, name, value)
         except Exception as error:  # transformers checks types with errors of its own
-            raise ConfigError(key, f"{path} does not take this {name}: {first_line(error)}", value) from error
+            raise ConfigError(key, f"{path} does not take this {name}: {in_words(error)}", value) from error
     return config
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_gkd.errors import ModelError
+from hybrid_gkd.errors import ModelError, in_words
 from hybrid_gkd.runtime.hub import look_at_hub
 from hybrid_gkd.runtime.imports import quick_imports
 from hybrid_gkd.types import Sample
@@ -30,7 +30,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a tokenizer file or a folder's own code raises
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {in_words(error)}") from error
 
 
 def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -52,19 +52,13 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except OSError:  # the file is optional
         configured = None
     except ValueError as error:
-        raise ModelError(f"generation_config.json of {path} cannot be used: {first_line(error)}") from error
+        raise ModelError(f"generation_config.json of {path} cannot be used: {in_words(error)}") from error
     return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
 
 
 def decode(tokenizer: Any, sample: Sample) -> str:
     """A response as text, without special tokens."""
     return tokenizer.decode(sample.completion_ids.tolist(), skip_special_tokens=True)
-
-
-def first_line(error: BaseException) -> str:
-    """Type and first line of an error, for messages of one line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.compat.transformers import unneeded_keys
-from hybrid_gkd.errors import ModelError
+from hybrid_gkd.errors import ModelError, in_words
 from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
 from hybrid_gkd.models.spec import auto_class, read_config
-from hybrid_gkd.models.tokenizer import first_line
 from hybrid_gkd.rollout.weights import unique_tensors
 
 PATH_KEY = "actor_rollout_ref.model.path"
@@ -96,7 +95,7 @@ def _saveable(found: Any, derived: Any, path: str) -> Any:
             found.validate(strict=True)
             return found
         except ValueError as error:
-            reason = first_line(error)
+            reason = in_words(error)
     logger.warning("%s: generation_config.json is left out of exports: %s", path, reason)
     return derived
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from hybrid_gkd.errors import HybridGKDError, TeacherError
+from hybrid_gkd.errors import HybridGKDError, TeacherError, in_words
 from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
@@ -171,7 +171,7 @@ def join(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if arguments.debug:
             raise
-        raise TeacherError(f"the worker failed: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise TeacherError(f"the worker failed: {in_words(error)}") from error
     return 0
 
 

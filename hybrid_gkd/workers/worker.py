@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hybrid_gkd.config import Config
+from hybrid_gkd.errors import HybridGKDError, WorkerError, in_words
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineRoom
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.runtime.files import FileSum
@@ -56,26 +57,33 @@ C = TypeVar("C")
 
 
 def failures_logged(cls: type[C]) -> type[C]:
-    """Have public methods write an exception with its traceback into this process's log: its message names that."""
+    """Have public methods write an exception with its traceback into this process's log: its message names that.
+
+    One of a library becomes a WorkerError here, as its class and fields need not survive the way to the driver.
+    """
 
     @contextlib.contextmanager
-    def logged(name: str) -> Iterator[None]:
+    def logged(worker: Any, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception:
+        except Exception as error:
             logger.exception("%s failed", name)
-            raise
+            if isinstance(error, HybridGKDError):
+                raise
+            raise WorkerError(f"{worker.role} {worker.rank} failed in {name}: {in_words(error)}") from error
 
     def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        if not inspect.isgeneratorfunction(method):
-            return logged(name)(method)
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with logged(self, name):
+                return method(self, *args, **kwargs)
 
         @functools.wraps(method)
-        def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with logged(name):
-                yield from method(*args, **kwargs)
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            with logged(self, name):
+                yield from method(self, *args, **kwargs)
 
-        return generate
+        return generate if inspect.isgeneratorfunction(method) else call
 
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("_"):

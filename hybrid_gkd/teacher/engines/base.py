@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_gkd.errors import ModelError
+from hybrid_gkd.errors import ModelError, in_words
 from hybrid_gkd.models.spec import position_limit
-from hybrid_gkd.models.tokenizer import first_line, load_tokenizer, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.types import Reading, TopK
@@ -119,7 +119,7 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     try:
         config = AutoConfig.from_pretrained(options.ckpt_path, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # whatever a broken folder raises
-        raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"{options.ckpt_path}: the model's config cannot be loaded: {in_words(error)}") from error
     stop_ids: list[int] = []
     with contextlib.suppress(ModelError):  # a generation_config.json that transformers refuses: scoring needs none
         stop_ids = stop_token_ids(options.ckpt_path, tokenizer)

@@ -85,6 +85,29 @@ def test_the_same_number_of_tokens_is_not_the_same_vocabulary(models, tmp_path):
         check(models, "student", *paths)
 
 
+def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_path):
+    """The tokenizer is longer than the embedding, which is no harm where no text has the last tokens."""
+    for name in ("short", "whole"):
+        make_tiny_model(tmp_path / name, extra_tokens=("<x>", "<y>"), vocab_size=260 if name == "short" else None)
+    rows = [{"prompt": "call <x>"}, {"prompt": "and <y>"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short, whole = ([f"actor_rollout_ref.{who}model.path={tmp_path}/{name}" for who in ("", "teacher.")]
+                    for name in ("short", "whole"))  # fmt: skip
+    check(models, "student", *short)
+    data, at_fault = f"data.train_files={tmp_path}/train.jsonl", r"row 2 has the token '<y>' with the id 260; the "
+    with pytest.raises(DataError, match=rf"data\.train_files: the prompt of {at_fault}student .*short has 260 rows"):
+        check(models, "student", short[0], whole[1], data)
+    with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has 260 rows"):
+        check(models, "student", whole[0], short[1], data)
+    check(models, "student", *whole, data)
+
+
+def test_more_candidates_than_tokens_are_refused(models):
+    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 260 tokens.*got 261"):
+        check(models, "student", "distillation.topk=261")
+    check(models, "student", "distillation.topk=260")
+
+
 def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named(models):
     with pytest.raises(ConfigError, match=r"teacher\.chat_template: must be a file with a template.*got 'nowhere'"):
         check(models, "student", "actor_rollout_ref.teacher.chat_template=nowhere")

@@ -21,13 +21,36 @@ def test_temporary_files_that_cannot_be_written_are_an_error_with_the_variable(m
         check_folders()
 
 
-def test_a_home_that_cannot_be_written_is_a_warning_with_the_variables(monkeypatch, tmp_path, caplog):
+def test_a_home_that_cannot_be_written_is_a_warning_with_the_variables(monkeypatch, caplog):
     monkeypatch.setenv("HOME", NOWHERE)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "made" / "later"))
+    monkeypatch.setenv("TMPDIR", "/tmp/made/later")
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    assert str(tmp_path) in check_folders()
+    assert "temporary files in /tmp/made/later" in check_folders()
     assert f"HOME: {NOWHERE} cannot be written to" in caplog.text
     assert "TRITON_CACHE_DIR" in caplog.text
+
+
+@pytest.mark.parametrize(("variable", "length", "most"), [("RAY_TMPDIR", 40, 39), ("TMPDIR", 71, 70)])
+def test_a_folder_that_is_too_long_for_a_socket_is_named_with_its_length(monkeypatch, variable, length, most):
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_folders()
+    monkeypatch.setenv(variable, "/tmp/" + "\u00e9" * ((length - 5) // 2) + "x" * ((length - 5) % 2))
+    expected = rf"^{variable}: must have at most {most} bytes, .* 107 .* has {length}; set it to a shorter"
+    with pytest.raises(ConfigError, match=expected):
+        check_folders()
+    monkeypatch.setenv(variable, "/tmp/" + "x" * (most - 5))
+    check_folders()
+
+
+def test_ray_of_its_own_needs_a_shorter_folder_than_a_cluster_that_is_there(monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/tmp/" + "x" * 40)
+    check_folders(starts_ray=False)
+    with pytest.raises(ConfigError, match=r"^TMPDIR: must have at most 39 bytes, .* has 45; set RAY_TMPDIR or it to"):
+        check_folders()
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_folders()
 
 
 def test_the_nearest_folder_that_exists_is_written_to(tmp_path):

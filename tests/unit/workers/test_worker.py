@@ -1,11 +1,14 @@
 """What a worker does around a generation, on stand-ins for its engine and its device."""
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from pydantic import BaseModel
 
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.errors import WorkerError, in_words
 from hybrid_gkd.offload.residency import MemoryOwner, Residency
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.types import SamplingParams
@@ -84,3 +87,29 @@ def test_an_engine_that_has_made_room_gets_the_weights_of_the_last_publish_befor
         assert len(list(worker.generate([None], SamplingParams(max_tokens=1)))) == 1
     assert loaded == [([("weight", 1.0)], 3)] * 2
     assert phases == ["update", "publish", "rollout", "rollout", "update", "publish", "rollout", "rollout"]
+
+
+class Fields(BaseModel):
+    blocks: int
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("generate", ([], None)), ("compute_logprobs", ((),))])
+def test_the_error_of_a_library_is_told_in_full_by_the_worker(method, arguments):
+    """Its first line is a number of errors, and its class may not survive the way to the driver."""
+    config = load_config([
+        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
+    ])  # fmt: skip
+    worker = Worker(config, role="rollout worker", rank=3, size=4, device="cpu", folder=".")
+    worker.clock, worker.engine = Clock(), SimpleNamespace(weight_version=1)
+    worker.residency = SimpleNamespace(enter=lambda _: Fields(blocks="many"))
+    worker.updater = SimpleNamespace(forward=lambda _: Fields(blocks="many"))
+    expected = rf"^rollout worker 3 failed in {method}: ValidationError: 1 .*blocks.*'many'"
+    with pytest.raises(WorkerError, match=expected):
+        list(getattr(worker, method)(*arguments))
+
+
+def test_very_long_errors_are_cut_in_the_middle():
+    error = RuntimeError("first\n\n" + "between\n" * 500 + "last")
+    assert re.fullmatch(r"RuntimeError: first (between )+.* \.\.\. .* between last", in_words(error))
+    assert len(in_words(error)) < 640
+    assert in_words(KeyError()) == "KeyError"
