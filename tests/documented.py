@@ -114,6 +114,12 @@ NOT_RUN = {
     "python benchmarks/schedules.py --prompts 128 --prompt-length 128 --response-length 1024 --mean-length 256 "
     "--steps 3 --warmup 1": _GPU,
     SCHEDULES: _GPU,
+    "python benchmarks/schedules.py --config-name one_gpu --prompt-length 256 --response-length 512 "
+    "--mean-length 100000 --steps 4 --warmup 1 --schedules sync one_step_off --student-shape 1.5b --teacher-shape 7b "
+    "actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8 "
+    "actor_rollout_ref.actor.fsdp_config.param_offload=false "
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false actor_rollout_ref.rollout.free_cache_engine=false":
+        _GPU,
     "python benchmarks/schedules.py --config-name one_gpu --gpus 2 --prompts 256 --prompt-length 256 "
     "--response-length 512 --mean-length 100000 --steps 3 --warmup 1 --schedules sync one_step_off "
     "separate_one_step_off actor_rollout_ref.teacher.engine_kwargs.vllm.quantization=fp8": _GPU,

@@ -40,13 +40,13 @@ def student(facts: Facts) -> str:
     check_model_folder("actor_rollout_ref.model.path", model.path)
     check_export("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
-    check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     with naming(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
     with naming("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
+    check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     facts.spec = student_spec(config)
     if config.distillation.enabled:
         check_topk("distillation.topk", config.distillation.topk, facts)

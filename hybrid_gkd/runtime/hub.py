@@ -36,7 +36,7 @@ def look_at_hub() -> None:
     asking = threading.Thread(target=ask, name="hub", daemon=True)
     asking.start()
     asking.join(HUB_SECONDS)
-    answer = found[0] if found else f"nothing within {HUB_SECONDS:g} s"
+    answer = found[0] if found else f"nothing in {HUB_SECONDS:g} s"
     if isinstance(answer, int) and answer < 500:
         return
     os.environ[OFFLINE] = "1"  # for the processes that are started from now on

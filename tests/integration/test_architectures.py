@@ -31,7 +31,9 @@ def test_a_step_is_taken_and_the_engine_computes_what_the_student_does(architect
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)), encoding="utf-8"
+    )
     command = [
         sys.executable, "-m", "hybrid_gkd", f"actor_rollout_ref.model.path={tmp_path}/model",
         f"actor_rollout_ref.teacher.model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.jsonl",
@@ -45,6 +47,6 @@ def test_a_step_is_taken_and_the_engine_computes_what_the_student_does(architect
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "out").rglob("metrics.jsonl")
-    metrics = json.loads(file.read_text().splitlines()[-1])
+    metrics = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
     assert math.isclose(metrics["actor/importance/largest_ratio"], 1, abs_tol=1e-3)
     assert abs(metrics["actor/kl_loss"]) < 1e-4

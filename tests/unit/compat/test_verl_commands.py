@@ -123,7 +123,7 @@ def test_a_warmup_in_another_recipe_and_in_a_stored_configuration_is_one_of_opti
     given = [f"{ARR}.actor.optim.lr_warmup_steps=7", "data.train_batch_size=64", f"{ARR}.actor.ppo_mini_batch_size=16"]
     config = load_config([*OWN, "distillation.enabled=false", "reward.answer_key=a", *given])
     assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == 7
-    (tmp_path / "stored.yaml").write_text(to_yaml(load(*given)))
+    (tmp_path / "stored.yaml").write_text(to_yaml(load(*given)), encoding="utf-8")
     stored = load_config(config_name="stored", config_path=tmp_path)
     assert stored.actor_rollout_ref.actor.optim.lr_warmup_steps == 28
 

@@ -90,7 +90,7 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
     for name in ("short", "whole"):
         make_tiny_model(tmp_path / name, extra_tokens=("<x>", "<y>"), vocab_size=260 if name == "short" else None)
     rows = [{"prompt": "call <x>"}, {"prompt": "and <y>"}]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     short, whole = ([f"actor_rollout_ref.{who}model.path={tmp_path}/{name}" for who in ("", "teacher.")]
                     for name in ("short", "whole"))  # fmt: skip
     check(models, "student", *short)

@@ -397,7 +397,7 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
 
     @contextlib.contextmanager
     def connect(config, tokenizer, endpoints):
-        model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=())
+        model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300)
         yield SimpleNamespace(served={"far:15555": model})
 
     monkeypatch.setattr(fit, "connect", connect)
@@ -527,7 +527,7 @@ def test_a_vllm_that_is_not_supported_is_refused_before_anything_starts(monkeypa
 def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, device, dtype, expected):
     given = {}
 
-    def load(llm_class, arguments, *others):
+    def load(llm_class, arguments, *others, **options):
         given.update(arguments)
         raise Begun
 

@@ -110,7 +110,7 @@ def test_a_context_that_is_too_short_is_refused_and_an_explicit_limit_is_kept(st
     folder = make_tiny_model(tmp_path, architecture=CLASSIFIERS[0], positions=48)
     with pytest.raises(ConfigError, match=r"data\.max_response_length: .*need 64 .*the reward model .* 48"):
         examine(student, folder)
-    with pytest.raises(ConfigError, match=r"reward_model\.max_length: .* has 48 positions; got 64"):
+    with pytest.raises(ConfigError, match=r"reward_model\.max_length: .* has 48 positions .*; got 64"):
         examine(student, folder, "reward_model.max_length=64")
     said, texts = examine(student, folder, "reward_model.max_length=40")
     assert texts.max_length == 40
