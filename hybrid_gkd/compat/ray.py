@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """What Ray starts within listens on 127.0.0.1 only, as on macOS.
+    """Make what Ray starts within the block listen on 127.0.0.1 only, as on macOS.
 
     Sets `ENABLE_RAY_CLUSTER` in ray._private.ray_constants, whose environment variable is read once, at the import.
     Tried with Ray 2.56 and 2.60; without the constant it warns and changes nothing.

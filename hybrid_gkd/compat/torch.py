@@ -1,4 +1,4 @@
-"""What torch has no public way to: private parts of FSDP2, and one operation on many tensors."""
+"""Private parts of torch: ending a backward pass of FSDP2 early, and copying many tensors in one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers' models and configurations say of themselves in private attributes only.
+"""Private attributes of transformers' models and configurations, which say what nothing public does.
 
 PreTrainedModel and PreTrainedConfig give every model a default of each. Tried with transformers 5.17 and 5.19; each
 function raises AttributeError without the attribute.

@@ -1,4 +1,4 @@
-"""What wandb and wandb_workspaces do without a public way: find views by their name, show what would be sent.
+"""Private parts of wandb_workspaces: finding views by their name, and showing what saving one would send.
 
 Tried with wandb 0.31 and wandb_workspaces 0.4.13. Raises ImportError or AttributeError where they are built
 differently.

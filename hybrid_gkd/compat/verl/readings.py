@@ -21,10 +21,10 @@ class Read:
     """A key, or some of its values, that `Config` spells otherwise."""
 
     keys: tuple[str, ...]
-    """Of `Config`: what is set."""
+    """The keys of `Config` that it sets."""
     reading: Reading
     how: str = ""
-    """What becomes of the value, where it changes; a sentence without its full stop."""
+    """How the value changes, where it does; a sentence without its full stop."""
     why: str = ""
     """For the line that says what a value is read as, where that is not plain."""
 

@@ -7,7 +7,6 @@ import importlib
 import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 logger = logging.getLogger(__name__)
 
@@ -87,5 +86,6 @@ def _replaced(values: dict[tuple[str, str], Any]) -> Iterator[None]:
             with contextlib.suppress(ImportError):
                 module = importlib.import_module(path)
                 if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, value))
+                    stack.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, value)
         yield

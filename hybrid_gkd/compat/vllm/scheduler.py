@@ -110,7 +110,7 @@ def _parts_of_vllm() -> SimpleNamespace:
 def _unusual(
     config: Any, *, kv_cache_config: Any, include_finished_set: bool, log_stats: bool, **arguments: Any
 ) -> list[str]:
-    """What the short path does not do, of a scheduler that is made with these arguments."""
+    """Name the features of a scheduler made with these arguments that the short path does not support."""
     of_experts = (config.model_config, getattr(config, "aux_output_config", None))  # in 0.26, and in 0.32
     features = {
         "speculative decoding": config.speculative_config is not None,

@@ -180,7 +180,7 @@ def abort_unfinished(engine: Any) -> dict[str, tuple[list[int], list[float] | No
     """Abort all requests of an LLMEngine in this process and wait until nothing is being computed.
 
     Returns by the caller's request id: the completion's tokens so far, and their log-probabilities if requested. A
-    scheduler of our own keeps these itself (`vllm_scheduler`); else they are where the output is put together.
+    scheduler of our own keeps these itself (scheduler.py); else they are where the output is put together.
     """
     core, unfinished = engine.engine_core.engine_core, {}
     for state in engine.output_processor.request_states.values():
