@@ -178,7 +178,7 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
         failed = r"rollout worker 1 failed in {}: OutOfMemoryError.*rollout_1\.log"
         with pytest.raises(WorkerError, match=failed.format("generate")):
             generate(group)
-        with pytest.raises(WorkerError, match=failed.format("weight sync")):
+        with pytest.raises(WorkerError, match=failed.format("receive_weights")):
             group.publish(1)
         assert group.can_save()
 
