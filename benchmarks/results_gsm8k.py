@@ -28,7 +28,7 @@ import results
 from results_report import Panel, Stored, by_name, chart, draw, facts, read_all, spread
 from results_sft import batches
 
-from hybrid_gkd.data.prompts import read_rows
+from hybrid_gkd.data.prompts import Columns, read_rows
 from hybrid_gkd.demo.folders import DemoPaths, Row, build_once, recipe_key, write_rows
 from hybrid_gkd.demo.gpu_demo import ModelRecipe, learn_tokenizer, train_model
 from hybrid_gkd.demo.models import SFTRecipe
@@ -131,7 +131,7 @@ def fill(paths: DemoPaths, recipe: Recipe, train: str, val: str, device: str) ->
 
 def read(entry: str, key: str) -> list[Row]:
     """Questions with their solutions. Raises DataError."""
-    tables = read_rows([entry], key=key, prompt_key="question", answer_key="answer")
+    tables = read_rows([entry], key=key, columns=Columns(prompt="question", answer="answer"))
     return [
         {"prompt": chat[0]["content"], "answer": answer}
         for table in tables for chat, answer in zip(table.messages, table.answers, strict=True)

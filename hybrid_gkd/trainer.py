@@ -70,6 +70,8 @@ class GKDTrainer(PPOTrainer):
         Raises TeacherError: a sample could not be scored; no weight has changed unless an earlier optimizer step of
         the rollout was taken.
         """
+        if rollout.step <= self.config.trainer.warmup_steps_sft:
+            return super()._update_actor(rollout)
         scores = self._pending[rollout.step]
         if any(step == rollout.step for step, _ in self._kept):  # no generation follows the last rollouts
             self._submit_kept()
@@ -178,7 +180,9 @@ class GKDTrainer(PPOTrainer):
         return samples, metrics | weights
 
     def _submit(self, step: int, pairs: list[Pair]) -> None:
-        """Send samples of a step's rollout to the teacher without waiting for it."""
+        """Send samples of a step's rollout to the teacher without waiting for it, unless it is a warm-up by SFT."""
+        if step <= self.config.trainer.warmup_steps_sft:
+            return
         with working_for(step):
             self._pending[step] |= self.teacher.start(pairs)
 

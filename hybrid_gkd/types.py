@@ -25,6 +25,10 @@ class Task:
     """[P], chat template applied."""
     teacher_ids: np.ndarray | None = None
     """The same behind the teacher's chat template, where it has one of its own; None: `token_ids`."""
+    response_ids: np.ndarray | None = None
+    """int32 [A], the given answer; None where the student always writes one."""
+    loss_mask: np.ndarray | None = None
+    """bool [P + A], which tokens are trained on where the given answer is; None without one."""
     text: str
     """The user's message, for sample generations."""
     messages: list[dict[str, Any]] | None = None
@@ -99,6 +103,7 @@ SIGNALS = {
     "weights/<term>": "[R] the same for one term, in the place of `weights`, where its samples are not all samples",
     "sampled_weights": "[R] further factors of terms of the sampled token: its part of the importance weight",
     "teacher_weights": "[R] further factors of the distillation term",
+    "sft": "[R] factor of the cross-entropy of each token of a given answer",
 }
 """Names of the signals that terms, critic and metrics read. A sample that lacks one has weight 0 where it is read."""
 class TokenMean(float):
@@ -198,6 +203,17 @@ def with_tasks(tasks: abc.Iterable[Task], samples: abc.Iterable[Sample]) -> list
     return [(by_row[sample.id.row], sample) for sample in samples]
 
 
+def drawn(samples: abc.Iterable[Sample]) -> list[Sample]:
+    """Return the samples that the student has written."""
+    return [sample for sample in samples if sample.status != "given"]
+
+
+def replaced(samples: abc.Iterable[Sample], changed: abc.Iterable[Sample]) -> list[Sample]:
+    """Return the samples with what has changed in the place of those of the same identity."""
+    by_id = {sample.id: sample for sample in changed}
+    return [by_id.get(sample.id, sample) for sample in samples]
+
+
 def generated(
     request: GenerationRequest, new_ids: np.ndarray, *, version: int, status: str, logprobs: np.ndarray | None = None
 ) -> Sample:
@@ -207,6 +223,18 @@ def generated(
         id=request.id, tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(request.prompt_ids),
         versions=np.full(len(new_ids), version, np.int32), status=status, logprobs=logprobs,
     )
+
+
+def given(task: Task, batch: int, coefficient: float) -> Sample:
+    """Return the sample of a task's given answer; `coefficient`: of its cross-entropy, 0: it has none."""
+    assert task.response_ids is not None
+    assert task.loss_mask is not None
+    num_trained = int(task.loss_mask.sum())
+    return Sample(
+        id=SampleId(batch, task.index, 0), tokens=np.concatenate([task.token_ids, task.response_ids]),
+        loss_mask=task.loss_mask, versions=np.full(num_trained, -1, np.int32), status="given",
+        signals={"sft": np.full(num_trained, coefficient, np.float32)} if coefficient else {},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

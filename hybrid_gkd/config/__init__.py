@@ -32,6 +32,7 @@ from hybrid_gkd.config.models import (
     OptimConfig,
     PolicyLossConfig,
     RolloutConfig,
+    ScheduleConfig,
     TeacherConfig,
     TeacherModelConfig,
     ValKwargs,
@@ -44,6 +45,7 @@ from hybrid_gkd.config.schema import (
     RolloutPoolConfig,
     TrainerConfig,
     WandbConfig,
+    updates_per_step,
 )
 
 __all__ = [
@@ -77,10 +79,12 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutPoolConfig",
+    "ScheduleConfig",
     "TeacherConfig",
     "TeacherModelConfig",
     "TrainerConfig",
     "ValKwargs",
     "WandbConfig",
     "rejection_bounds",
+    "updates_per_step",
 ]

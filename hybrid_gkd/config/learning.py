@@ -15,7 +15,13 @@ class DistillationConfig:
     """The distillation loss."""
 
     enabled: bool = True
-    """false trains with PPO on the rule reward and needs no teacher."""
+    """false needs no teacher: it trains with PPO on the reward, or on given answers by cross-entropy (SFT)."""
+    on_policy_fraction: float | None = field(default=None, metadata=rules.SHARE)
+    """Of the tasks of a batch that have a given answer (data.response_key), the share that the student answers itself
+    (lambda in arXiv 2306.13649), drawn anew for each batch; null: none of them."""
+    sft_coef: float | None = field(default=None, metadata=rules.NOT_NEGATIVE)
+    """Factor of the cross-entropy of given answers, beside the loss that teacher and rewards make; null: 0 with a
+    teacher, which scores given answers like any other, and 1 without."""
     loss_mode: str = field(default="forward_kl", metadata=rules.names(*DIVERGENCES, "mixed"))
     """Divergence between teacher and student, see docs/losses.md: on the teacher's candidates (forward_kl,
     reverse_kl, jsd), a weighted sum (mixed), or an estimate from the sampled token (k1, k2, k3)."""

@@ -53,25 +53,31 @@ class ModelConfig:
 
 
 @dataclass
-class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+class ScheduleConfig:
+    """A learning rate."""
 
     lr: float = field(default=1e-6, metadata=rules.POSITIVE)
     """Peak learning rate."""
+    lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """Optimizer steps of linear warm-up from 0."""
+    lr_warmup_steps_ratio: float = field(default=0.0, metadata=rules.SHARE)
+    """Warm-up as a share of the optimizer steps that the schedule is for, where lr_warmup_steps is 0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up, until the last of these steps."""
+    min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)
+    """Share of the peak at which linear and cosine end."""
+
+
+@dataclass
+class OptimConfig(ScheduleConfig):
+    """AdamW and its learning-rate schedule."""
+
     betas: tuple[float, float] = field(default=(0.9, 0.999), metadata=rules.DECAY_RATES)
     """Decay rates of the two moments."""
     eps: float = field(default=1e-8, metadata=rules.POSITIVE)
     """Added to the root of the second moment."""
     weight_decay: float = field(default=0.01, metadata=rules.NOT_NEGATIVE)
     """Decoupled weight decay, on matrices only (not on biases and norms)."""
-    lr_warmup_steps: int = field(default=0, metadata=rules.NOT_NEGATIVE)
-    """Optimizer steps of linear warm-up from 0."""
-    lr_warmup_steps_ratio: float = field(default=0.0, metadata=rules.SHARE)
-    """Warm-up as a share of the run's optimizer steps, where lr_warmup_steps is 0."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the warm-up, until the last step of the run."""
-    min_lr_ratio: float = field(default=0.0, metadata=rules.SHARE)
-    """Share of the peak at which linear and cosine end."""
 
 
 @dataclass
@@ -159,6 +165,8 @@ class ActorConfig:
     entropy_coeff: float = 0.0
     """This times the entropy of the student's distribution is taken off a token's loss."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    optim_sft: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(lr=1e-5))
+    """The rate of the first trainer.warmup_steps_sft steps, and its schedule over them."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 

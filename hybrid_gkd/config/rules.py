@@ -15,6 +15,7 @@ from hybrid_gkd.losses.table import DIVERGENCES
 Rules = Iterator[tuple[str, object, str]]
 """Dotted key, whether its rule holds, the rule in words."""
 ARR = "actor_rollout_ref"
+ESTIMATORS = [name for name, row in DIVERGENCES.items() if row.signal == "sampled"]
 LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
@@ -37,6 +38,7 @@ def rules_between_fields(config: Config) -> Rules:
     yield "data.train_files", data.train_files or val_only, "must name at least one file"
     yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
     yield from _batches(config)
+    yield from _given_answers(config)
     yield (
         f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
         f"must be at least {LENGTHS} ({longest})",
@@ -83,6 +85,37 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _kl_in_reward(config)
     yield from _critic(config)
     yield from _filter_groups(config)
+
+
+def _given_answers(config: Config) -> Rules:
+    data, loss, given = config.data, config.distillation, "data.response_key"
+    if data.response_key is None:
+        unused = "goes together with data.response_key, the column with given answers"
+        yield "distillation.on_policy_fraction", loss.on_policy_fraction in (None, 1.0), unused
+        yield "distillation.sft_coef", not loss.sft_coef, unused
+        yield "trainer.warmup_steps_sft", not config.trainer.warmup_steps_sft, unused
+        yield "data.loss_mask", data.loss_mask == "answer", unused
+        yield "data.excluded_spans_key", data.excluded_spans_key is None, unused
+        return
+    own_template = loss.enabled and config.actor_rollout_ref.teacher.chat_template is not None
+    yield "data.loss_mask", data.loss_mask == "answer" or not own_template, (
+        f"must be answer with {ARR}.teacher.chat_template, which writes the prompt differently"
+    )
+    yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
+    yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"
+    if loss.enabled:
+        estimates = [name for name in (loss.loss_mode, *loss.mixed_weights) if name in ESTIMATORS]
+        rule = f"with {given}: they are estimates from what the student draws"
+        yield "distillation.as_reward", not loss.as_reward, f"must be false with {given}"
+        yield "distillation.loss_mode", not estimates, f"must use none of {', '.join(ESTIMATORS)} {rule}"
+    crossed, own = config.sft_coef > 0 or config.trainer.warmup_steps_sft > 0, config.on_policy_fraction == 1
+    yield "distillation.sft_coef", crossed or own or loss.enabled, (
+        "must be above 0 with distillation.enabled=false: nothing else learns from given answers"
+    )
+    section = ("distillation", loss) if loss.enabled else (f"{ARR}.rollout", config.actor_rollout_ref.rollout)
+    yield f"{section[0]}.temperature", section[1].temperature == 1 or not crossed, (
+        "must be 1 with a cross-entropy of given answers (distillation.sft_coef, trainer.warmup_steps_sft)"
+    )
 
 
 def _filter_groups(config: Config) -> Rules:

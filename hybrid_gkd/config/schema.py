@@ -23,7 +23,7 @@ from hybrid_gkd.config.learning import (
     RewardConfig,
     RewardModelConfig,
 )
-from hybrid_gkd.config.models import ActorRolloutRefConfig, CriticConfig, CriticModelConfig, ModelConfig
+from hybrid_gkd.config.models import ActorConfig, ActorRolloutRefConfig, CriticConfig, CriticModelConfig, ModelConfig
 from hybrid_gkd.losses.table import KL_LOSSES, weighted_divergences
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
@@ -41,6 +41,15 @@ class DataConfig:
     """Like train_files; null switches validation off."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
+    response_key: str | None = None
+    """Column with answers that are there to be learned: a text, or a list of chat messages that begins and ends with
+    the assistant's. The same as prompt_key: a chat's messages behind the last of its user. Rows and files without one
+    are answered by the student. See docs/given_answers.md."""
+    loss_mask: Literal["answer", "assistant", "all"] = "answer"
+    """What is trained on where an answer is given: answer, the assistant's turns in it; assistant, its turns in the
+    prompt as well; all, every token."""
+    excluded_spans_key: str | None = None
+    """Column with parts of given answers that are not trained on, a list of [start, end) in characters of the text."""
     reward_fn_key: str = "data_source"
     """Column with the name of the data set that a row is from. Rows may do without the default one."""
     max_prompt_length: int = field(default=1024, metadata=rules.POSITIVE)
@@ -118,6 +127,10 @@ class TrainerConfig:
     """Steps between validations; -1 validates only before and after training."""
     critic_warmup: int = field(default=0, metadata=rules.NOT_NEGATIVE)
     """Steps at the beginning in which the critic alone is updated."""
+    warmup_steps_sft: int = field(default=0, metadata=rules.NOT_NEGATIVE)
+    """Steps at the beginning that train by cross-entropy on given answers alone (data.response_key), at the rate of
+    actor_rollout_ref.actor.optim_sft. Behind them actor.optim begins; unless that has a warm-up of its own, its rate
+    rises over the first tenth of the optimizer steps that are left."""
     val_before_train: bool = True
     """Validate the untrained student first."""
     val_only: bool = False
@@ -173,6 +186,11 @@ class RayInitConfig:
     """Seconds for the cluster to have room for the workers; more where it grows or others are about to leave."""
 
 
+def updates_per_step(prompts: int, section: ActorConfig | CriticConfig) -> int:
+    """Optimizer steps of a model in a training step of so many prompts."""
+    return -(-prompts // (section.ppo_mini_batch_size or prompts)) * (section.ppo_epochs or 1)
+
+
 @dataclass
 class Config:
     """The whole configuration."""
@@ -189,9 +207,26 @@ class Config:
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property
+    def on_policy_fraction(self) -> float:
+        """Of the tasks with a given answer, how many the student answers itself."""
+        given = self.distillation.on_policy_fraction
+        return given if given is not None else 0.0 if self.data.response_key is not None else 1.0
+
+    @property
+    def sft_coef(self) -> float:
+        """Factor of the cross-entropy of given answers."""
+        given = self.distillation.sft_coef
+        return given if given is not None else 0.0 if self.distillation.enabled else 1.0
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether given answers are all that is learned from: neither a teacher nor rewards."""
+        return not (self.distillation.enabled or self.on_policy_fraction)
+
+    @property
     def trains_on_rewards(self) -> bool:
         """Whether the actor learns from rewards, alone or beside a teacher."""
-        return self.distillation.use_task_rewards or not self.distillation.enabled
+        return self.distillation.use_task_rewards or not (self.distillation.enabled or self.is_sft)
 
     @property
     def has_advantages(self) -> bool:
@@ -320,6 +355,12 @@ class Config:
     def mini_batch_size(self) -> int:
         """Prompts per optimizer step."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def sft_updates(self) -> int:
+        """Optimizer steps of the first `trainer.warmup_steps_sft` steps."""
+        actor = self.actor_rollout_ref.actor
+        return self.trainer.warmup_steps_sft * updates_per_step(self.data.train_batch_size, actor)
 
     def saves_while_training(self, steps: int | None) -> bool:
         """Whether training goes on after a checkpoint, in a run of so many steps; None: it is not known of how many."""

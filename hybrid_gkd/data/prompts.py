@@ -1,7 +1,7 @@
 """Prompts from tables to token ids, with every row checked before training starts.
 
-Messages name the configuration key, the entry, the row (1-based) and the value. Responses are not read: the student
-writes its own.
+Messages name the configuration key, the entry, the row (1-based) and the value. Answers are read where a column with
+them is named; everywhere else the student writes its own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import functools
 import itertools
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid_gkd.data.given import ANSWER, Answer, GivenTokens, answer_of, split_chat, tokenize_answer
 from hybrid_gkd.data.tables import Source, find_sources, read_table, short, short_names
 from hybrid_gkd.errors import DataError, call_all, raise_all
 from hybrid_gkd.models.tokenizer import encode_open
@@ -47,40 +49,53 @@ class Rows:
     """None where no column is asked for."""
     data_sources: list[str | None]
     extra_infos: list[dict[str, Any] | None]
+    given: list[Answer | None]
+    """The answers that there are; None where the student writes one."""
 
 
-def read_rows(
-    entries: list[str], *, key: str, prompt_key: str, answer_key: str | None, data_source_key: str = DATA_SOURCE,
-    extra_info: bool = False,
-) -> list[Rows]:  # fmt: skip
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns that are read."""
+
+    prompt: str = "prompt"
+    """A string (one user message) or a list of chat messages."""
+    answer: str | None = None
+    """Ground truth, perhaps dotted (`reward_model.ground_truth`); None reads none."""
+    data_source: str = DATA_SOURCE
+    extra_info: bool = False
+    """Whether the column of that name is read too, where a table has it."""
+    response: str | None = None
+    """Given answers; tables without the column have none. That of the prompt: its last messages of the assistant."""
+    excluded_spans: str | None = None
+    """Characters of given answers that are not trained on."""
+
+
+def read_rows(entries: list[str], *, key: str, columns: Columns) -> list[Rows]:
     """Every table that the configuration key names, which may be files, patterns, folders and hub data sets.
 
-    A prompt is a string (one user message) or a list of chat messages. `answer_key` may be dotted
-    (`reward_model.ground_truth`); None reads no answers. With `extra_info` the column of that name is read too, where a
-    table has it. Raises DataError for whatever the user has to repair, for several tables together.
+    Raises DataError for whatever the user has to repair, for several tables together.
     """
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     sources = find_sources(entries, key)  # all of them first: a long download must not delay the message
     return call_all(
-        functools.partial(
-            _read_rows, source, f"{key}: {source.name!r}", prompt_key, answer_key, data_source_key, extra_info
-        )
-        for source in sources
+        functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns) for source in sources
     )
 
 
 def make_prompts(
     tables: list[Rows], *, key: str, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, truncation: str,
     filter_overlong_prompts: bool, apply_chat_template_kwargs: dict[str, Any], teacher_template: str | None = None,
-    keep_messages: bool = False,
+    keep_messages: bool = False, max_response_length: int = 0, loss_mask: str = ANSWER,
 ) -> list[Task]:
     """Every row as a Task, in order. `Task.index` counts the rows of all tables, the left-out ones included.
 
-    With `teacher_template` a prompt has to fit behind both chat templates. Raises DataError for a row that a chat
-    template refuses, and for prompts that are too long.
+    With `teacher_template` a prompt has to fit behind both chat templates. A given answer has to fit into
+    `max_response_length` by the same rules as a prompt into its limit, and is cut at its end; `loss_mask` is that of
+    given.py. Raises DataError for a row that a chat template refuses, and for what is too long.
     """
     prompts, problems, num_rows = list[Task](), list[DataError](), 0
+    fit = functools.partial(_fitted, truncation=truncation, limit=max_response_length)
     for table, file in zip(tables, short_names([table.name for table in tables]), strict=True):
         tokenize = functools.partial(
             tokenize_chats, table.messages, tokenizer, apply_chat_template_kwargs, table.where, tools=table.tools
@@ -88,15 +103,23 @@ def make_prompts(
         all_ids = tokenize()
         others = None if teacher_template is None else tokenize(teacher_template)
         lengths = [max(map(len, both)) for both in zip(all_ids, others or all_ids, strict=True)]
-        if truncation == "error" and not filter_overlong_prompts and max(lengths) > max_prompt_length:
-            problems.append(_too_long(lengths, max_prompt_length, table.where))
-            continue
+        answers = _given_tokens(table, all_ids, tokenizer, apply_chat_template_kwargs, loss_mask)
+        answer_lengths = [0 if answer is None else len(answer.token_ids) for answer in answers]
+        if truncation == "error" and not filter_overlong_prompts:
+            limits = (("prompt", lengths, max_prompt_length), ("response", answer_lengths, max_response_length))
+            found = [_too_long(*limit, table.where) for limit in limits if max(limit[1]) > limit[2]]
+            if found:
+                problems += found
+                continue
         _warn_of_ended(all_ids, tokenizer, table.where)
-        for row, length in enumerate(lengths):
-            if length <= max_prompt_length or not filter_overlong_prompts:
+        for row, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
+            fits = length <= max_prompt_length and answer_lengths[row] <= max_response_length
+            if fits or not filter_overlong_prompts:
+                token_ids = _truncate(all_ids[row], max_prompt_length, truncation)
                 prompts.append(Task(
-                    index=num_rows + row, token_ids=_truncate(all_ids[row], max_prompt_length, truncation),
+                    index=num_rows + row, token_ids=token_ids,
                     teacher_ids=None if others is None else _truncate(others[row], max_prompt_length, truncation),
+                    **fit(answer, len(all_ids[row]), len(token_ids)) if answer else {},
                     messages=table.messages[row] if keep_messages else None, tools=table.tools[row],
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
@@ -105,6 +128,8 @@ def make_prompts(
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"
+    if any(any(table.given) for table in tables):
+        limit += f", or their given answers than data.max_response_length={max_response_length}"
     if len(prompts) < num_rows:
         logger.warning("%s: left out %d of %d prompts %s", key, num_rows - len(prompts), num_rows, limit)
     if not prompts:
@@ -113,27 +138,41 @@ def make_prompts(
     return prompts
 
 
-def _read_rows(
-    source: Source, where: str, prompt_key: str, answer_key: str | None, data_source_key: str, extra_info: bool
-) -> Rows:
-    wanted = {prompt_key, data_source_key, TOOLS} | ({EXTRA_INFO} if extra_info else set())
-    wanted |= set() if answer_key is None else {answer_key, answer_key.split(".")[0]}
+def _read_rows(source: Source, where: str, columns: Columns) -> Rows:
+    wanted = {columns.prompt, columns.data_source, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
+    wanted |= {name for name in (columns.response, columns.excluded_spans) if name is not None}
+    wanted |= set() if columns.answer is None else {columns.answer, columns.answer.split(".")[0]}
     names, rows = read_table(source, where, wanted)
-    columns = ", ".join(names)
-    if names and prompt_key not in names:
-        raise DataError(f"{where}: no column {prompt_key!r} (data.prompt_key); its columns are: {columns}")
+    listed = ", ".join(names)
+    if names and columns.prompt not in names:
+        raise DataError(f"{where}: no column {columns.prompt!r} (data.prompt_key); its columns are: {listed}")
     if not rows:
         raise DataError(f"{where}: holds no rows")
-    if data_source_key not in (*names, DATA_SOURCE):
-        raise DataError(f"{where}: no column {data_source_key!r} (data.reward_fn_key); its columns are: {columns}")
-    messages = [
-        _check_messages(values.get(prompt_key), f"{where}, row {row}, column {prompt_key!r}")
-        for row, values in enumerate(rows, 1)
-    ]
-    sources: list[Any] = _optional(rows, data_source_key, str, "a text", where)
+    if columns.data_source not in (*names, DATA_SOURCE):
+        raise DataError(f"{where}: no column {columns.data_source!r} (data.reward_fn_key); its columns are: {listed}")
+    chats, given = list[Chat](), list[Answer | None]()
+    for row, values in enumerate(rows, 1):
+        chat, answer = _chat_and_answer(values, columns, f"{where}, row {row}, column ")
+        chats.append(chat)
+        given.append(answer)
+    sources: list[Any] = _optional(rows, columns.data_source, str, "a text", where)
     infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
     tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
-    return Rows(where, source.name, messages, tools, _answers(names, rows, answer_key, where), sources, infos)
+    answers = _answers(names, rows, columns.answer, where)
+    return Rows(where, source.name, chats, tools, answers, sources, infos, given)
+
+
+def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, Answer | None]:
+    """Return a row's prompt, and its answer where one is given; `where` lacks the name of the column."""
+    prompt, of_prompt = values.get(columns.prompt), f"{where}{columns.prompt!r}"
+    if columns.response is None:
+        return _check_messages(prompt, of_prompt), None
+    response = values.get(columns.response)
+    if columns.response == columns.prompt and isinstance(prompt, list):
+        prompt, response = split_chat(prompt)
+    spans = None if columns.excluded_spans is None else values.get(columns.excluded_spans)
+    answer = answer_of(response or None, spans, f"{where}{columns.response!r}", _check_message)
+    return _check_messages(prompt, of_prompt), answer
 
 
 def _answers(names: list[str], rows: list[dict[str, Any]], answer_key: str | None, where: str) -> list[str | None]:
@@ -238,21 +277,49 @@ def tokenize_chats(
     if not template and not tokenizer.chat_template:
         places = (f"{where}, row {row}: the tokenizer" for row in itertools.count(1))
         return encode_open(tokenizer, list(map(plain_text, messages, tools, places)))
-    render = functools.partial(
-        tokenizer.apply_chat_template, chat_template=template, add_generation_prompt=True, tokenize=False
-    )
     texts = list[str]()
     for row, (conversation, own) in enumerate(zip(messages, tools, strict=True), 1):
+        render = _renderer(tokenizer, options, f"{where}, row {row}", template)
+        text = render(conversation, tools=own, add_generation_prompt=True)
+        if own and not any(tools[: row - 1]) and text == render(conversation, add_generation_prompt=True):
+            logger.warning("%s, row %d: the chat template says nothing of the column %r", where, row, TOOLS)
+        texts.append(text)
+    return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def _renderer(
+    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], where: str, template: str | None = None
+) -> Callable[..., str]:
+    """Return a conversation's text behind a chat template as a function. That raises DataError: it is refused."""
+
+    def render(conversation: Chat, *, tools: Tools = None, add_generation_prompt: bool = False) -> str:
         try:
-            text = render(conversation, **options | ({"tools": own} if own else {}))
-            if own and not any(tools[: row - 1]) and text == render(conversation, **options):
-                logger.warning("%s, row %d: the chat template says nothing of the column %r", where, row, TOOLS)
+            text: Any = tokenizer.apply_chat_template(
+                conversation, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt,
+                **options | ({"tools": tools} if tools else {}),
+            )  # fmt: skip
         # A template is a program of the model's maker; it refuses roles or their order with errors of its own.
         except Exception as error:
             reason = f"the chat template refuses it: {error}; got {short(conversation)}"
-            raise DataError(f"{where}, row {row}: {reason}") from error
-        texts.append(text)
-    return tokenizer(texts, add_special_tokens=False).input_ids
+            raise DataError(f"{where}: {reason}") from error
+        return str(text)
+
+    return render
+
+
+def _given_tokens(
+    table: Rows, all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], loss_mask: str
+) -> list[GivenTokens | None]:
+    """Tokenize the given answers of a table behind their prompts."""
+    found = list[GivenTokens | None]()
+    for row, (answer, prompt_ids) in enumerate(zip(table.given, all_ids, strict=True)):
+        where = f"{table.where}, row {row + 1}"
+        render = functools.partial(_renderer(tokenizer, options, where), tools=table.tools[row])
+        found.append(None if answer is None else tokenize_answer(
+            answer, table.messages[row], prompt_ids, tokenizer=tokenizer, where=where, mask=loss_mask,
+            render=render if tokenizer.chat_template else None,
+        ))  # fmt: skip
+    return found
 
 
 def _warn_of_ended(all_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -274,12 +341,20 @@ def _truncate(ids: list[int], limit: int, truncation: str) -> np.ndarray:
     return np.asarray(ids, np.int32)
 
 
-def _too_long(lengths: list[int], limit: int, where: str) -> DataError:
-    """Names the first prompt above the limit, and how many there are."""
+def _fitted(answer: GivenTokens, own: int, kept: int, *, truncation: str, limit: int) -> dict[str, np.ndarray]:
+    """Fields of a task for an answer of at most `limit` tokens, whose prompt has `kept` of `own` tokens left."""
+    ids, mask = np.asarray(answer.token_ids[:limit], np.int32), answer.loss_mask
+    front = _truncate(mask[:own].tolist(), kept, truncation).astype(bool)
+    front[:1] = False  # nothing predicts the first token
+    return {"response_ids": ids, "loss_mask": np.concatenate([front, mask[own : own + len(ids)]])}
+
+
+def _too_long(what: str, lengths: list[int], limit: int, where: str) -> DataError:
+    """Names the first prompt or response above the limit, and how many there are."""
     row, length = next((row, length) for row, length in enumerate(lengths, 1) if length > limit)
     number = sum(length > limit for length in lengths)
     return DataError(
-        f"{where}, row {row}: the prompt has {length} tokens, the limit is data.max_prompt_length={limit}; raise it, "
+        f"{where}, row {row}: the {what} has {length} tokens, the limit is data.max_{what}_length={limit}; raise it, "
         "set data.filter_overlong_prompts=true to leave such rows out, or data.truncation to left, right or middle "
-        f"({number} of {len(lengths)} prompts are longer, the longest has {max(lengths)} tokens)"
+        f"({number} of {len(lengths)} {what}s are longer, the longest has {max(lengths)} tokens)"
     )

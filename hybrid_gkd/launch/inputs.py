@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
-from hybrid_gkd.data.prompts import make_prompts, read_rows
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
 from hybrid_gkd.launch.checks import Facts
@@ -31,7 +32,7 @@ from hybrid_gkd.student.loading import build_model
 from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.types import GenerationRequest, SampleId, generated
+from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
 
 
 def student(facts: Facts) -> str:
@@ -179,13 +180,17 @@ def teacher_template(given: str | None) -> str | None:
 def files(facts: Facts) -> str:
     """Every row of every file has a prompt, and an answer where one is asked for."""
     section, reward = facts.config.data, facts.config.reward
-    read = functools.partial(
-        read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
+    columns = Columns(
+        prompt=section.prompt_key, answer=reward.answer_key, data_source=section.reward_fn_key,
         extra_info=reward.custom_reward_function.path is not None,
     )
+    of_training = dataclasses.replace(
+        columns, response=section.response_key, excluded_spans=section.excluded_spans_key
+    )
     facts.train_rows, facts.val_rows = call_all([
-        lambda: [] if facts.config.trainer.val_only else read(section.train_files, key="data.train_files"),
-        lambda: read(section.val_files, key="data.val_files") if section.val_files else [],
+        lambda: [] if facts.config.trainer.val_only
+        else read_rows(section.train_files, key="data.train_files", columns=of_training),
+        lambda: read_rows(section.val_files, key="data.val_files", columns=columns) if section.val_files else [],
     ])  # fmt: skip
     facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
@@ -200,7 +205,8 @@ def data(facts: Facts) -> str:
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
         teacher_template=teacher_template(own if facts.config.distillation.enabled else None),
-        keep_messages=facts.config.uses_reward_model,
+        keep_messages=facts.config.uses_reward_model, max_response_length=section.max_response_length,
+        loss_mask=section.loss_mask,
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
@@ -215,12 +221,34 @@ def data(facts: Facts) -> str:
         rule = f"must be steps of the run, which has {facts.steps}"
         raise ConfigError("trainer.profile_steps", rule, facts.config.trainer.profile_steps)
     check_data_sources(facts)
+    given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
+    left = left_over(facts.config, len(facts.train_prompts), facts.steps)
     return (
-        f"{len(facts.train_prompts)} training and {len(facts.val_prompts)} validation prompts of {min(lengths)} to "
-        f"{max(lengths)} tokens, {facts.steps} steps{left_over(facts.config, len(facts.train_prompts), facts.steps)}"
+        f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
+        f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}"
     )
+
+
+def check_given_answers(config: Config, prompts: list[Task]) -> str:
+    """Return how many answers are given, in words. Raises DataError: one that is needed is not."""
+    key = config.data.response_key
+    if key is None:
+        return ""
+    missing = [prompt for prompt in prompts if prompt.response_ids is None]
+    if len(missing) == len(prompts):
+        raise DataError(f"data.train_files: no row has an answer in the column {key!r} (data.response_key)")
+    for needs, rule in (
+        (config.trainer.warmup_steps_sft > 0, "trainer.warmup_steps_sft"),
+        (config.is_sft, "distillation.enabled=false without distillation.on_policy_fraction"),
+    ):
+        if missing and needs:
+            raise DataError(
+                f"data.train_files: {len(missing)} of {len(prompts)} rows have no answer in the column {key!r} "
+                f"(data.response_key), row {missing[0].row} first; {rule} trains on given answers alone"
+            )
+    return f" (for {len(prompts) - len(missing)} of them an answer is given)"
 
 
 def check_data_sources(facts: Facts) -> None:
@@ -332,6 +360,8 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
             ids = prompt.teacher_ids if of_teacher and prompt.teacher_ids is not None else prompt.token_ids
+            if prompt.response_ids is not None:
+                ids = np.concatenate([ids, prompt.response_ids])
             if (largest := int(ids.max(initial=0))) >= rows:
                 raise DataError(
                     f"{key}: the prompt of row {prompt.row} has the token "

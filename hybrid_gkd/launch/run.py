@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, updates_per_step
 from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.checks import Facts
@@ -28,7 +28,6 @@ from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
 from hybrid_gkd.offload.budget import Memory
 from hybrid_gkd.offload.needs import with_planned_caches
-from hybrid_gkd.ppo.steps import updates_per_step
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log

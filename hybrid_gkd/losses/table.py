@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 from hybrid_gkd.runtime.imports import load_object
 
-TERMS = {"distillation": "teacher", "policy": "advantages", "reference": "reference", "value": "returns"}
+TERMS = {
+    "distillation": "teacher", "sft": "sft", "policy": "advantages", "reference": "reference", "value": "returns",
+}
 """Summands of the losses of actor and critic -> the signal that a sample must have; with actor.kl_loss_type=full
 reference_topk in the place of reference."""
 

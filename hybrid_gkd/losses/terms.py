@@ -80,6 +80,15 @@ def old_logprobs(signals: Signals, sampled: Tensor) -> Tensor:
     return old if known is None else torch.where(known, old, sampled.detach())
 
 
+def sft() -> Term:
+    """The cross-entropy of given answers, -log q of each of their trained tokens, times the signal's factor."""
+
+    def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
+        return -student.sampled * chunk["sft"], {"actor/sft_loss": -student.sampled}
+
+    return Term(name="sft", signal="sft", function=function, of_sampled=True)
+
+
 def policy(loss: Policy) -> Term:
     """A policy loss on advantages."""
 

@@ -1,7 +1,8 @@
-"""The rollout engine as the source of samples: of training steps and of validations."""
+"""Sources of samples, of training steps and of validations: the rollout engine, and answers that are given."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import abc
@@ -13,7 +14,7 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.ppo.filtering import Refill
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.steps import make_sampler, request_seeds
+from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.types import (
@@ -24,6 +25,7 @@ from hybrid_gkd.types import (
     SampleId,
     SamplingParams,
     Task,
+    given,
     with_tasks,
 )
 
@@ -62,6 +64,14 @@ class Generation:
         """Which prompts a generation batch takes."""
         return make_sampler(self.config.data, len(self.tasks))
 
+    def draws(self, step: int) -> bool:
+        """Whether the student may have to answer a task of a training step."""
+        return step > self.config.trainer.warmup_steps_sft and self._draws
+
+    @functools.cached_property
+    def _draws(self) -> bool:
+        return self.config.on_policy_fraction > 0 or any(task.response_ids is None for task in self.tasks)
+
     def rollout(self, step: int) -> Rollout:
         """Of a step: a generation batch, or the groups with a signal of several. Raises as `Refill.add`."""
         if not self.config.algorithm.filter_groups.enable:
@@ -97,23 +107,40 @@ class Generation:
         epoch, rows = self.sampler.batch(number)
         tasks = tuple(self.tasks[row] for row in rows)
         section = self.config.actor_rollout_ref.rollout
-        requests = self._requests(tasks, section.n, batch=number)
+        samples = self._given(tasks, step, number)
+        if samples and finished_some is not None:
+            finished_some(step, with_tasks(tasks, samples))
+        answered = {sample.id.row for sample in samples}
+        open_tasks = tuple(task for task in tasks if task.index not in answered)
+        requests = self._requests(open_tasks, section.n, batch=number)
         sampling = self._sampling(section, logprobs=self.config.algorithm.compares_logprobs)
-        samples: list[Sample] = []
-        for begins in self.on_generate:
+        greedy: tuple[Sample, ...] = ()
+        for begins in self.on_generate if open_tasks else ():
             begins()
-        with working_for(step), self.clock.span("gen"):
-            greedy = self._greedy_answers(tasks, number) if needs_greedy_answers(self.config) else ()
+        with working_for(step), self.clock.span("gen") if open_tasks else contextlib.nullcontext():
+            if needs_greedy_answers(self.config):
+                greedy = self._greedy_answers(open_tasks, number)
             scorer = self.scorer if self.config.trains_on_rewards else None
-            for finished in self._drawn(tasks, requests, sampling, scorer):
+            for finished in self._drawn(open_tasks, requests, sampling, scorer):
                 self.ahead.progress()
                 samples += [sample for _, sample in finished]
                 if finished_some is not None:
                     finished_some(step, finished)
+        places = {task.index: place for place, task in enumerate(tasks)}
+        samples.sort(key=lambda sample: (places[sample.id.row], sample.id.number))
         return Rollout(
-            step=step, epoch=epoch, tasks=tasks, samples=tuple(in_order(requests, samples)), greedy=greedy,
+            step=step, epoch=epoch, tasks=tasks, samples=tuple(samples), greedy=greedy,
             extra_batches=self.extra_batches,
         )  # fmt: skip
+
+    def _given(self, tasks: tuple[Task, ...], step: int, number: int) -> list[Sample]:
+        """Return the samples of a batch whose answers are given and which the student does not answer itself."""
+        if self.config.data.response_key is None:
+            return []
+        if step <= self.config.trainer.warmup_steps_sft:
+            return [given(task, number, 1.0) for task in tasks]
+        drawn = drawn_rows(tasks, self.config.on_policy_fraction, seed=self.config.data.seed, number=number)
+        return [given(task, number, self.config.sft_coef) for task in tasks if task.index not in drawn]
 
     def _greedy_answers(self, tasks: tuple[Task, ...], number: int) -> tuple[Sample, ...]:
         """Draw one for each task, in their order; their numbers follow those of the drawn samples."""
@@ -133,7 +160,7 @@ class Generation:
 
         `scorer`: begins to compute their rewards meanwhile.
         """
-        for finished in self.group.generate(requests, sampling):
+        for finished in self.group.generate(requests, sampling) if requests else ():
             pairs = with_tasks(tasks, finished)
             if scorer is not None:
                 scorer.begin(pairs)

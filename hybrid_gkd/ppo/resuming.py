@@ -22,9 +22,10 @@ SAME_BATCHES = (
 )  # fmt: skip
 """Keys that decide which prompts and seeds come next: with others a run cannot continue."""
 LEARNING = (
-    "data.train_files", "data.prompt_key", "data.max_prompt_length", "data.max_response_length",
+    "data.train_files", "data.prompt_key", "data.response_key", "data.loss_mask", "data.excluded_spans_key",
+    "data.max_prompt_length", "data.max_response_length",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
-    f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
+    f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim", f"{ARR}.actor.optim_sft",
     *(f"{ARR}.model.{key}" for key in (
         "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path",
     )),
@@ -35,7 +36,7 @@ LEARNING = (
     )),
     f"{ARR}.actor.fsdp_config.model_dtype",
     f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.teacher.chat_template",
-    "distillation", "algorithm", "trainer.scheduler",
+    "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""
 LIMITS = ("algorithm.filter_groups.max_num_gen_batches",)
@@ -83,6 +84,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     found = {key: value for key, value in found.items() if key not in LIMITS}
     scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"
     optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
+    scheduled = scheduled or config.trainer.warmup_steps_sft > 0
     if scheduled or any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
     if loss.enabled and config.actor_rollout_ref.teacher.server_ip is None:
@@ -110,6 +112,9 @@ def contents_of(prompts: Collection[Task], *, answers: bool) -> dict[str, Any]:
     texts = {"prompts": [prompt.text for prompt in prompts]}
     if answers:
         texts["answers"] = [f"{prompt.answer}\n" for prompt in prompts]
+    responses = [str(prompt.response_ids) for prompt in prompts if prompt.response_ids is not None]
+    if responses:
+        texts["given answers"] = responses
     return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
 
 

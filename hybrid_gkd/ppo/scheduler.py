@@ -36,7 +36,7 @@ class RolloutsAhead:
         clock: Clock,
     ):  # fmt: skip
         self._generate = generate
-        self._depth = depth
+        self.depth = depth
         self._in_background = in_background
         self._inactivity_timeout = inactivity_timeout
         self._clock = clock
@@ -52,7 +52,7 @@ class RolloutsAhead:
         """
         ahead: deque[Rollout | Future[Rollout]] = deque()
         for step in range(first, last + 1):
-            steps = range(step + len(ahead), min(step + self._depth, last) + 1)
+            steps = range(step + len(ahead), min(step + self.depth, last) + 1)
             ahead += self._start(steps) if self._in_background else [self._generate(later) for later in steps]
             rollout = ahead.popleft()
             yield self._wait_for(rollout) if isinstance(rollout, Future) else rollout

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import ModelSpec, training_flops
-from hybrid_gkd.types import Rollout
+from hybrid_gkd.types import Rollout, drawn
 
 PEAK_FLOPS: dict[str, float] = {
     "NVIDIA A10": 125e12,
@@ -41,6 +41,7 @@ def step_metrics(
     seconds = sum(measured.get(f"timing/{part}", 0.0) for part in parts)
     lengths = np.array([s.num_trained for s in rollout.samples])
     prompts = np.array([len(task.token_ids) for task in rollout.tasks])
+    own = drawn(rollout.samples)
     metrics = {
         **measured,
         **rollout.metrics,
@@ -49,12 +50,15 @@ def step_metrics(
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": float(np.mean([s.status == "length" for s in rollout.samples])),
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "training/epoch": float(rollout.epoch),
-        "training/staleness": float(rollout.step - 1 - min(s.versions.min() for s in rollout.samples)),
     }
+    if own:
+        metrics["response_length/clip_ratio"] = float(np.mean([s.status == "length" for s in own]))
+        metrics["training/staleness"] = float(rollout.step - 1 - min(s.versions.min() for s in own))
+    if config.data.response_key is not None:
+        metrics["training/given_fraction"] = 1 - len({sample.id.group for sample in own}) / len(rollout.tasks)
     for update in ("timing/update_actor", "timing/update_critic"):
         if f"{update}/compute" in measured:
             known = sum(measured[f"{update}/{part}"] for part in ("compute", "optimizer_step", "copies"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from hybrid_gkd.config import ActorConfig, Config, CriticConfig, DataConfig
+from hybrid_gkd.config import Config, DataConfig
 from hybrid_gkd.data.sampler import PromptSampler
+from hybrid_gkd.types import Task
 
 
 def make_sampler(data: DataConfig, num_prompts: int) -> PromptSampler:
@@ -24,9 +26,17 @@ def total_steps(config: Config, num_prompts: int) -> int:
     return config.trainer.total_training_steps or full
 
 
-def updates_per_step(prompts: int, section: ActorConfig | CriticConfig) -> int:
-    """Optimizer steps of a model in a training step of so many prompts."""
-    return -(-prompts // (section.ppo_mini_batch_size or prompts)) * (section.ppo_epochs or 1)
+def drawn_rows(tasks: Sequence[Task], fraction: float, *, seed: int, number: int) -> frozenset[int]:
+    """Rows of a generation batch that the student answers: those without a given answer, and a share of the others.
+
+    The share is exact but for a part of a task, which is drawn. A function of seed and batch number alone, so that a
+    resumed run continues exactly.
+    """
+    given = [task.index for task in tasks if task.response_ids is not None]
+    drawn = {task.index for task in tasks} - set(given)
+    random = np.random.default_rng([seed, number, len(given)])
+    count = int(fraction * len(given) + random.random())
+    return frozenset(drawn.union(random.permutation(given)[:count].tolist()))
 
 
 def distillation_factor(schedule: str, step: int, num_steps: int) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_gkd.config import BATCHES_AHEAD, Config
+from hybrid_gkd.config import BATCHES_AHEAD, Config, updates_per_step
 from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import decode
@@ -27,7 +27,7 @@ from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.saving import Saving
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.ppo.steps import total_steps, updates_per_step
+from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
@@ -36,7 +36,7 @@ from hybrid_gkd.scoring.reference import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
-from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, with_tasks
+from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, drawn, replaced, with_tasks
 from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
@@ -170,14 +170,14 @@ class PPOTrainer:
         if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._goes_on():
             with self.clock.span("save_checkpoint"):
                 self.saving.take_snapshot()  # now: before the publish the devices have all that is saved
-        if not ends_here:
+        validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
+        if validates or (not ends_here and self.generation.draws(self.step + 1 + self._rollouts.depth)):
             self._publish_weights()
         generating = ends_here and BATCHES_AHEAD[self.config.trainer.scheduler] > 0  # else publishing has waited
         if self.step in self.config.trainer.profile_steps:
             files = self.group.write_profiles(generating=generating)
             logger.info("torch's profiler, step %d: %s", self.step, ", ".join(files))
         metrics = metrics | self._step_metrics(rollout, generating)
-        validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         metrics |= self._validate() if validates else {}
         best = new_best(self.config.trainer.best_metric, metrics, self.step, self.best) if validates else None
         saves = self._due(self.config.trainer.save_freq) or best is not None
@@ -213,9 +213,13 @@ class PPOTrainer:
     ) -> tuple[list[Sample], dict[str, float]]:
         """Return the samples of a rollout, of which `samples` may have more signals, with advantages; metrics.
 
-        Of rewards of the samples, `of_tokens` and a critic's values; see the function `with_advantages`.
+        Of rewards of the samples, `of_tokens` and a critic's values; see the function `with_advantages`. Given answers
+        get none.
         """
-        samples, greedy, metrics = samples or [*rollout.samples], [*rollout.greedy], dict[str, float]()
+        everything, greedy, metrics = samples or [*rollout.samples], [*rollout.greedy], dict[str, float]()
+        samples = drawn(everything)
+        if not samples:
+            return everything, metrics
         if of_tokens is None or self.config.trains_on_rewards:
             assert self.rewards is not None
             both = scored(self.rewards, self.pairs([*samples, *greedy]))
@@ -231,11 +235,12 @@ class PPOTrainer:
             with self.clock.span("values"):
                 samples = scored(self.critic.values, self.pairs(samples))
         samples, found = with_advantages(self.config, rollout, samples, greedy, of_tokens)
+        everything = replaced(everything, samples)
         if self.critic is None:
-            return samples, metrics | found
+            return everything, metrics | found
         steps = updates_per_step(self.config.data.train_batch_size, self.config.resolved_critic)
         with self._changing_weights(steps=steps):
-            return samples, metrics | found | self.critic.update(samples)
+            return everything, metrics | found | self.critic.update(samples)
 
     def with_reference(self, samples: list[Sample]) -> list[Sample]:
         """Add the reference policy's log-probabilities where the loss needs them."""
@@ -248,16 +253,21 @@ class PPOTrainer:
     def with_corrections(
         self, samples: list[Sample], *, policy_loss: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too."""
+        """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too.
+
+        To what the student has written.
+        """
         section, prompts = self.config.algorithm, self.config.data.train_batch_size
         policy_loss = policy_loss and updates_per_step(prompts, self.config.actor_rollout_ref.actor) > 1
-        if not (section.compares_logprobs or policy_loss):
+        own = drawn(samples)
+        if not own or not (section.compares_logprobs or policy_loss):
             return samples, {}
-        known = self.with_old_logprobs(samples)
-        samples, logprobs = known if policy_loss else samples, [sample.array("old_logprobs") for sample in known]
-        if not section.compares_logprobs:
-            return samples, {}
-        return with_rollout_correction(section, samples, logprobs, of_sampled=self.config.has_sampled_loss)
+        known, metrics = self.with_old_logprobs(own), dict[str, float]()
+        own, logprobs = known if policy_loss else own, [sample.array("old_logprobs") for sample in known]
+        if section.compares_logprobs:
+            of_sampled = self.config.has_sampled_loss
+            own, metrics = with_rollout_correction(section, own, logprobs, of_sampled=of_sampled)
+        return replaced(samples, own), metrics
 
     def with_old_logprobs(self, samples: list[Sample]) -> list[Sample]:
         """Add log-probabilities of the trained tokens under the present weights, unless they are there."""

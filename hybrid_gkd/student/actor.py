@@ -5,6 +5,7 @@ Shapes: R trained tokens of a micro-batch, K candidates per trained token.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -25,17 +26,20 @@ from hybrid_gkd.student.logprob_model import (
     sampled_logprobs,
     top_candidates,
 )
+from hybrid_gkd.student.sharded_model import learning_rate
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId, TopK
 
+WARMUP_AFTER_SFT = 0.1
+"""Of the optimizer steps behind a warm-up by SFT: at a high rate at once its student would lose what it has learned."""
 SHOWN_CANDIDATES = 5
 """Of teacher and student, at a token of a held-out answer."""
 HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
 """What the head calls them -> what they are reported as."""
 
 
-def make_objective(loss: DistillationConfig, actor: ActorConfig) -> Objective:
-    """The terms of a run's loss, in the order in which they are added up."""
+def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool = False) -> Objective:
+    """The terms of a run's loss, in the order in which they are added up. `given`: there are given answers."""
     row = table.policy_loss(actor.policy_loss.loss_mode)
     bounds = {f"clip_ratio_{side}": getattr(actor, f"clip_ratio_{side}") for side in ("low", "high")}
     options = {key: actor.clip_ratio if value is None else value for key, value in bounds.items()}
@@ -51,6 +55,8 @@ def make_objective(loss: DistillationConfig, actor: ActorConfig) -> Objective:
             coefficient=0.0 if loss.as_reward else loss.distillation_loss_coef,
             limit=None if loss.as_reward else loss.loss_max_clamp,
         ))  # fmt: skip
+    if given:
+        chosen.append(terms.sft())
     if on_rewards:
         chosen.append(terms.policy(policy))
     if actor.use_kl_loss:
@@ -66,7 +72,9 @@ class Actor(TrainedModel):
 
     def __init__(self, config: Config, *, device: torch.device, num_updates: int):
         arr = config.actor_rollout_ref
-        self.objective = make_objective(config.distillation, arr.actor)
+        given = config.data.response_key is not None
+        self.objective = make_objective(config.distillation, arr.actor, given=given)
+        self.optim_sft, self.sft_updates = arr.actor.optim_sft, config.sft_updates
         self.topk = config.distillation.topk if config.distillation.enabled else 0
         self.ref_topk = config.ref_topk
         self.sampling_temperature = arr.rollout.temperature
@@ -76,6 +84,17 @@ class Actor(TrainedModel):
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, compile=arr.actor.use_torch_compile,
             optim=arr.actor.optim, num_updates=num_updates, grad_clip=arr.actor.grad_clip, seed=config.trainer.seed,
         )
+
+    def learning_rate(self) -> float:
+        """Of the next optimizer step; the first `sft_updates` have a schedule of their own."""
+        assert self.optim is not None
+        done, left = self.updates_done - self.sft_updates, self.num_updates - self.sft_updates
+        if done < 0:
+            return learning_rate(self.optim_sft, self.updates_done, self.sft_updates)
+        optim = self.optim
+        if self.sft_updates and not (optim.lr_warmup_steps or optim.lr_warmup_steps_ratio):
+            optim = dataclasses.replace(optim, lr_warmup_steps_ratio=WARMUP_AFTER_SFT)
+        return learning_rate(optim, done, left)
 
     def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the trained tokens of a micro-batch: of the loss, of the metrics by name, and of `_reported`."""
@@ -90,7 +109,7 @@ class Actor(TrainedModel):
             )
         loss, sums = self.model(
             batch, rows, ids, self.objective.loss_fn(signals), temperature=self.temperature, topk=topk,
-            with_overlap=self.topk > 0, overlap_mask=signals.get("has.teacher"), **options,
+            with_overlap=topk > 0, overlap_mask=signals.get("has.teacher"), **options,
         )
         counts = {
             _count(names): count_tokens(micro_batch, names, self.device)

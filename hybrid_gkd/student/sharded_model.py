@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_gkd.compat.torch import abandon_backward
 from hybrid_gkd.compat.transformers import block_classes
-from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig
+from hybrid_gkd.config import FSDPConfig, ModelConfig, OptimConfig, ScheduleConfig
 from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.fast_layers import use_liger
@@ -162,14 +162,18 @@ class ShardedModel:
         norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), largest)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        assert self.optim is not None, "a frozen model takes no steps"
+        return learning_rate(self.optim, self.updates_done, self.num_updates)
+
     def step(self) -> float:
         """One optimizer step, which consumes the gradients; its learning rate.
 
         Raises DeviceMemoryError if the device memory did not suffice; some weights may have changed.
         """
         assert self.optimizer is not None, "a frozen model takes no steps"
-        assert self.optim is not None
-        rate = learning_rate(self.optim, self.updates_done, self.num_updates)
+        rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         try:
@@ -260,7 +264,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> tor
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused, foreach=not fused)
 
 
-def learning_rate(config: OptimConfig, update: int, num_updates: int) -> float:
+def learning_rate(config: ScheduleConfig, update: int, num_updates: int) -> float:
     """Learning rate of optimizer step `update` (0-based) of `num_updates`: linear warm-up, then the schedule."""
     warmup = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * num_updates)
     if update < warmup:

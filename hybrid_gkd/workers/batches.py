@@ -19,9 +19,8 @@ class Batches:
 
     def __init__(self, config: Config, section: ActorConfig | CriticConfig, group: WorkerGroup):
         self.config, self.section, self.group = config, section, group
-        prompts = section.ppo_mini_batch_size or config.data.train_batch_size
-        self.size = prompts * config.actor_rollout_ref.rollout.n
-        """Samples of a mini-batch."""
+        self.size = section.ppo_mini_batch_size or config.data.train_batch_size
+        """Tasks of a mini-batch."""
         limit = section.ppo_max_token_len_per_gpu if section.use_dynamic_bsz else section.ppo_micro_batch_size_per_gpu
         self.room = group.size * (limit or 1)
         """Of one micro-batch on each worker, in the unit of `measure`."""
@@ -41,8 +40,10 @@ class Batches:
 
     def mini_batches(self, samples: list[Sample]) -> list[list[Sample]]:
         """Cut one pass over the samples of a rollout into mini-batches, with the factors of `loss_agg_mode`."""
-        parts = [samples[start : start + self.size] for start in range(0, len(samples), self.size)]
-        return [with_loss_weights(self.config, part, self.section.loss_agg_mode) for part in parts]
+        tasks = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.id.group)]
+        parts = [tasks[start : start + self.size] for start in range(0, len(tasks), self.size)]
+        mini_batches = [list(itertools.chain.from_iterable(part)) for part in parts]
+        return [with_loss_weights(self.config, each, self.section.loss_agg_mode) for each in mini_batches]
 
     def epochs(self, samples: list[Sample]) -> list[list[MiniBatch]]:
         """Return for each worker its shares of the mini-batches of `ppo_epochs` passes."""

@@ -8,11 +8,12 @@ import time
 import numpy as np
 import pytest
 
+from hybrid_gkd.config import updates_per_step
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
-from hybrid_gkd.ppo.steps import request_seeds, total_steps, updates_per_step
+from hybrid_gkd.ppo.steps import request_seeds, total_steps
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of

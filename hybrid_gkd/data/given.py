@@ -1,0 +1,189 @@
+"""Given answers: from a column of a table to token ids, and which of them are trained on.
+
+An answer is tokenized apart from its prompt, as the one that the student would write behind the same prompt ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybrid_gkd.data.tables import short
+from hybrid_gkd.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat = list[dict[str, Any]]
+Span = tuple[int, int]
+"""From a character to before another."""
+Render = Callable[..., str]
+"""A conversation -> its text; `add_generation_prompt=True` adds what the template has in front of an answer."""
+ANSWER, ASSISTANT, ALL = "answer", "assistant", "all"
+"""data.loss_mask: the assistant's turns of the given answer; all of the assistant's turns; every token."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The given answer of a row, before it is tokenized."""
+
+    messages: Chat
+    """The assistant's turns, perhaps with a tool's or user's between them."""
+    excluded: list[Span]
+    """Characters of the text of its only message that are not trained on."""
+
+
+def split_chat(chat: Chat) -> tuple[Chat, Chat]:
+    """Return a conversation up to its last user's message, and what follows if it ends with an assistant's."""
+    if not chat or chat[-1].get("role") != "assistant":
+        return chat, []
+    users = [place for place, message in enumerate(chat) if message.get("role") == "user"]
+    start = users[-1] + 1 if users else len(chat) - 1
+    return chat[:start], chat[start:]
+
+
+def answer_of(value: object, excluded: object, where: str, check: Callable[[object, str], Any]) -> Answer | None:
+    """Return the answer in a cell, None where it has none; a text is one message of the assistant.
+
+    `check` returns a message as it is meant. Raises DataError with `where`.
+    """
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):  # NaN: a number's column
+        return None
+    chat = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
+    if not isinstance(chat, list) or not chat:
+        raise DataError(f"{where}: must be a text or a list of chat messages; got {short(value)}")
+    messages = [check(message, where) for message in chat]
+    if not messages[0]["role"] == messages[-1]["role"] == "assistant":
+        raise DataError(f"{where}: must begin and end with a message of the assistant; got {short(value)}")
+    return Answer(messages, _spans(excluded, messages, where))
+
+
+def _spans(value: object, messages: Chat, where: str) -> list[Span]:
+    if value is None or value != value:
+        return []
+    rule = "the spans that are not trained on must be a list of [start, end) characters of the answer"
+    size = len(messages[0]["content"] or "") if len(messages) == 1 else 0
+    if not isinstance(value, list) or (value and not size):
+        raise DataError(f"{where}: {rule}, which must be a single text; got {short(value)}")
+    for span in value:
+        numbers = isinstance(span, list) and len(span) == 2 and all(type(each) is int for each in span)
+        if not numbers or not 0 <= span[0] <= span[1] <= size:
+            raise DataError(f"{where}: {rule} of {size} characters; got {short(span)}")
+    return [(start, end) for start, end in value]
+
+
+@dataclass(frozen=True)
+class GivenTokens:
+    """A tokenized answer."""
+
+    token_ids: list[int]
+    """A."""
+    loss_mask: np.ndarray
+    """bool [P + A], of its P prompt tokens too."""
+
+
+def tokenize_answer(
+    answer: Answer, prompt: Chat, prompt_ids: list[int], *, tokenizer: PreTrainedTokenizerBase, render: Render | None,
+    mask: str, where: str,
+) -> GivenTokens:
+    """Tokenize an answer behind its prompt.
+
+    Args:
+        prompt_ids: of the whole prompt, as the student gets it.
+        render: the chat template; None: the tokenizer has none, and a text ends with the end-of-sequence token.
+        mask: ANSWER, ASSISTANT or ALL.
+
+    Raises DataError: the template does not write the prompt the same way in front of an answer, or the tokenizer does
+    not say which characters a token is of where that is needed.
+    """
+    content = answer.messages[0].get("content") or ""
+    if render is None:
+        if len(answer.messages) > 1:
+            raise DataError(f"{where}: the tokenizer has no chat template to tell the roles of several messages")
+        text, turns = content, [(0, len(content))]
+    else:
+        text, turns = _rendered(answer, prompt, render, where)
+    encoded = Encoded(tokenizer, text, where)
+    if len(answer.messages) == 1 and not answer.excluded:
+        trained = np.ones(len(encoded.ids), bool)
+    else:
+        start = text.find(content)
+        if answer.excluded and start < 0:
+            raise DataError(f"{where}: the chat template changes the text, so that no span of it can be left out")
+        excluded = [(start + first, start + last) for first, last in answer.excluded]
+        trained = encoded.within(turns) & ~encoded.within(excluded)
+    ids = encoded.ids
+    if render is None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids, trained = [*ids, tokenizer.eos_token_id], np.append(trained, True)
+    front = np.zeros(len(prompt_ids), bool)
+    if mask == ALL:
+        front[1:], trained = True, np.ones(len(ids), bool)
+    elif mask == ASSISTANT and render is not None and any(each["role"] == "assistant" for each in prompt):
+        of_prompt, turns = _prompt_turns(prompt, render, where)
+        front = Encoded(tokenizer, of_prompt, where).within(turns)
+        front[:1] = False
+    return GivenTokens(ids, np.concatenate([front, trained]))
+
+
+def _rendered(answer: Answer, prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
+    """Return the text behind the prompt's, and where the assistant's turns are in it."""
+    whole = [*prompt, *answer.messages]
+    front, text = render(prompt, add_generation_prompt=True), render(whole)
+    if not text.startswith(front):
+        raise _changing(where, front)
+    if len(answer.messages) == 1:
+        return text[len(front) :], [(0, len(text) - len(front))]
+    turns = _turns(whole, len(prompt), text, render, where)
+    return text[len(front) :], [(start - len(front), end - len(front)) for start, end in turns]
+
+
+def _prompt_turns(prompt: Chat, render: Render, where: str) -> tuple[str, list[Span]]:
+    text = render(prompt, add_generation_prompt=True)
+    return text, list(_turns(prompt, 0, text, render, where))
+
+
+def _turns(chat: Chat, first: int, text: str, render: Render, where: str) -> Iterator[Span]:
+    """Yield the characters of the assistant's turns of a chat from message `first` on, their end tokens included."""
+    for place, message in itertools.islice(enumerate(chat), first, None):
+        if message["role"] == "assistant":
+            before, until = render(chat[:place], add_generation_prompt=True), render(chat[: place + 1])
+            for part in (before, until):
+                if not text.startswith(part):
+                    raise _changing(where, part)
+            yield len(before), len(until)
+
+
+def _changing(where: str, text: str) -> DataError:
+    return DataError(
+        f"{where}: the chat template writes the beginning of the conversation differently when more follows, so that "
+        f"it is not known which tokens are the answer's; alone it is {short(text)}"
+    )
+
+
+class Encoded:
+    """A text as token ids, and which characters they are of."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, where: str):
+        self.where = where
+        offsets = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+        found = tokenizer(text, add_special_tokens=False, **offsets)
+        self.ids: list[int] = found.input_ids
+        self._offsets = found.offset_mapping if offsets else None
+
+    def within(self, spans: list[Span]) -> np.ndarray:
+        """Return for each token whether it has a character in one of the spans, bool [number of tokens].
+
+        Raises DataError: the tokenizer is not one that knows the characters.
+        """
+        if self._offsets is None:
+            raise DataError(f"{self.where}: needs a fast tokenizer, which says which characters a token is of")
+        starts, ends = np.array(self._offsets, np.int64).reshape(-1, 2).T
+        ends = np.maximum(ends, starts + 1)
+        found = np.zeros(len(starts), bool)
+        for start, end in spans:
+            found |= (starts < end) & (ends > start)
+        return found
