@@ -55,6 +55,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Divergence, what is minimised", ("actor/kl_loss",)),
         Panel("Divergence, both directions", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
         Panel("Coefficient of the distillation", ("actor/distillation/coef",)),
+        Panel("Cross-entropy of given answers", ("actor/sft_loss",)),
+        Panel("Given answers", ("training/given_fraction",)),
         Panel("KL to the reference policy", ("actor/ref_kl",)),
         Panel("Loss", ("actor/loss",)),
         Panel("Overlap and mass of the teacher's top k", (
@@ -195,6 +197,9 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     ),
     "actor/distillation/": _distils,
     "actor/kl_loss": _distils,
+    "actor/sft_loss": lambda run: run.data.response_key is not None
+    and (run.sft_coef > 0 or run.trainer.warmup_steps_sft > 0),
+    "training/given_fraction": lambda run: run.data.response_key is not None,
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
     "actor/importance/effective": lambda run: run.algorithm.rollout_is_threshold is not None,

@@ -14,6 +14,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/grad_norm": ("", "Norm of the gradient before clipping, mean over the optimizer steps"),
     "actor/lr": ("", "Learning rate of the last optimizer step"),
     "actor/entropy": ("nats/token", "Entropy of the student's distribution"),
+    "actor/sft_loss": ("nats/token", "Cross-entropy of the given answers (data.response_key)"),
     "actor/pg_loss": ("nats/token", "PPO's clipped loss on the task rewards"),
     "actor/pg_clipfrac": ("fraction", "Response tokens whose PPO ratio was clipped"),
     "actor/importance/kl": ("nats/token", "KL(what drew the responses, student), estimated from the drawn tokens (k1)"),
@@ -142,6 +143,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "training/groups_with_signal": (
         "fraction", "Groups of these batches whose responses differ in algorithm.filter_groups.metric"
     ),
+    "training/given_fraction": ("fraction", "Tasks trained on with their given answer (data.response_key)"),
     "training/staleness": ("steps", "Age of the weights that wrote the responses, the oldest of the batch"),
     # Validation, in the steps that have one.
     "val/accuracy": (

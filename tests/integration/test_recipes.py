@@ -131,3 +131,22 @@ def test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same
     same = ("training/", "reward/", "prompt_length/", "response_length/", "actor/")
     for name in (name for name in resumed if name.startswith(same)):
         assert resumed[name] == pytest.approx(whole[3][name], rel=1e-3, abs=1e-6), name
+
+
+def test_given_answers_warm_a_student_up_and_are_mixed_with_its_own(environment, tmp_path):
+    """The data's right answers: first by cross-entropy alone, then half of them beside the student's own."""
+    args = [
+        "data.response_key=answer", "trainer.warmup_steps_sft=30", "distillation.on_policy_fraction=0.5",
+        "distillation.sft_coef=0.1", "actor_rollout_ref.actor.optim_sft.lr=0.002",
+        "actor_rollout_ref.actor.optim_sft.lr_warmup_steps=5", "trainer.total_training_steps=34",
+        "trainer.test_freq=30", "trainer.save_freq=0", "data.train_batch_size=64",
+    ]
+    run(environment, tmp_path, *args)
+    rows = metrics(tmp_path / "hybrid_gkd" / "demo")
+    assert rows[30]["val/accuracy"] > rows[0]["val/accuracy"] + 0.2
+    for step in range(1, 35):
+        warm = step <= 30
+        assert rows[step]["training/given_fraction"] == (1 if warm else 0.5)
+        assert ("actor/kl_loss" in rows[step]) == ("response_length/clip_ratio" in rows[step]) == (not warm)
+    assert rows[30]["actor/sft_loss"] < rows[1]["actor/sft_loss"] / 2
+    assert_panels_are_of_what_was_reported(tmp_path / "hybrid_gkd" / "demo", rows)

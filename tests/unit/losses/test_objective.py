@@ -11,7 +11,7 @@ from hybrid_gkd.config import ActorConfig, DistillationConfig, PolicyLossConfig
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.objective import Objective
 from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, policy_loss
-from hybrid_gkd.losses.terms import distillation, policy, reference
+from hybrid_gkd.losses.terms import distillation, policy, reference, sft
 from hybrid_gkd.losses.terms import policy_loss as bound
 from hybrid_gkd.reporting.metrics import check_names
 from hybrid_gkd.student.actor import make_objective
@@ -486,7 +486,7 @@ def test_rows_that_lack_a_signal_are_exactly_out_of_its_term(estimator):
     kind, own = ("k3", loss) if estimator else ("forward_kl", None)
     objective = Objective([
         distillation([(1.0, DIVERGENCES[kind])], tail="bucket", beta=0.5, coefficient=1.0, policy=own, estimator=kind),
-        policy(loss), reference(KL_LOSSES["k3"], 0.5),
+        sft(), policy(loss), reference(KL_LOSSES["k3"], 0.5),
     ])  # fmt: skip
     gen = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 4, 6, generator=gen).log_softmax(-1)
@@ -494,12 +494,13 @@ def test_rows_that_lack_a_signal_are_exactly_out_of_its_term(estimator):
     has = {
         "teacher": [True, False, True, False], "advantages": [False, True, True, False],
         "reference": [True, False, False, False], "old_logprobs": [True, False, True, True],
+        "sft": [False, True, True, False],
     }
     teacher[2, -1] = -199.0
     values = {
         "teacher.logprobs": teacher[:, :3], "teacher.tail_logprobs": teacher[:, 3],
         "teacher.sampled_logprobs": teacher[:, 5], "advantages": torch.ones(4), "reference": teacher[:, 5],
-        "old_logprobs": student[:, -1] + 0.1,
+        "old_logprobs": student[:, -1] + 0.1, "sft": torch.tensor([0.5] * 4),
     }
 
     def compute(rows, signals):

@@ -1,0 +1,157 @@
+"""Given answers: which tokens they become, and which of these are trained on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
+from hybrid_gkd.demo.sorting import make_tokenizer
+from hybrid_gkd.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|im|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
+)
+FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}<|end|>{% endfor %}"
+
+
+def tokenizer(template=CHATML):
+    made = make_tokenizer()  # a token per byte
+    made.chat_template = template
+    return made
+
+
+def load(tmp_path, rows, *, template=CHATML, columns=(), **changes):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    names = {"response": "response", "excluded_spans": "spans"} | dict(columns)
+    read = read_rows([str(tmp_path / "rows.jsonl")], key="data.train_files", columns=Columns(**names))
+    options = {
+        "max_prompt_length": 512, "max_response_length": 512, "truncation": "error", "filter_overlong_prompts": False,
+        "apply_chat_template_kwargs": {}, "tokenizer": tokenizer(template),
+    } | changes
+    return make_prompts(read, key="data.train_files", **options)
+
+
+def trained(task):
+    """The text that is trained on, with a | between parts."""
+    tokens = np.concatenate([task.token_ids, task.response_ids])
+    edges = np.flatnonzero(np.diff(task.loss_mask.astype(int))) + 1
+    parts = zip(np.split(tokens, edges), np.split(task.loss_mask, edges), strict=True)
+    return "|".join(make_tokenizer().decode(part) for part, mask in parts if mask[0])
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def test_a_text_and_a_message_are_the_same_answer(tmp_path):
+    rows = [{"prompt": "1+1", "response": "2 €"}, {"prompt": "1+1", "response": [said("assistant", "2 €")]}]
+    text, message = load(tmp_path, rows)
+    assert make_tokenizer().decode(text.token_ids) == "<|im|>user\n1+1<|end|>\n<|im|>assistant\n"
+    assert make_tokenizer().decode(text.response_ids) == "2 €<|end|>\n"
+    assert trained(text) == trained(message) == "2 €<|end|>\n"
+
+
+def test_without_a_chat_template_an_answer_ends_with_the_end_of_sequence_token(tmp_path):
+    rows = [{"prompt": "1+1=", "response": " 2"}, {"prompt": "1+1=", "response": " 2<|end|>"}]
+    for task in load(tmp_path, rows, template=None):
+        assert make_tokenizer().decode(task.token_ids) == "1+1="
+        assert trained(task) == " 2<|end|>"
+
+
+@pytest.mark.parametrize("empty", [None, "", " \n", []])
+def test_rows_and_files_without_an_answer_have_none(tmp_path, empty):
+    rows = [{"prompt": "a", "response": empty}, {"prompt": "a", "response": "b"}, {"prompt": "c"}]
+    first, second, third = load(tmp_path, rows)
+    assert (first.response_ids, first.loss_mask, third.response_ids) == (None, None, None)
+    assert trained(second) == "b<|end|>\n"
+
+
+CHAT = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), said("tool", "e"),
+        said("assistant", "f")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        ("answer", "d<|end|>\n|f<|end|>\n"),
+        ("assistant", "b<|end|>\n|d<|end|>\n|f<|end|>\n"),
+        ("all", tokenizer().apply_chat_template(CHAT, tokenize=False)[1:]),
+    ],
+)
+def test_the_last_messages_of_a_chat_are_the_answer(tmp_path, mask, found):
+    """Nothing predicts the first token."""
+    [task] = load(tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask=mask)
+    assert task.text == "c"
+    assert trained(task) == found
+    whole = make_tokenizer().decode(np.concatenate([task.token_ids, task.response_ids]))
+    assert whole == tokenizer().apply_chat_template(CHAT, tokenize=False)
+
+
+def test_a_chat_that_ends_with_its_user_has_no_answer(tmp_path):
+    [task] = load(tmp_path, [{"chat": CHAT[:3]}], columns={"prompt": "chat", "response": "chat"})
+    assert (task.text, task.response_ids) == ("c", None)
+
+
+def test_spans_are_left_out_token_by_token(tmp_path):
+    """An ä has two tokens, of which both go."""
+    row = {"prompt": "p", "response": "abäcd", "spans": [[0, 1], [2, 3]]}
+    first, second = load(tmp_path, [row, {"prompt": "p", "response": "x", "spans": None}])
+    assert (trained(first), trained(second)) == ("b|cd<|end|>\n", "x<|end|>\n")
+    assert make_tokenizer().decode(first.response_ids) == "abäcd<|end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"response": 7}, "row 1, column 'response': must be a text or a list of chat messages; got 7"),
+        ({"response": [said("user", "x")]}, "must begin and end with a message of the assistant"),
+        ({"response": [{"role": "assistant"}]}, "a message must have a text under 'role' and 'content'"),
+        ({"response": "abc", "spans": [[2, 4]]}, r"of 3 characters; got \[2, 4\]"),
+        ({"response": "abc", "spans": [[2.0, 3]]}, r"of 3 characters; got \[2.0, 3\]"),
+        ({"response": "abc", "spans": "2-3"}, "must be a list of"),
+        ({"response": CHAT[3:], "spans": [[0, 1]]}, "must be a single text"),
+    ],
+)
+def test_what_is_no_answer_is_named_with_its_row(tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, [{"prompt": "p", **row}])
+
+
+def test_a_template_that_writes_history_differently_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"row 1: the chat template writes the beginning .* differently"):
+        load(tmp_path, [{"prompt": "p", "response": "r"}], template=FORGETFUL)
+
+
+def test_several_messages_need_a_chat_template(tmp_path):
+    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template to tell the roles"):
+        load(tmp_path, [{"prompt": "p", "response": CHAT[3:]}], template=None)
+
+
+LONG = [{"prompt": "p", "response": "abcdef"}, {"prompt": "p", "response": "ab"}]
+
+
+def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog):
+    with pytest.raises(DataError, match=r"row 1: the response has 7 tokens, the limit is data\.max_response_length=4"):
+        load(tmp_path, LONG, template=None, max_response_length=4)
+    [left] = load(tmp_path, LONG, template=None, max_response_length=4, filter_overlong_prompts=True)
+    assert left.index == 1
+    assert "left out 1 of 2 prompts" in caplog.text
+    cut, whole = load(tmp_path, LONG, template=None, max_response_length=4, truncation="left")
+    assert (trained(cut), trained(whole)) == ("abcd", "ab<|end|>")
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "er\nc<|end|>\n<|im|>assistant\n"), ("right", None)])
+def test_a_cut_prompt_keeps_the_mask_of_what_is_left(tmp_path, side, kept):
+    [whole] = load(tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask="assistant")
+    size = len(make_tokenizer()(kept, add_special_tokens=False).input_ids) if kept else 24
+    [task] = load(
+        tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask="assistant",
+        truncation=side, max_prompt_length=size,
+    )  # fmt: skip
+    length = len(whole.token_ids)
+    part = slice(length - size, length) if side == "left" else slice(0, size)
+    np.testing.assert_array_equal(task.token_ids, whole.token_ids[part])
+    np.testing.assert_array_equal(task.loss_mask[1:size], whole.loss_mask[part][1:])
+    np.testing.assert_array_equal(task.loss_mask[size:], whole.loss_mask[length:])
