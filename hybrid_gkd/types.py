@@ -41,6 +41,8 @@ class Task:
     """Name of the data set that the row is from (`data.reward_fn_key`); None where the data does not say."""
     file: str = ""
     """Short name of the file that the row is from: the data source in a validation's metrics where that is None."""
+    weight: float = 1.0
+    """The share of its file's rows that an epoch takes."""
     extra_info: dict[str, Any] | None = None
     """What else the row has for a reward function of the user's own; None where it has nothing or none asks."""
 

@@ -270,6 +270,12 @@ def _normalise(config: Config) -> list[ConfigError]:
             setattr(section, name, os.path.expanduser(value))
     if teacher.num_microbatches is None:
         teacher.num_microbatches = TeacherConfig.num_microbatches
+    if isinstance(config.data.train_files, dict):
+        config.data.train_files, weights = map(list, zip(*config.data.train_files.items(), strict=True))
+        try:
+            config.data.train_weights = [float(weight) for weight in weights]
+        except (TypeError, ValueError):
+            problems.append(ConfigError("data.train_files", "must give each file a number as its weight", weights))
     for name in ("train_files", "val_files"):
         value = getattr(config.data, name)
         files = [value] if isinstance(value, str) and value else (value or [])

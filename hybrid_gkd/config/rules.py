@@ -36,6 +36,10 @@ def rules_between_fields(config: Config) -> Rules:
     arr, data, longest = config.actor_rollout_ref, config.data, config.max_sequence_length
     fsdp_size, val_only = arr.actor.fsdp_config.fsdp_size, config.trainer.val_only
     yield "data.train_files", data.train_files or val_only, "must name at least one file"
+    number, weights = len(data.train_files or []), data.train_weights
+    yield "data.train_weights", weights is None or len(weights) == number or val_only, (
+        f"must give each of the {number} entries of data.train_files a weight"
+    )
     yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
     yield from _batches(config)
     yield from _given_answers(config)

@@ -55,12 +55,13 @@ def is_text(key: str) -> bool:
 
 
 def typed(text: str, key: str) -> Any:
-    """The value of a key of texts on a command line, where only quotes, null and the brackets of a list are YAML's.
+    """The value of a key of texts on a command line, where only quotes, null and brackets are YAML's.
 
     Raises yaml.YAMLError: a quote or a bracket is not closed.
     """
     plain = text.strip()
-    if plain[:1] in ("'", '"') or (plain[:1] == "[" and own_keys_of(key) <= LISTS):
+    lists = {"[": LISTS, "{": {"data.train_files"}}
+    if plain[:1] in ("'", '"') or own_keys_of(key) <= lists.get(plain[:1], set()):
         return yaml.load(plain, TextLoader)
     return None if plain.lower() in ("", "~", "null") else plain
 

@@ -51,6 +51,8 @@ class Rows:
     extra_infos: list[dict[str, Any] | None]
     given: list[Answer | None]
     """The answers that there are; None where the student writes one."""
+    weight: float
+    """The share of them that an epoch takes."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,23 @@ class Columns:
     """Characters of given answers that are not trained on."""
 
 
-def read_rows(entries: list[str], *, key: str, columns: Columns) -> list[Rows]:
+def read_rows(
+    entries: list[str], *, key: str, columns: Columns, weights: list[float] | None = None
+) -> list[Rows]:
     """Every table that the configuration key names, which may be files, patterns, folders and hub data sets.
+
+    `weights`: of each entry; None: 1.
 
     Raises DataError for whatever the user has to repair, for several tables together.
     """
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
-    sources = find_sources(entries, key)  # all of them first: a long download must not delay the message
+    # All of them first: a long download must not delay the message.
+    sources = call_all(functools.partial(find_sources, [entry], key) for entry in entries)
     return call_all(
-        functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns) for source in sources
+        functools.partial(_read_rows, source, f"{key}: {source.name!r}", columns, weight)
+        for entry, weight in zip(sources, weights or [1.0] * len(sources), strict=True)
+        for source in entry
     )
 
 
@@ -123,7 +132,7 @@ def make_prompts(
                     messages=table.messages[row] if keep_messages else None, tools=table.tools[row],
                     text=_user_text(table.messages[row]), answer=table.answers[row],
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
-                    file=file,
+                    file=file, weight=table.weight,
                 ))  # fmt: skip
         num_rows += len(all_ids)
     raise_all(problems)
@@ -138,7 +147,7 @@ def make_prompts(
     return prompts
 
 
-def _read_rows(source: Source, where: str, columns: Columns) -> Rows:
+def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> Rows:
     wanted = {columns.prompt, columns.data_source, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
     wanted |= {name for name in (columns.response, columns.excluded_spans) if name is not None}
     wanted |= set() if columns.answer is None else {columns.answer, columns.answer.split(".")[0]}
@@ -159,7 +168,7 @@ def _read_rows(source: Source, where: str, columns: Columns) -> Rows:
     infos: list[Any] = _optional(rows, EXTRA_INFO, dict, "an object", where)
     tools = [_tools(values.get(TOOLS), f"{where}, row {row}, column {TOOLS!r}") for row, values in enumerate(rows, 1)]
     answers = _answers(names, rows, columns.answer, where)
-    return Rows(where, source.name, chats, tools, answers, sources, infos, given)
+    return Rows(where, source.name, chats, tools, answers, sources, infos, given, weight)
 
 
 def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, Answer | None]:

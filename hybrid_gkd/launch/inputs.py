@@ -189,7 +189,9 @@ def files(facts: Facts) -> str:
     )
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
-        else read_rows(section.train_files, key="data.train_files", columns=of_training),
+        else read_rows(
+            section.train_files, key="data.train_files", columns=of_training, weights=section.train_weights
+        ),
         lambda: read_rows(section.val_files, key="data.val_files", columns=columns) if section.val_files else [],
     ])  # fmt: skip
     facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
@@ -215,7 +217,7 @@ def data(facts: Facts) -> str:
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_ids, facts)
-    facts.steps = total_steps(facts.config, len(facts.train_prompts))
+    facts.steps = total_steps(facts.config, facts.train_prompts)
     val_only = facts.config.trainer.val_only
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
         rule = f"must be steps of the run, which has {facts.steps}"
@@ -224,7 +226,7 @@ def data(facts: Facts) -> str:
     given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
-    left = left_over(facts.config, len(facts.train_prompts), facts.steps)
+    left = left_over(facts.config, facts.train_prompts, facts.steps)
     return (
         f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}"
@@ -268,17 +270,18 @@ def check_data_sources(facts: Facts) -> None:
                 )
 
 
-def left_over(config: Config, num_prompts: int, steps: int) -> str:
+def left_over(config: Config, prompts: list[Task], steps: int) -> str:
     """How many prompts of the last epoch a run leaves out that is as long as its epochs; or that this is not known."""
     if config.trainer.val_only:
         return ""
     if config.algorithm.filter_groups.enable:
         return "; a step takes further prompts where groups have no signal (algorithm.filter_groups)"
-    full, left = make_sampler(config.data, num_prompts).num_steps(config.trainer.total_epochs)
+    sampler = make_sampler(config.data, prompts)
+    full, left = sampler.num_steps(config.trainer.total_epochs)
     if steps != full or not left:
         return ""
     return (
-        f"; {left} of {num_prompts} prompts are left out of the last epoch, as they fill no batch of "
+        f"; {left} of {sampler.num_prompts} prompts are left out of the last epoch, as they fill no batch of "
         f"{config.data.train_batch_size} (data.train_batch_size)"
     )
 

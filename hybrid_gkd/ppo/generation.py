@@ -62,7 +62,7 @@ class Generation:
     @functools.cached_property
     def sampler(self) -> PromptSampler:
         """Which prompts a generation batch takes."""
-        return make_sampler(self.config.data, len(self.tasks))
+        return make_sampler(self.config.data, self.tasks)
 
     def draws(self, step: int) -> bool:
         """Whether the student may have to answer a task of a training step."""

@@ -22,7 +22,8 @@ SAME_BATCHES = (
 )  # fmt: skip
 """Keys that decide which prompts and seeds come next: with others a run cannot continue."""
 LEARNING = (
-    "data.train_files", "data.prompt_key", "data.response_key", "data.loss_mask", "data.excluded_spans_key",
+    "data.train_files", "data.train_weights", "data.prompt_key", "data.response_key", "data.loss_mask",
+    "data.excluded_spans_key",
     "data.max_prompt_length", "data.max_response_length",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
     f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim", f"{ARR}.actor.optim_sft",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -12,17 +13,19 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.types import Task
 
 
-def make_sampler(data: DataConfig, num_prompts: int) -> PromptSampler:
+def make_sampler(data: DataConfig, tasks: Sequence[Task]) -> PromptSampler:
     """The order of the training prompts, in generation batches. Raises DataError if they do not fill one."""
     key = "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size"
-    return PromptSampler(num_prompts, data.gen_batch_size or data.train_batch_size, data.shuffle, data.seed, key)
+    files = itertools.groupby(tasks, key=lambda task: (task.file, task.weight))
+    parts = [(len(list(own)), weight) for (_, weight), own in files]
+    return PromptSampler(parts, data.gen_batch_size or data.train_batch_size, data.shuffle, data.seed, key)
 
 
-def total_steps(config: Config, num_prompts: int) -> int:
+def total_steps(config: Config, tasks: Sequence[Task]) -> int:
     """Training steps of the whole run, all of them with a full batch; 0 with `trainer.val_only`."""
     if config.trainer.val_only:
         return 0
-    full, _ = make_sampler(config.data, num_prompts).num_steps(config.trainer.total_epochs)
+    full, _ = make_sampler(config.data, tasks).num_steps(config.trainer.total_epochs)
     return config.trainer.total_training_steps or full
 
 

@@ -99,7 +99,7 @@ class PPOTrainer:
             reward = RewardScorer.of(reward, tokenizer, config, self.clock)
         self.rewards = reward
         self.tracking, self.store, self.settings = tracking, store, settings or {}
-        self.total_steps = total_steps(config, len(train_prompts))
+        self.total_steps = total_steps(config, train_prompts)
         self.step = self.extra_batches = 0
         """Training steps done, and generation batches that they took beyond one each: the position in the data."""
         self.saving = Saving(config, group, store)

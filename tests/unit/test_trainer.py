@@ -502,8 +502,11 @@ def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(devices, size, f
 
 
 def test_steps_come_from_epochs_unless_given():
-    assert total_steps(config("trainer.total_epochs=3"), 7) == 7
-    assert total_steps(config("trainer.total_epochs=3", "trainer.total_training_steps=4"), 7) == 4
+    tasks = [Task(index=row, token_ids=np.zeros(1, np.int32), text="") for row in range(7)]
+    assert total_steps(config("trainer.total_epochs=3"), tasks) == 7
+    assert total_steps(config("trainer.total_epochs=3", "trainer.total_training_steps=4"), tasks) == 4
+    halves = [dataclasses.replace(task, file="b", weight=0.5) if task.index > 2 else task for task in tasks]
+    assert total_steps(config("trainer.total_epochs=3"), halves) == 5
 
 
 def test_seeds_differ_by_sample_and_step_and_are_the_same_on_every_run():

@@ -57,3 +57,21 @@ def test_what_cannot_be_read_is_an_error_of_one_line(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config([*OWN, override])
     assert "\n" not in str(caught.value)
+
+
+def test_files_with_weights():
+    config = load_config([*OWN, "data.train_files={a.jsonl: 1, 08.jsonl: 0.25}"])
+    assert (config.data.train_files, config.data.train_weights) == (["a.jsonl", "08.jsonl"], [1.0, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_files={a.jsonl: x}", "data.train_files: must give each file a number as its weight"),
+        ("data.train_files={a.jsonl: 2}", "data.train_weights: must be above 0 and at most 1 each"),
+        ("data.train_weights=[0.5,0.5]", "data.train_weights: must give each of the 1 entries"),
+    ],
+)
+def test_weights_that_are_none_are_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([*OWN, override])

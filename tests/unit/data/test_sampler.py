@@ -48,3 +48,35 @@ def test_one_batch_may_be_the_whole_data_but_not_more():
     assert sorted(PromptSampler(4, 4, True, 0).batch(3)[1]) == [0, 1, 2, 3]
     with pytest.raises(DataError, match=r"data\.train_batch_size.*\(3\); got 4"):
         PromptSampler(3, 4, True, 0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0.05, 1)), min_size=1, max_size=4), st.integers(1, 8),
+    st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+def test_an_epoch_takes_its_share_of_every_part_in_turns(parts, batch_size, shuffle, seed):
+    counts = [max(1, round(number * share)) for number, share in parts]
+    batch_size = min(batch_size, sum(counts))
+    sampler = PromptSampler(parts, batch_size, shuffle, seed)
+    steps, left = sampler.num_steps(6)
+    assert steps * batch_size + left == 6 * sum(counts)
+    batches = [sampler.batch(step)[1] for step in range(1, steps + 1)]
+    assert all(len(set(batch)) == len(batch) == batch_size for batch in batches)
+    drawn, start = np.concatenate(batches), 0
+    whole = len(drawn) // sum(counts)
+    for (number, _), count in zip(parts, counts, strict=True):
+        own = drawn[: whole * sum(counts)]
+        own = own[(own >= start) & (own < start + number)]
+        assert len(own) == whole * count
+        times = np.bincount(own - start, minlength=number)
+        assert times.max() - times.min() <= 1  # none again before all others
+        start += number
+
+
+def test_a_share_is_drawn_the_same_after_a_resume():
+    parts = [(9, 1.0), (20, 0.25)]
+    first, resumed = PromptSampler(parts, 4, True, 7), PromptSampler(parts, 4, True, 7)
+    for step in range(1, 30):
+        first.batch(step)
+    np.testing.assert_array_equal(first.batch(17)[1], resumed.batch(17)[1])
