@@ -11,6 +11,7 @@ the student minimises.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +103,8 @@ class GKDTrainer(PPOTrainer):
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, len(scores))
             with self.clock.span("update_actor"):
-                return self.train([sample.with_signals(teacher=found[sample.id]) for sample in samples])
+                samples = [sample.with_signals(teacher=found[sample.id]) for sample in samples]
+                return self.train(samples) | end_metrics(samples)
         updates: list[dict[str, float]] = []
         mini_batches, epochs = self.batches.mini_batches(samples), self.config.actor_rollout_ref.actor.ppo_epochs
         for number, mini_batch in enumerate(mini_batches, start=1):
@@ -110,10 +112,11 @@ class GKDTrainer(PPOTrainer):
             last = number == len(mini_batches) and epochs == 1
             mini_batches[number - 1], metrics = self._train_mini_batch_as_scored(mini_batch, own, last=last)
             updates.append(metrics)
+        samples = list(itertools.chain.from_iterable(mini_batches))
         if epochs > 1:
             with self.clock.span("update_actor"):
                 updates += self.train_mini_batches(mini_batches * (epochs - 1))
-        return mean_metrics(updates)
+        return mean_metrics(updates) | end_metrics(samples)
 
     def _train_mini_batch_as_scored(
         self, mini_batch: list[Sample], scores: Scores, *, last: bool
@@ -242,6 +245,12 @@ class GKDTrainer(PPOTrainer):
         """Of tokens, special ones too."""
         text: str = self.tokenizer.decode(ids)
         return text
+
+
+def end_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the teacher's log-probability of the ends of answers: low where it ends its own by another token."""
+    ends = [s.topk("teacher").sampled_logprobs[-1] for s in samples if s.status == "stop" and s.num_trained]
+    return {"teacher/end_logprob": float(np.mean(ends, dtype=np.float64))} if ends else {}
 
 
 def with_teacher_weights(samples: list[Sample], factor: float) -> list[Sample]:

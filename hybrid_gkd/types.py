@@ -122,8 +122,9 @@ class TokenMean(float):
         return TokenMean, (float(self), self.tokens)
 
 
-STATUSES = ("stop", "length", "paused", "given", "failed")
-"""stop: end-of-sequence token; length: max_response_length; paused: unfinished; given: not generated; failed."""
+STATUSES = ("stop", "length", "repetition", "paused", "given", "failed")
+"""stop: end-of-sequence token; length: the limit of tokens; repetition: ended as it went round in circles; paused:
+unfinished; given: not generated; failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +267,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
+    repetitions: int | None = None
+    """A pattern of up to 32 tokens that comes so often in a row ends a response; None: it does not."""
     logprobs: bool = False
     """Return the log-probability of every sampled token (costs generation speed)."""
 

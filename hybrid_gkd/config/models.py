@@ -271,6 +271,10 @@ class RolloutConfig:
     """Seed of the sampling; every sequence gets its own from it."""
     update_weights_bucket_megabytes: int = field(default=512, metadata=rules.POSITIVE)
     """Weights gathered at once when they are published, MiB in the engine's type; smaller takes less memory."""
+    end_repetitions: int | None = field(default=None, metadata=rules.ABOVE_ONE)
+    """End an answer in which a pattern of up to 32 tokens has come so often in a row; null: never. Such an answer is
+    trained on as one that was cut, and counted (response/ended_fraction). vLLM only, and slower: each token is looked
+    at."""
     verify_weights: bool = False
     """After every publish, compare all of the engine's weights with the actor's; a difference ends the run."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)

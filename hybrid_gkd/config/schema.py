@@ -59,6 +59,9 @@ class DataConfig:
     """Tokens, chat template included."""
     max_response_length: int = field(default=1024, metadata=rules.POSITIVE)
     """Tokens that the student may generate."""
+    max_response_length_schedule: dict[int, int] = field(default_factory=dict)
+    """Step -> tokens that the student may generate in training from that step on, a limit that grows up to
+    max_response_length: {1: 512, 100: 1024}; before the first step it is max_response_length. {}: always that."""
     train_batch_size: int = field(default=128, metadata=rules.POSITIVE)
     """Prompts per training step, over all workers."""
     gen_batch_size: int | None = field(default=None, metadata=rules.POSITIVE)

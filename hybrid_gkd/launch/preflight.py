@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import hybrid_gkd
+from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
@@ -110,7 +111,12 @@ def program() -> str:
 
 def engine(facts: Facts) -> str:
     """The rollout engine is installed in a supported version."""
-    facts.engine = resolve_engine(facts.config.actor_rollout_ref.rollout.name)
+    section = facts.config.actor_rollout_ref.rollout
+    facts.engine = resolve_engine(section.name)
+    if section.end_repetitions is not None and (facts.engine == "hf" or not vllm_compat.detects_repetitions()):
+        rule = f"needs a vLLM that detects repetitions (SamplingParams.repetition_detection), not {facts.engine}"
+        version = f" {vllm_compat.vllm_version()}" if facts.engine == "vllm" else ""
+        raise ConfigError("actor_rollout_ref.rollout.end_repetitions", f"{rule}{version}", section.end_repetitions)
     return facts.engine
 
 

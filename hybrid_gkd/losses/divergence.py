@@ -31,6 +31,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,13 +102,23 @@ def jsd(
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def kl_both_ways(
+class Comparison(NamedTuple):
+    """Teacher and student on the teacher's candidates and the bucket, [T] each, nats."""
+
+    forward_kl: Tensor
+    reverse_kl: Tensor
+    teacher_entropy: Tensor
+    student_entropy: Tensor
+
+
+def compare(
     teacher_logprobs: Tensor, student_logprobs: Tensor, teacher_tail: Tensor, student_tail: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`forward_kl` and `reverse_kl` with the bucket, [T] each, for little more than the price of one."""
+) -> Comparison:
+    """`forward_kl` and `reverse_kl` with the bucket, and both entropies without gradient, on the same outcomes."""
     teacher, student = _outcomes(teacher_logprobs, student_logprobs, "bucket", teacher_tail, student_tail)
-    log_ratio = teacher - student
-    return (teacher.exp() * log_ratio).sum(-1), -(student.exp() * log_ratio).sum(-1)
+    log_ratio, p, q = teacher - student, teacher.exp(), student.exp()
+    entropies = torch.special.entr(p.detach()).sum(-1), torch.special.entr(q.detach()).sum(-1)
+    return Comparison((p * log_ratio).sum(-1), -(q * log_ratio).sum(-1), *entropies)
 
 
 def k1(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:

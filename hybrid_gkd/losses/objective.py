@@ -43,7 +43,8 @@ class Objective:
         none, row = torch.zeros(0), torch.zeros(0, 1)
         for term in terms:
             topk = {"logprobs": row, "tail_logprobs": none, "sampled_logprobs": none}
-            nothing = {term.signal: none} | {f"{term.signal}.{name}": value for name, value in topk.items()}
+            nothing = {f"{term.signal}.{name}": value for name, value in topk.items()}
+            nothing |= {term.signal: none, "quarter": none}
             for name in term.function(nothing, Student(none, row, none))[1]:
                 self.reported[name] = (*self.reported.get(name, ()), term.signal)
 
@@ -100,7 +101,7 @@ class Objective:
         def keep(logprobs: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
             teacher, teacher_tail = signals["teacher.logprobs"][rows], signals["teacher.tail_logprobs"][rows]
             student, tail = logprobs[:, : teacher.shape[1]], logprobs[:, teacher.shape[1]]
-            both = divergence.kl_both_ways(teacher, student, teacher_tail, tail)
+            both = divergence.compare(teacher, student, teacher_tail, tail)[:2]
             shown = (found.shape[1] - 2) // 3
             best, columns = student.topk(shown, dim=1)
             found[rows] = torch.cat([torch.stack(both, 1), student[:, :shown], best, columns], 1).to(found.dtype)

@@ -21,9 +21,14 @@ from hybrid_gkd.losses.table import DIVERGENCES, Divergence, PolicyLoss
 Signals = Mapping[str, Tensor]
 """Of the trained tokens of a micro-batch or of a chunk, by the names of SIGNALS in hybrid_gkd/types.py: [r], and of
 candidates <name>.logprobs [r, K], <name>.tail_logprobs [r] and <name>.sampled_logprobs [r]. What no sample has is left
-out; has.<name>, bool [r], says which rows have it, where not all do. sequence_log_ratio: see `Objective`."""
+out; has.<name>, bool [r], says which rows have it, where not all do. sequence_log_ratio: see `Objective`; quarter: of
+its answer that a token is in, 0 to 3."""
 Metrics = dict[str, Tensor]
 """By name, [r]."""
+
+
+QUARTERS = 4
+"""Of an answer of R tokens: token r is in quarter floor(4 r / R)."""
 
 
 class Student(NamedTuple):
@@ -131,7 +136,8 @@ def distillation(
     def function(chunk: Signals, student: Student) -> tuple[Tensor, Metrics]:
         teacher, teacher_tail = chunk["teacher.logprobs"], chunk["teacher.tail_logprobs"]
         # In every mode, so that runs with different losses can be compared.
-        forward, reverse = divergence.kl_both_ways(teacher, student.candidates, teacher_tail, student.tail)
+        found = divergence.compare(teacher, student.candidates, teacher_tail, student.tail)
+        forward, reverse = found.forward_kl, found.reverse_kl
         known = {DIVERGENCES["forward_kl"]: forward, DIVERGENCES["reverse_kl"]: reverse}
         values = []
         for factor, row in divergences:
@@ -149,9 +155,14 @@ def distillation(
             "actor/kl_loss": value,
             "actor/distillation/forward_kl": forward,
             "actor/distillation/reverse_kl": reverse,
+            "actor/distillation/teacher_entropy": found.teacher_entropy,
+            "actor/distillation/entropy_gap": found.student_entropy - found.teacher_entropy,
             "actor/distillation/student_mass": divergence.support_mass(student.candidates.detach()),
             "actor/distillation/teacher_mass": -teacher_tail.expm1(),  # float16 has rounded the candidates' own
         }
+        for number in range(QUARTERS) if "quarter" in chunk else ():
+            name = f"actor/distillation/forward_kl/q{number + 1}"
+            metrics[name] = torch.where(chunk["quarter"] == number, forward, 0.0)
         weight = value
         if policy is not None:
             weight = divergence.score_weight(estimator, chunk["teacher.sampled_logprobs"], student.sampled)
@@ -160,9 +171,9 @@ def distillation(
             value, weight = value.clamp(-limit, limit), weight.clamp(-limit, limit)
         if policy is None:
             return value, metrics
-        loss, found = policy(chunk, -weight, student.sampled)
+        loss, reported = policy(chunk, -weight, student.sampled)
         # The added term has no gradient: it makes the loss of the first pass the estimator's mean.
-        return loss + (value - weight).detach(), metrics | found
+        return loss + (value - weight).detach(), metrics | reported
 
     return Term(
         name="distillation", signal="teacher", function=function, coefficient=coefficient, of_candidates=True,

@@ -14,7 +14,7 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.ppo.filtering import Refill
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
 from hybrid_gkd.ppo.scheduler import RolloutsAhead
-from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds
+from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds, response_limit
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.types import (
@@ -94,7 +94,8 @@ class Generation:
         """
         section = self.config.actor_rollout_ref.rollout.val_kwargs
         requests = self._requests(tasks, section.n, batch=-1 - step, seed_number=0)
-        drawn = itertools.chain.from_iterable(self._drawn(tasks, requests, self._sampling(section), self.scorer))
+        sampling = self._sampling(section, self.config.data.max_response_length)
+        drawn = itertools.chain.from_iterable(self._drawn(tasks, requests, sampling, self.scorer))
         return in_order(requests, (sample for _, sample in drawn))
 
     def _finished(self, step: int, pairs: list[Pair]) -> None:
@@ -113,13 +114,14 @@ class Generation:
         answered = {sample.id.row for sample in samples}
         open_tasks = tuple(task for task in tasks if task.index not in answered)
         requests = self._requests(open_tasks, section.n, batch=number)
-        sampling = self._sampling(section, logprobs=self.config.algorithm.compares_logprobs)
+        limit = response_limit(self.config.data, step)
+        sampling = self._sampling(section, limit, logprobs=self.config.algorithm.compares_logprobs)
         greedy: tuple[Sample, ...] = ()
         for begins in self.on_generate if open_tasks else ():
             begins()
         with working_for(step), self.clock.span("gen") if open_tasks else contextlib.nullcontext():
             if needs_greedy_answers(self.config):
-                greedy = self._greedy_answers(open_tasks, number)
+                greedy = self._greedy_answers(open_tasks, number, limit)
             scorer = self.scorer if self.config.trains_on_rewards else None
             for finished in self._drawn(open_tasks, requests, sampling, scorer):
                 self.ahead.progress()
@@ -142,9 +144,9 @@ class Generation:
         drawn = drawn_rows(tasks, self.config.on_policy_fraction, seed=self.config.data.seed, number=number)
         return [given(task, number, self.config.sft_coef) for task in tasks if task.index not in drawn]
 
-    def _greedy_answers(self, tasks: tuple[Task, ...], number: int) -> tuple[Sample, ...]:
+    def _greedy_answers(self, tasks: tuple[Task, ...], number: int, limit: int) -> tuple[Sample, ...]:
         """Draw one for each task, in their order; their numbers follow those of the drawn samples."""
-        sampling = SamplingParams(max_tokens=self.config.data.max_response_length, temperature=0.0)
+        sampling = SamplingParams(max_tokens=limit, temperature=0.0)
         first = self.config.actor_rollout_ref.rollout.n
         requests, found = self._requests(tasks, 1, batch=number, first=first), list[Sample]()
         for finished in self._drawn(tasks, requests, sampling, None):
@@ -182,10 +184,10 @@ class Generation:
             for (task, each), seed in zip(ids, seeds, strict=True)
         ]
 
-    def _sampling(self, section: RolloutConfig | ValKwargs, *, logprobs: bool = False) -> SamplingParams:
+    def _sampling(self, section: RolloutConfig | ValKwargs, limit: int, *, logprobs: bool = False) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.config.data.max_response_length, temperature=section.temperature, top_p=section.top_p,
-            top_k=section.top_k, logprobs=logprobs,
+            max_tokens=limit, temperature=section.temperature, top_p=section.top_p, top_k=section.top_k,
+            logprobs=logprobs, repetitions=self.config.actor_rollout_ref.rollout.end_repetitions,
         )
 
 

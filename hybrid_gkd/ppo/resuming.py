@@ -24,7 +24,7 @@ SAME_BATCHES = (
 LEARNING = (
     "data.train_files", "data.train_weights", "data.prompt_key", "data.response_key", "data.loss_mask",
     "data.excluded_spans_key",
-    "data.max_prompt_length", "data.max_response_length",
+    "data.max_prompt_length", "data.max_response_length", "data.max_response_length_schedule",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
     f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim", f"{ARR}.actor.optim_sft",
     *(f"{ARR}.model.{key}" for key in (
@@ -36,7 +36,8 @@ LEARNING = (
         "entropy_coeff",
     )),
     f"{ARR}.actor.fsdp_config.model_dtype",
-    f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.teacher.chat_template",
+    f"{ARR}.rollout.temperature", f"{ARR}.rollout.top_p", f"{ARR}.rollout.top_k", f"{ARR}.rollout.end_repetitions",
+    f"{ARR}.teacher.chat_template",
     "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
 )
 """Keys and sections that decide what is learned: a run continues with others only if told to."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import ModelSpec, training_flops
+from hybrid_gkd.ppo.guards import repeated_fraction
 from hybrid_gkd.types import Rollout, drawn
 
 PEAK_FLOPS: dict[str, float] = {
@@ -55,8 +56,11 @@ def step_metrics(
         "training/epoch": float(rollout.epoch),
     }
     if own:
+        metrics["response/repeated_fraction"] = repeated_fraction(own)
         metrics["response_length/clip_ratio"] = float(np.mean([s.status == "length" for s in own]))
         metrics["training/staleness"] = float(rollout.step - 1 - min(s.versions.min() for s in own))
+        if config.actor_rollout_ref.rollout.end_repetitions is not None:
+            metrics["response/ended_fraction"] = float(np.mean([s.status == "repetition" for s in own]))
     if config.data.response_key is not None:
         metrics["training/given_fraction"] = 1 - len({sample.id.group for sample in own}) / len(rollout.tasks)
     for update in ("timing/update_actor", "timing/update_critic"):

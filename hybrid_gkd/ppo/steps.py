@@ -42,6 +42,12 @@ def drawn_rows(tasks: Sequence[Task], fraction: float, *, seed: int, number: int
     return frozenset(drawn.union(random.permutation(given)[:count].tolist()))
 
 
+def response_limit(data: DataConfig, step: int) -> int:
+    """Tokens that the student may generate for a training step."""
+    begun = [limit for first, limit in data.max_response_length_schedule.items() if first <= step]
+    return max(begun, default=data.max_response_length)
+
+
 def distillation_factor(schedule: str, step: int, num_steps: int) -> float:
     """Of `distillation_loss_coef` at a step (1-based) of so many: 1 at the first, towards 0 after the last."""
     share = (step - 1) / num_steps

@@ -21,6 +21,7 @@ from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.ppo.best import best_to_resume, new_best
 from hybrid_gkd.ppo.generation import Generation
+from hybrid_gkd.ppo.guards import Guards
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
@@ -126,6 +127,7 @@ class PPOTrainer:
         self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
         self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
         self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
+        self.guards = Guards()
         self._student_spec = functools.cache(functools.partial(student_spec, config))
         self._weights_are_whole = True
         """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
@@ -340,7 +342,9 @@ class PPOTrainer:
         self.tracking.log_lengths([sample.num_trained for sample in rollout.samples], self.step)
         devices = [worker["device"] for worker in self.group.description]
         measured = self.clock.take() | self.group.device_metrics(generating=generating)
-        return step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
+        metrics = step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
+        self.guards.look(metrics, self.step)
+        return metrics
 
     def _report(self, metrics: dict[str, float]) -> None:
         metrics = metrics | self.clock.take() | self.clock.overlap() | {"training/global_step": float(self.step)}

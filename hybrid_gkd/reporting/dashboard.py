@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid_gkd.compat.wandb import app_url, find_view, workspace_json
-from hybrid_gkd.config import CUSTOM, MODEL, Config
+from hybrid_gkd.config import CUSTOM, MODEL, Config, updates_per_step
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
@@ -54,6 +54,11 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Held-out, by data source", (SOURCES,)),
         Panel("Divergence, what is minimised", ("actor/kl_loss",)),
         Panel("Divergence, both directions", ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")),
+        Panel("Divergence by quarter of the answers", ("actor/distillation/forward_kl/",)),
+        Panel("Divergence before the first and the last step of a rollout", ("actor/kl_loss/",)),
+        Panel("Entropy of the teacher, and the student's above it", (
+            "actor/distillation/teacher_entropy", "actor/distillation/entropy_gap",
+        )),
         Panel("Coefficient of the distillation", ("actor/distillation/coef",)),
         Panel("Cross-entropy of given answers", ("actor/sft_loss",)),
         Panel("Given answers", ("training/given_fraction",)),
@@ -104,6 +109,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Answers": (
         Panel("Length", ("response_length/mean", "response_length/max", "response_length/min")),
         Panel("Share cut", ("response_length/clip_ratio",)),
+        Panel("Repetitions", ("response/repeated_fraction", "response/ended_fraction")),
+        Panel("The teacher's log-probability of the end of an answer", ("teacher/end_logprob",)),
         Panel("Held-out length", ("val/response_length",)),
         Panel("Held-out share cut", ("val/response_length/clip_ratio",)),
         Panel("Prompt length", ("prompt_length/",)),
@@ -141,6 +148,10 @@ def _distils(run: Config) -> bool:
 
 def _validates(run: Config) -> bool:
     return bool(run.data.val_files)
+
+
+def _several_updates(run: Config) -> bool:
+    return updates_per_step(run.data.train_batch_size, run.actor_rollout_ref.actor) > 1
 
 
 def _has_policy_loss(run: Config) -> bool:
@@ -196,10 +207,12 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
         lambda run: _distils(run) and run.distillation.distillation_loss_coef_schedule != "constant"
     ),
     "actor/distillation/": _distils,
+    "actor/kl_loss/": lambda run: _distils(run) and _several_updates(run),
     "actor/kl_loss": _distils,
     "actor/sft_loss": lambda run: run.data.response_key is not None
     and (run.sft_coef > 0 or run.trainer.warmup_steps_sft > 0),
     "training/given_fraction": lambda run: run.data.response_key is not None,
+    "response/ended_fraction": lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None,
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
     "actor/importance/effective": lambda run: run.algorithm.rollout_is_threshold is not None,

@@ -10,6 +10,8 @@ from hybrid_gkd.offload.residency import FROZEN, MEMORY_OWNERS, MODEL_OWNERS, RE
 METRICS: dict[str, tuple[str, str]] = {
     # The learning signal.
     "actor/kl_loss": ("nats/token", "Divergence of student and teacher (distillation.loss_mode), unclamped"),
+    "actor/kl_loss/first_update": ("nats/token", "The same in the first of several optimizer steps, before it"),
+    "actor/kl_loss/last_update": ("nats/token", "The same in the last of them"),
     "actor/loss": ("nats/token", "What the optimizer minimised: every term of the loss with its coefficient"),
     "actor/grad_norm": ("", "Norm of the gradient before clipping, mean over the optimizer steps"),
     "actor/lr": ("", "Learning rate of the last optimizer step"),
@@ -27,6 +29,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/ppo_kl": ("nats/token", "Movement of the policy since the rollout: mean of old - new log-probability"),
     "actor/distillation/forward_kl": ("nats/token", "KL(teacher, student) on the teacher's top k and the tail"),
     "actor/distillation/reverse_kl": ("nats/token", "KL(student, teacher) on the teacher's top k and the tail"),
+    **{
+        f"actor/distillation/forward_kl/q{number}": ("nats/token", f"The same in quarter {number} of each answer")
+        for number in (1, 2, 3, 4)
+    },
+    "actor/distillation/teacher_entropy": ("nats/token", "Entropy of the teacher on its top k and the tail"),
+    "actor/distillation/entropy_gap": ("nats/token", "The student's entropy on the same minus the teacher's"),
     "actor/distillation/clamp_share": ("fraction", "Tokens with a divergence or advantage beyond loss_max_clamp"),
     "actor/distillation/coef": ("", "Factor of the distillation (distillation_loss_coef_schedule)"),
     "actor/distillation/overlap_ratio": ("fraction", "Part of the teacher's top k in the student's, sampled"),
@@ -77,6 +85,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/latency_p95": ("seconds", "The same, 95th percentile"),
     "teacher/latency_p99": ("seconds", "The same, 99th percentile"),
     "teacher/tokens_per_second": ("tokens/second", "Tokens scored per second of timing/get_teacher_knowledge"),
+    "teacher/end_logprob": ("nats", "The teacher's log-probability of the end of an answer that the student ended"),
     "teacher/retries": ("", "Requests that were sent again"),
     "teacher/bytes_per_token": ("bytes/token", "Size of the replies per scored token"),
     "teacher/queue_length": ("requests", "Requests of all clients that waited for a teacher worker, mean"),
@@ -115,6 +124,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "response_length/mean": ("tokens", "Mean response length"),
     "response_length/max": ("tokens", "Longest response"),
     "response_length/min": ("tokens", "Shortest response"),
+    "response/repeated_fraction": ("fraction", "Response tokens in a run of 8 that the response has had before"),
+    "response/ended_fraction": ("fraction", "Responses ended as they repeated themselves (rollout.end_repetitions)"),
     "response_length/clip_ratio": ("fraction", "Responses cut at data.max_response_length"),
     "prompt_length/mean": ("tokens", "Mean prompt length"),
     "prompt_length/max": ("tokens", "Longest prompt"),

@@ -141,6 +141,7 @@ class VLLMRolloutEngine(RolloutEngine):
             top_k=sampling.top_k, seed=request.seed, stop_token_ids=[*self.stop_token_ids], detokenize=False,
             logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
+            **vllm_compat.repetition_detection(sampling.repetitions),
         )
 
     def _finish(self, output: Any) -> Sample:

@@ -23,6 +23,7 @@ from hybrid_gkd.student.logprob_model import (
     count_tokens,
     join_signals,
     pack_samples,
+    quarter_of_tokens,
     sampled_logprobs,
     top_candidates,
 )
@@ -107,13 +108,15 @@ class Actor(TrainedModel):
             options["prepare"] = lambda sampled: self.objective.loss_fn(
                 self.objective.with_sequence_ratios(signals, numbers, sampled)
             )
+        quarters = [quarter_of_tokens(sample.num_trained) for sample in micro_batch]
+        signals["quarter"] = concat([np.zeros(0), *quarters], self.device)
         loss, sums = self.model(
             batch, rows, ids, self.objective.loss_fn(signals), temperature=self.temperature, topk=topk,
             with_overlap=topk > 0, overlap_mask=signals.get("has.teacher"), **options,
         )
         counts = {
-            _count(names): count_tokens(micro_batch, names, self.device)
-            for names in set(self.objective.reported.values())
+            _count(name, names): count_tokens(micro_batch, names, self.device, quarter=_quarter(name))
+            for name, names in self.objective.reported.items()
         }
         return loss, {HEAD_METRICS.get(name, name): value for name, value in sums.items()} | counts
 
@@ -179,10 +182,17 @@ class Actor(TrainedModel):
 
     def _reported(self) -> dict[str, str | None]:
         overlap = {HEAD_METRICS["overlap_ratio"]: "overlap_rows"} if self.topk else {}
-        of_signals = {name: _count(signals) for name, signals in self.objective.reported.items()}
+        of_signals = {name: _count(name, signals) for name, signals in self.objective.reported.items()}
         return {"actor/loss": None, "actor/entropy": None, **of_signals, **overlap}
 
 
-def _count(signals: tuple[str, ...]) -> str:
-    """Name of the number of tokens that have one of the signals."""
-    return f"tokens with {' or '.join(signals)}"
+def _count(metric: str, signals: tuple[str, ...]) -> str:
+    """Name of the number of tokens that have one of the signals, and are in the quarter that the metric is of."""
+    quarter = _quarter(metric)
+    return f"tokens with {' or '.join(signals)}" + ("" if quarter is None else f" in quarter {quarter}")
+
+
+def _quarter(metric: str) -> int | None:
+    """Which quarter of the answers a metric is of, 0 to 3; None: of all."""
+    _, found, number = metric.rpartition("/q")
+    return int(number) - 1 if found else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybrid_gkd.compat.transformers import mixes_in_attention_only
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
+from hybrid_gkd.losses.terms import QUARTERS
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.models.spec import changed_logits
@@ -169,10 +170,19 @@ def _neutral(name: str, example: Signal | None, length: int) -> Signal:
     return TopK(ids=ids, logprobs=each[:, :k], tail_logprobs=each[:, k], sampled_logprobs=each[:, k + 1])
 
 
-def count_tokens(micro_batch: Sequence[Sample], signals: Sequence[str], device: torch.device) -> Tensor:
-    """How many trained tokens are of samples that have one of the signals, float64 []."""
-    samples = [sample for sample in micro_batch if not sample.signals.keys().isdisjoint(signals)]
-    number = float(sum(sample.num_trained for sample in samples))
+def quarter_of_tokens(length: int) -> np.ndarray:
+    """Which quarter of an answer of so many tokens each of them is in, 0 to 3, [R]."""
+    return np.arange(length) * QUARTERS // max(1, length)
+
+
+def count_tokens(
+    micro_batch: Sequence[Sample], signals: Sequence[str], device: torch.device, *, quarter: int | None = None
+) -> Tensor:
+    """How many trained tokens, or those in a quarter, are of samples that have one of the signals, float64 []."""
+    lengths = [sample.num_trained for sample in micro_batch if not sample.signals.keys().isdisjoint(signals)]
+    if quarter is not None:  # of the numbers r from 0 to R - 1, those with floor(4 r / R) = quarter
+        lengths = [-(-(quarter + 1) * length // QUARTERS) + (-quarter * length // QUARTERS) for length in lengths]
+    number = float(sum(lengths))
     return torch.full((), number, dtype=torch.float64, device=device)
 
 

@@ -75,13 +75,17 @@ class Batches:
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of several optimizer steps together: of rates the last, of others the mean.
 
-    It is over the tokens (TokenMean) of all steps that have the metric, or over the steps if it is not of tokens.
+    It is over the tokens (TokenMean) of all steps that have the metric, or over the steps if it is not of tokens. With
+    several steps the divergences of the first and the last tell how far the rollout has led.
     """
     found: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():
             found.setdefault(name, []).append(value)
-    return {name: each[-1] if name.endswith("/lr") else _mean(each) for name, each in found.items()}
+    ends = {}
+    if len(divergences := found.get("actor/kl_loss", [])) > 1:
+        ends = {"actor/kl_loss/first_update": divergences[0], "actor/kl_loss/last_update": divergences[-1]}
+    return ends | {name: each[-1] if name.endswith("/lr") else _mean(each) for name, each in found.items()}
 
 
 def _mean(values: list[float]) -> float:

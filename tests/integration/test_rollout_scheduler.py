@@ -52,6 +52,8 @@ def scheduler_of(folder, port, fast_paths):
     requests = [GenerationRequest(id=SampleId(1, i, 0), prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
     parts = generate(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
     found = {each.id: (each.tokens.tolist(), each.logprobs.tolist()) for part in parts for each in part}
+    parts = generate(engine, requests, SamplingParams(max_tokens=24, temperature=0.0, repetitions=3))
+    found |= {s.id._replace(number=1): (s.completion_ids.tolist(), s.status) for part in parts for s in part}
     return type(engine.engine.engine_core.engine_core.scheduler).__name__, found
 
 
@@ -65,3 +67,13 @@ def test_without_fast_paths_the_scheduler_is_vllms_and_answers_are_the_same(tmp_
     (ours, fast), (theirs, plain) = results
     assert (ours, theirs) == ("DecodeScheduler", "Scheduler")
     assert fast == plain
+    looping = [tokens for tokens, status in fast.values() if status == "repetition"]
+    assert looping
+    for tokens in looping:  # ended at once
+        assert goes_round(tokens)
+        assert not goes_round(tokens[:-1])
+
+
+def goes_round(tokens):
+    """Whether the end is three times the same."""
+    return any(tokens[-size:] * 3 == tokens[-3 * size :] for size in range(1, len(tokens) // 3 + 1))

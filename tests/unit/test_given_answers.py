@@ -252,3 +252,40 @@ def test_the_teacher_and_the_cross_entropy_may_share_a_micro_batch(tmp_path):
 def test_what_does_not_go_together_is_named(overrides, message):
     with pytest.raises((ConfigError, SeveralErrors), match=message):
         configure("unused", *overrides)
+
+
+def test_the_divergence_of_each_quarter_and_of_the_first_and_last_update(tmp_path):
+    """In a micro-batch with answers of all lengths, some without the teacher's scores."""
+    student = make_tiny_model(tmp_path / "student", layers=1)
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    config = configure(student, "trainer.total_training_steps=1", mini, "actor_rollout_ref.actor.optim.lr=1e-12")
+    with testing.single_process_group():
+        group = LocalGroup(config, respond=None, num_updates=2)
+        [row] = fit(GKDTrainer, config, group, teacher=LocalTeacher(score)).rows
+        samples = [sample for samples in group.trained for sample in samples]
+        found = group.actor.compute_divergences(tuple((sample,) for sample in samples))
+    quarters = {number: [] for number in range(4)}
+    for sample in samples:
+        for place, value in enumerate(found[sample.id][:, 0]):
+            quarters[4 * place // sample.num_trained].append(value)
+    for number, values in quarters.items():
+        assert row[f"actor/distillation/forward_kl/q{number + 1}"] == pytest.approx(np.mean(values), rel=1e-4)
+    halves = [np.mean(np.concatenate([found[s.id][:, 0] for s in part])) for part in group.trained]
+    ends = [row[f"actor/kl_loss/{name}_update"] for name in ("first", "last")]
+    assert ends == pytest.approx(halves, rel=1e-4)
+
+
+def test_the_limit_of_answers_grows_with_the_schedule():
+    group, limits = RecordingGroup(), []
+    generate = group.generate
+    group.generate = lambda requests, sampling: (limits.append(sampling.max_tokens), generate(requests, sampling))[1]
+    schedule = "data.max_response_length_schedule={2: 3, 4: 6}"
+    options = ["data.response_key=null", schedule, "trainer.total_training_steps=5"]
+    fit(GKDTrainer, configure("unused", *options), group, teacher=LocalTeacher(score))
+    assert limits == [8, 3, 3, 6, 6]
+
+
+@pytest.mark.parametrize("schedule", ["{1: 6, 3: 5}", "{0: 4}", "{1: 9}", "{1: 0}"])
+def test_a_schedule_of_limits_that_cannot_be_is_refused(schedule):
+    with pytest.raises((ConfigError, SeveralErrors), match=r"data\.max_response_length_schedule: must"):
+        configure("unused", f"data.max_response_length_schedule={schedule}")

@@ -123,6 +123,7 @@ function lengths() {
   }).filter(Boolean);
   const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
                 curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
+                curvePanel("Tokens that repeat what their answer has said before", ["response/repeated_fraction"]),
                 curvePanel("Length of an answer to a held-out prompt", ["val/response_length"]),
                 curvePanel("Answers to held-out prompts that were cut off", ["val/response_length/clip_ratio"])].filter(Boolean);
   const all = [...found, ...more];

@@ -77,6 +77,7 @@ class Problem:
             values["advantages"] = self.advantages
         values |= {
             "old_logprobs": self.old_logprobs(), "weights": self.importance, "sampled_weights": self.own_importance,
+            "quarter": torch.arange(len(self.hidden)) % 4,
         }
         return {name: value[rows] for name, value in values.items()}
 
@@ -231,6 +232,17 @@ def test_reported_values():
     for name in ("forward_kl", "reverse_kl"):  # in every mode, so that runs with different losses can be compared
         want = problem.naive(DistillationConfig(loss_mode=name)).sum().item()
         assert reported[f"actor/distillation/{name}"].item() == pytest.approx(want)
+    rows = problem.naive(DistillationConfig(loss_mode="forward_kl"))
+    for quarter in range(4):  # of row r it is r mod 4 here
+        found = reported[f"actor/distillation/forward_kl/q{quarter + 1}"].item()
+        assert found == pytest.approx(rows[quarter::4].sum().item())
+    entropies = []
+    for logprobs in (problem.student(), problem.teacher):
+        p = logprobs.detach().exp().gather(1, problem.topk_ids)
+        p = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)
+        entropies.append(-(p * p.log()).sum().item())
+    assert reported["actor/distillation/teacher_entropy"].item() == pytest.approx(entropies[1])
+    assert reported["actor/distillation/entropy_gap"].item() == pytest.approx(entropies[0] - entropies[1])
 
 
 def test_without_old_logprobs_the_policy_is_the_one_being_trained():

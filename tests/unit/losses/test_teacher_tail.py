@@ -8,7 +8,7 @@ import torch
 
 from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.losses import divergence
-from hybrid_gkd.losses.divergence import forward_kl, jsd, kl_both_ways, reverse_kl
+from hybrid_gkd.losses.divergence import compare, forward_kl, jsd, reverse_kl
 from hybrid_gkd.losses.head import head_loss
 from hybrid_gkd.losses.topk import top_logprobs
 from hybrid_gkd.student.actor import make_objective
@@ -182,8 +182,8 @@ def test_the_rounding_of_the_candidates_does_not_make_a_divergence_negative(mass
     scores = sent(teacher.float())
     q = outcomes(teacher, torch.from_numpy(scores.ids).long()).float()
     tails = torch.from_numpy(scores.tail_logprobs), q[:, -1]
-    both = kl_both_ways(torch.from_numpy(scores.logprobs), q[:, :-1], *tails)
-    for values in both:
+    found = compare(torch.from_numpy(scores.logprobs), q[:, :-1], *tails)
+    for values in (found.forward_kl, found.reverse_kl):
         assert (values.abs() < 3e-6).all()
     sums = torch.from_numpy(scores.logprobs).exp().sum(1) + tails[0].exp()
     assert (sums - 1).abs().max() > 3e-5  # there was something to correct
