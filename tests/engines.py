@@ -9,7 +9,7 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.process_group import GroupMember
 
-STOP_TOKENS = list(range(100, 112))  # of 260, so that many samples end with one
+STOP_TOKENS = [*range(100, 112), 256]  # of 260, so that many samples end with one; the last is the models' own
 MAX_NUM_SEQS, MAX_TOKENS, SEEDS, NUM_IDS = 4, 24, (1, 2), 260
 TIMEOUT = 300.0
 

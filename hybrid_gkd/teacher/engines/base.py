@@ -73,7 +73,7 @@ class ScoringEngine(ABC):
     def add(
         self, job: Any, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None
     ) -> None:
-        """Queue readings within `info`'s limits as a hashable `job`, to score the ids below `num_ids`; None: all tokens."""
+        """Queue readings within `info`'s limits as a hashable `job`; scored are the tokens below `num_ids`."""
         known = min(self.info.vocab_size, self.info.num_embeddings)
         num_ids = known if num_ids is None else min(num_ids, known)
         self._results[job] = [None] * len(readings)
@@ -85,7 +85,7 @@ class ScoringEngine(ABC):
         """Compute a little; returns the jobs that are done by now, often none.
 
         One entry per reading: ids int32 [R, k] (most likely first, below the job's `num_ids`), logprobs
-        float32 [R, k] over all ids below it, tail_logprobs and sampled_logprobs float32 [R], all at the job's temperature.
+        float32 [R, k] over all ids below it, tail_logprobs and sampled_logprobs float32 [R], at the job's temperature.
         """
         done = []
         for item, scores in self._step():
