@@ -50,7 +50,7 @@ class TeacherClient:
         endpoints: "host:port" of each server
         topk: K, candidates per scored token
         temperature: of the teacher's distribution
-        vocab_size: ids in replies are below it
+        vocab_size: what is scored are the ids below it, as if the teacher had no others
         connect_timeout: seconds for the handshake with all servers
         request_timeout: seconds from the first sending of a request to its scores, all attempts together
         max_retries: further attempts after a reply that fails its checks or an engine failure; an unanswered
@@ -146,7 +146,7 @@ class TeacherClient:
                 if self._needs is None:
                     raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
                 for address, model in self._served.items():  # what a server will not score is not sent
-                    if reason := protocol.reading_refusal(reading, model):
+                    if reason := protocol.reading_refusal(reading, model, self._vocab_size):
                         self._finished.append((future, TeacherRefused(f"{address}: {reason}")))
                         break
                 else:
@@ -413,7 +413,7 @@ class TeacherClient:
             message = ScoreRequest(
                 id=request.id, attempt=request.attempt + 1, timeout_seconds=timeout, topk=self._topk,
                 temperature=self._temperature, lengths=[each.num_tokens for each in request.readings],
-                ranges=[ranges_of(each.positions) for each in request.readings],
+                ranges=[ranges_of(each.positions) for each in request.readings], num_ids=self._vocab_size,
             )
             if not connection.send(message, [protocol.request_array(request.readings)]):
                 continue  # disconnected this moment; the missing pongs or a reconnect settle it

@@ -79,7 +79,8 @@ def make_tiny_model(
         hidden: D, a multiple of 32.
         tied: one matrix for the input embedding and the head.
         std: standard deviation of the weights.
-        vocab_size: V, rows of the embeddings; None: as many as the tokenizer has tokens.
+        vocab_size: V, rows of the embeddings; None: as many as the tokenizer has tokens. Those of the head that are no
+            tokens are 4 times as large, so that it shows where one is drawn or scored.
         architecture: or a classifier's, which gets one label.
     """
     import torch
@@ -95,6 +96,8 @@ def make_tiny_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config)
+        if (head := model.get_output_embeddings()) is not None:
+            head.weight.data[len(tokenizer) + 1 :] *= 4  # transformers adds a token to a Qwen2's
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -313,7 +316,7 @@ class LocalGroup(RecordingGroup):
     def compute_ref_topk(self, micro_batches: Plan) -> dict[SampleId, TopK]:
         if not self.config.has_reference_model:
             return self.actor.compute_ref_topk(micro_batches[0])
-        return self.reference.compute_topk(micro_batches[0], num_ids=self.actor.num_ids)
+        return self.reference.compute_topk(micro_batches[0])
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         super().compute_reward_scores(micro_batches)

@@ -9,8 +9,8 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.workers.process_group import GroupMember
 
-STOP_TOKENS = list(range(100, 112))  # of 259, so that many samples end with one
-MAX_NUM_SEQS, MAX_TOKENS, SEEDS = 4, 24, (1, 2)
+STOP_TOKENS = [*range(100, 112), 256]  # of 260, so that many samples end with one; the last is the models' own
+MAX_NUM_SEQS, MAX_TOKENS, SEEDS, NUM_IDS = 4, 24, (1, 2), 260
 TIMEOUT = 300.0
 
 
@@ -25,7 +25,7 @@ class EngineProcess:
 
     def __init__(self, folder, names, device="cpu", overrides=()):
         for seed in SEEDS:
-            make_tiny_model(folder / str(seed), seed=seed)
+            make_tiny_model(folder / str(seed), seed=seed, vocab_size=NUM_IDS + 16)
         context, arguments = multiprocessing.get_context("spawn"), (folder, names, device, overrides)
         self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=_make_engines, initargs=arguments)
 
@@ -51,7 +51,7 @@ def _make_engines(folder, names, device, overrides):
             member.join(member.address(), Timeout(60.0))
         import torch
 
-        _ENGINES[name] = make_engine(config, device=torch.device(device), stop_token_ids=STOP_TOKENS)
+        _ENGINES[name] = make_engine(config, device=torch.device(device), stop_token_ids=STOP_TOKENS, num_ids=NUM_IDS)
 
 
 def _call(function, name, args):

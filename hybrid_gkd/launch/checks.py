@@ -43,6 +43,8 @@ class Facts:
     stop_token_ids: list[int] = field(default_factory=list)
     spec: ModelSpec | None = None
     """Of the student."""
+    num_ids: int | None = None
+    """Ids that are tokens and have a row in every model, from 0 on: what is drawn and scored."""
     trained: tuple[TrainedModel, ...] = ()
     """The student and the critic."""
     reward: dict[str, RewardFunction] | None = None

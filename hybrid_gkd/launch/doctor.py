@@ -37,7 +37,8 @@ SELF_TEST = "take one step with the student as its own teacher: their divergence
 
 def own_answers(facts: Facts) -> str:
     """A given teacher is sure of what it writes; one that a run starts is asked when it has loaded."""
-    with connect(facts.config, facts.tokenizer, facts.config.actor_rollout_ref.teacher.endpoints) as client:
+    endpoints = facts.config.actor_rollout_ref.teacher.endpoints
+    with connect(facts.config, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
         return check_own_answers(facts, client)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -19,7 +20,7 @@ from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, nami
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.plan import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
-from hybrid_gkd.models.tokenizer import load_tokenizer, special_tokens, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
@@ -33,6 +34,11 @@ from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 5
+"""Tokens that a message names."""
 
 
 def student(facts: Facts) -> str:
@@ -49,6 +55,7 @@ def student(facts: Facts) -> str:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
     check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
     facts.spec = student_spec(config)
+    facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
     if config.distillation.enabled:
         check_topk("distillation.topk", config.distillation.topk, facts)
     return (
@@ -216,7 +223,7 @@ def data(facts: Facts) -> str:
     ])  # fmt: skip
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
-    check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_ids, facts)
+    check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts)
     facts.steps = total_steps(facts.config, facts.train_prompts)
     val_only = facts.config.trainer.val_only
     if max(facts.config.trainer.profile_steps, default=0) > facts.steps and not val_only:
@@ -356,9 +363,10 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
 
 
 def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
-    """Raises DataError: a prompt, or what the teacher reads in its place, has a token beyond a model's `rows`.
+    """Keep what is drawn and scored below a model's `rows`, and warn of tokens that are left out by it.
 
-    Such a token has been added to the tokenizer alone.
+    Such a token has been added to the tokenizer alone, or to another model. Raises DataError: a prompt, or what the
+    teacher reads in its place, has one; ModelError: only such tokens end an answer.
     """
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
@@ -371,6 +379,14 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
                     f"{facts.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}; the {who} {path} "
                     f"has {rows} rows in its embedding (vocab_size), for ids below {rows} only"
                 )
+    if facts.num_ids is None or rows >= facts.num_ids:
+        return
+    left_out = ", ".join(map(repr, facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:SHOWN])))
+    what = f"the {who} {path} has {rows} rows in its embedding (vocab_size), the student more: {left_out}"
+    if all(stop >= rows for stop in facts.stop_token_ids):
+        raise ModelError(f"{what}, among them all that end an answer ({facts.stop_token_ids})")
+    logger.warning("%s; tokens with the ids %d to %d are never drawn", what, rows, facts.num_ids - 1)
+    facts.num_ids = rows
 
 
 def check_topk(key: str, topk: int, facts: Facts) -> None:

@@ -181,7 +181,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if memory.teacher is not None:
         local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
     elif config.distillation.enabled:
-        teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints))
+        teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
     stack.enter_context(ray_cluster(config, memory.device))
     if local is not None:
         local.check()  # a port in use shows now, before the workers load
@@ -191,9 +191,8 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     group = start_workers(facts, stack, loading or config, check_teacher=check_teacher)
     if local is not None and memory.teacher is not None:
         local.wait_ready()
-        teacher = stack.enter_context(
-            connect(config, facts.tokenizer, [local.address], local.keys, replicas=memory.teacher.replicas)
-        )
+        how: dict[str, Any] = {"replicas": memory.teacher.replicas, "num_ids": facts.num_ids}
+        teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys, **how))
     scorer, model = None, None
     if facts.reward_texts is not None:
         model = RewardModelTurn(config, group, facts.reward_texts, clock)
@@ -225,8 +224,9 @@ def start_workers(
     assert plan.steps is not None
     prompts, trained = config.data.train_batch_size, max(0, plan.steps - config.trainer.critic_warmup)
     group = WorkerGroup(
-        loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, engine_room=plan.memory.engine_room,
-        copy_bytes=plan.copy_bytes, num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
+        loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, num_ids=facts.num_ids,
+        engine_room=plan.memory.engine_room, copy_bytes=plan.copy_bytes,
+        num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
         num_critic_updates=plan.steps * updates_per_step(prompts, config.resolved_critic),
         on_placed=lambda placements: check_placement(plan.memory, placements),
         check=check_teacher,

@@ -15,7 +15,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
-from hybrid_gkd.models.tokenizer import tokenizer_hash
+from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import LocalTeacher
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
@@ -26,25 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 def connect(
-    config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1
+    config: Config, tokenizer: Any, endpoints: list[str], keys: Path | None = None, *, replicas: int = 1,
+    num_ids: int | None = None,
 ) -> TeacherClient:
     """A client whose servers, each with so many replicas of its model, fit the student. Raises TeacherError.
 
-    `keys` are others than the configured ones.
+    `keys` are others than the configured ones, `num_ids` the ids that are scored where it is fewer than the student's.
     """
     section, model = config.actor_rollout_ref.teacher, config.actor_rollout_ref.model
     hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+    num_tokens = num_token_ids(tokenizer)
     assert section.num_microbatches is not None  # its default takes the place of null
     client = TeacherClient(
         endpoints, topk=config.distillation.topk, temperature=config.distillation.temperature,
-        vocab_size=hf_config.get_text_config().vocab_size, connect_timeout=section.connect_timeout,
+        vocab_size=num_ids or min(hf_config.get_text_config().vocab_size, num_tokens),
+        connect_timeout=section.connect_timeout,
         request_timeout=section.request_timeout, max_retries=section.max_retries,
         n_server_workers=section.n_server_workers * replicas, num_microbatches=section.num_microbatches,
         keys=keys or section.keys,
     )
     try:
         served = client.handshake(
-            tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer),
+            tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=num_tokens,
             max_sequence_length=config.max_sequence_length,
         )
     except BaseException:

@@ -14,7 +14,10 @@ logits are rounded, those of the ids are too: sharper ones over a log-sum-exp of
 exceed 1.
 Left out: bias, logit soft-capping, sharded weights.
 
-Shapes: T rows (packed response tokens), D hidden size, V vocabulary, K ids per row.
+A matrix often has more rows than the tokenizer has tokens. The products have them all, whose sizes suit the hardware;
+what the kernels see of the logits are the columns of tokens, and dL/dz is 0 in the others.
+
+Shapes: T rows (packed response tokens), D hidden size, V rows of the matrix, N of them tokens, K ids per row.
 """
 
 from __future__ import annotations
@@ -42,14 +45,15 @@ def head_loss(
     hidden: Tensor, weight: Tensor, ids: Tensor, loss_fn: LossFunction, *, temperature: float = 1.0,
     chunk_rows: int | None = None, with_entropy: bool = False, overlap_topk: int = 0,
     overlap_mask: Tensor | None = None, tail_topk: int = 0, entropy_weights: Tensor | None = None,
+    num_ids: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight.T / temperature), summed.
+    """A row-local loss of the log-probabilities of `ids` under softmax(hidden @ weight[:N].T / temperature), summed.
 
     Args:
         hidden: [T, D], last hidden states; T = 0 gives zero loss and gradients, still part of the graph.
         weight: [V, D], the head's matrix, of the dtype of `hidden`.
-        ids: int64 [T, K], each in [0, V); an id may repeat within a row.
-        loss_fn: called for every chunk. Its log-probabilities are in nats, normalised over all V, float32 (float64 for
+        ids: int64 [T, K], each in [0, N); an id may repeat within a row.
+        loss_fn: called for every chunk. Its log-probabilities are in nats, normalised over all N, float32 (float64 for
             float64 inputs) and receive a gradient. Row i of its loss may depend on row i alone.
         chunk_rows: rows whose logits are alive at a time; None takes equal chunks, see CHUNK_BYTES.
         with_entropy: also report "entropy", in nats.
@@ -59,6 +63,7 @@ def head_loss(
         tail_topk: k > 0: the first k columns of `ids` differ within a row. Inserts the log of the mass outside of them,
             exact however small it is, after column k - 1; -1e30 or so where there is nothing outside.
         entropy_weights: [T]: adds sum(entropy_weights * entropy) to the loss; they receive no gradient.
+        num_ids: N, the first rows of the matrix, which are tokens; None: V.
 
     Returns the loss, a scalar with gradients for `hidden` and `weight`, and the metrics, summed over rows, without
     gradient. Raises ValueError where shapes or dtypes do not fit, or `temperature` or `chunk_rows` is not positive.
@@ -66,7 +71,8 @@ def head_loss(
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     if chunk_rows is None:
         chunk_rows = _even_chunk_rows(hidden, weight, needs_grad[1])
-    _check(hidden, weight, ids, temperature, chunk_rows)
+    num_ids = len(weight) if num_ids is None else num_ids
+    _check(hidden, weight, ids, temperature, chunk_rows, num_ids)
     total = hidden.new_zeros((), dtype=head_torch.compute_dtype(hidden))
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight: Tensor | None = None
@@ -80,7 +86,8 @@ def head_loss(
         whole_dz = buffer if needs_grad[1] and len(hidden) <= chunk_rows else None
         for start in range(0, len(hidden), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])
+            dz = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])  # as it will be: logits at first
+            logits = dz[:, :num_ids]
             of_entropy = None if entropy_weights is None else entropy_weights[rows].to(total.dtype)
             wanted = with_entropy or of_entropy is not None
             logprobs, lse, entropy = kernels.row_statistics(logits, ids[rows], temperature, wanted, tail_topk)
@@ -97,9 +104,11 @@ def head_loss(
             if gradient is None:
                 continue
             slopes = {} if of_entropy is None else {"entropy": entropy, "grad_entropy": of_entropy}
-            dz = kernels.logit_gradient_(
+            kernels.logit_gradient_(
                 logits, ids[rows], logprobs.detach(), lse, gradient, temperature, tail_topk, **slopes
             )
+            if num_ids < len(weight):
+                dz[:, num_ids:] = 0
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if needs_grad[1] and whole_dz is None:
@@ -110,7 +119,8 @@ def head_loss(
 
 
 def logprobs_of_ids(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None,
+    num_ids: int | None = None,
 ) -> Tensor:
     """The log-probabilities of `ids` themselves, [T, K], without gradient; arguments and errors of `head_loss`."""
     result = hidden.new_empty(ids.shape, dtype=head_torch.compute_dtype(hidden))
@@ -120,7 +130,7 @@ def logprobs_of_ids(
         return logprobs.new_zeros(len(logprobs)), {}
 
     with torch.no_grad():
-        head_loss(hidden, weight, ids, keep, temperature=temperature, chunk_rows=chunk_rows)
+        head_loss(hidden, weight, ids, keep, temperature=temperature, chunk_rows=chunk_rows, num_ids=num_ids)
     return result
 
 
@@ -181,7 +191,7 @@ def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Tensor:
 
 
 def _overlap(sample: list[Tensor], teacher_ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """The share of `teacher_ids` [n, k] that is in the top k of the logits [n, V], summed over rows, those of the mask
+    """The share of `teacher_ids` [n, k] that is in the top k of the logits [n, N], summed over rows, those of the mask
     [n] if there is one; their number.
 
     An id whose logit equals the k-th largest counts as inside, however many there are.
@@ -220,7 +230,9 @@ def _even_chunk_rows(hidden: Tensor, weight: Tensor, needs_weight_gradient: bool
     return max(1, min(most, -(-rows // 128) * 128))
 
 
-def _check(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chunk_rows: int, num_ids: int
+) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [T, D] and weight [V, D] do not fit: {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if hidden.dtype != weight.dtype:
@@ -229,3 +241,5 @@ def _check(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, chun
         raise ValueError(f"ids must be int64 [{hidden.shape[0]}, K]; got {ids.dtype} {tuple(ids.shape)}")
     if not temperature > 0 or chunk_rows < 1:
         raise ValueError(f"temperature and chunk_rows must be positive; got {temperature} and {chunk_rows}")
+    if not 1 <= num_ids <= len(weight):
+        raise ValueError(f"num_ids must be from 1 to the {len(weight)} rows of weight; got {num_ids}")

@@ -1,6 +1,6 @@
 """The kernels of the head in plain torch; head_triton.py has those for GPUs.
 
-Shapes: r rows of a chunk of logits, V vocabulary, K ids per row.
+Shapes: r rows of a chunk of logits, N columns that are tokens, K ids per row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TAIL_LIMIT = 80.0
 def row_statistics(
     logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[r, V], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None.
+    """[r, N], [r, K] -> log-probabilities of `ids` [r, K], log-sum-exp [r], entropy [r] or None.
 
     With `tail_topk` = k > 0 the log-probabilities are [r, K + 1], column k the log of the mass outside of the first k
     ids, which is summed by itself: nothing is subtracted.
@@ -38,7 +38,7 @@ def logit_gradient_(
     logits: Tensor, ids: Tensor, logprobs: Tensor, lse: Tensor, grad_logprobs: Tensor, temperature: float,
     tail_topk: int = 0, entropy: Tensor | None = None, grad_entropy: Tensor | None = None,
 ) -> Tensor:
-    """Overwrites the logits [r, V], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
+    """Overwrites the logits [r, N], before the temperature, with dL/dlogits; a = grad_logprobs [r, K].
 
     With a tail, whose column of `grad_logprobs` is t = dL/dlog(1 - Q), dL/dz is c q + a at the first k ids,
     c = -sum(a) - t, and (c + t / (1 - Q)) q + a everywhere else.

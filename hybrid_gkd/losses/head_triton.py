@@ -2,8 +2,8 @@
 
 Each row of a chunk of logits, one program's, is read once for its statistics and once more to become dL/dlogits.
 
-Shapes: r rows of a chunk, V vocabulary, K ids per row. The rows of the logits lie `stride` apart, a multiple of 64,
-so that all loads are wide; the padding beyond V may be overwritten.
+Shapes: r rows of a chunk, N columns that are tokens, K ids per row. The rows of the logits lie `stride` apart, a
+multiple of 64, so that all loads are wide; what is beyond N, no tokens and padding, may be overwritten.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOWEST = tl.constexpr(head_torch.MASKED_LOGIT)
 def row_statistics(
     logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool, tail_topk: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `head_torch.row_statistics`; logits [r, V] of unit column stride, which hold the same values afterwards."""
+    """See `head_torch.row_statistics`; logits [r, N] of unit column stride, which hold the same values afterwards."""
     columns = ids.shape[1] + (tail_topk > 0)
     logprobs = torch.empty(len(ids), columns, dtype=torch.float32, device=logits.device)
     lse = logprobs.new_empty(len(logits))
@@ -81,7 +81,7 @@ def _accumulate(z, peak, mass, weighted, scale, WITH_ENTROPY: tl.constexpr):
 
 @triton.jit
 def _statistics(
-    logits, ids, logprobs, lse_out, entropy_out, stride, vocabulary, scale, masked_logit,
+    logits, ids, logprobs, lse_out, entropy_out, stride, num_ids, scale, masked_logit,
     TAIL: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -97,12 +97,12 @@ def _statistics(
     peak = tl.full([BLOCK // LANE], LOWEST, tl.float32)
     mass = tl.zeros([BLOCK // LANE], tl.float32)
     weighted = tl.zeros([BLOCK // LANE], tl.float32)
-    whole = vocabulary // BLOCK * BLOCK
+    whole = num_ids // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         z = tl.load(logits + start + lanes).to(tl.float32)
         peak, mass, weighted = _accumulate(z, peak, mass, weighted, scale, entropy_out is not None)
-    if whole < vocabulary:
-        z = tl.load(logits + whole + lanes, mask=whole + lanes < vocabulary, other=LOWEST).to(tl.float32)
+    if whole < num_ids:
+        z = tl.load(logits + whole + lanes, mask=whole + lanes < num_ids, other=LOWEST).to(tl.float32)
         peak, mass, weighted = _accumulate(z, peak, mass, weighted, scale, entropy_out is not None)
     top = tl.max(peak, 0)
     share = tl.exp2((peak - top) * (scale * LOG2_E))
@@ -179,7 +179,7 @@ def _gradient(
     normaliser = tl.load(lse + row) * LOG2_E
     lanes = tl.arange(0, BLOCK)
     z = tl.load(logits + lanes, mask=lanes < stride)
-    for start in range(0, stride, BLOCK):  # up to the next row: what is beyond V is never read
+    for start in range(0, stride, BLOCK):  # up to the next row: nobody reads what is beyond N
         following = tl.load(logits + start + BLOCK + lanes, mask=start + BLOCK + lanes < stride)
         pull = factor
         if grad_entropy is not None:

@@ -1,8 +1,7 @@
 """From hidden states to the K most likely ids, their log-probabilities, that of all others and of the sampled token.
 
-A model's matrix often has more rows than its tokenizer has tokens. These padding rows take part in the softmax of
-teacher and student alike, so log-probabilities are normalised over all rows. But they stand for no token, and a
-student with the same tokenizer may have fewer of them, so they are never chosen; their mass belongs to the tail.
+A model's matrix often has more rows than its tokenizer has tokens. These rows stand for no token, and a student with
+the same tokenizer may have more or fewer of them, so they take no part: log-probabilities are normalised over tokens.
 
 The tail is the log-sum-exp of what was not chosen. Taken as 1 minus the mass of the candidates it would be rounding
 alone below 1e-7, and reverse_kl has its logarithm.
@@ -53,12 +52,12 @@ def top_logprobs(
     hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, temperatures: Tensor, k: int, num_ids: int,
     shard: Shard | None = None,
 ) -> TopLogprobs:
-    """The k most likely of the ids below `num_ids`, normalised over all columns of the head.
+    """The k most likely of the ids below `num_ids`, normalised over these.
 
     Args:
         hidden: [R, D] with R >= 1
         head: hidden [r, D] -> logits [r, V], or those of the shard
-        targets: int64 [R], ids of the tokens that were sampled
+        targets: int64 [R], ids of the tokens that were sampled, as a rule below `num_ids`
         temperatures: float32 [R], logits are divided by them
         k: 1 <= k <= num_ids
     """
@@ -84,8 +83,8 @@ def top_logprobs(
 def _of_logits(logits: Tensor, targets: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tensor, ...]:
     """ids int32 [r, k] in any order, their logits float32 [r, k], others float32 [r, n], targets' logits [r, 1].
 
-    The log-sum-exp of all other columns at the temperature is that of the n `others`. Of a shard that has fewer than k
-    candidates the rest are minus infinity, as is the logit of a target that it does not have.
+    The log-sum-exp of all other ids below `num_ids` at the temperature is that of the n `others`. Of a shard that has
+    fewer than k candidates the rest are minus infinity, as is the logit of a target that it does not have.
     """
     num_columns = logits.shape[1]
     num_ids = max(0, min(num_ids, num_columns))
@@ -104,7 +103,7 @@ def _select(logits: Tensor, inverse: Tensor, k: int, num_ids: int) -> tuple[Tens
         if 1 <= k <= topk_triton.MAX_TOPK and 64 * k <= num_ids:
             with torch.cuda.device_of(logits):  # Triton launches on the current device
                 return topk_triton.select(logits, inverse, k, num_ids)
-    logits = logits.float()
-    values, ids = logits[:, :num_ids].topk(k, dim=1, sorted=False)
+    logits = logits[:, :num_ids].float()
+    values, ids = logits.topk(k, dim=1, sorted=False)
     others = (logits * inverse[:, None]).scatter_(1, ids, -torch.inf)
     return ids.int(), values, others.logsumexp(1, keepdim=True)

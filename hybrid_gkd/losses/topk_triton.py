@@ -6,7 +6,7 @@ at least as large as the K-th maximum), so the second kernel chooses those block
 the chosen ones again, chooses among their elements, and sums the other elements. Choosing is a search for the K-th
 largest value, bit by bit on the order-preserving integer image of a float.
 
-Shapes: R rows, V columns (logits), N columns that may be chosen, B blocks.
+Shapes: R rows, V columns (logits), N of them tokens, which alone count, B blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +25,7 @@ MAX_TOPK = 512
 
 
 def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of the first N columns of every row, in any order, and the log-sum-exps of all other columns.
+    """The k largest of the first N columns of every row, in any order, and the log-sum-exps of the others of these.
 
     Args:
         logits: [R, V] on a GPU, columns contiguous
@@ -39,7 +39,7 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     """
     num_rows, num_columns = logits.shape
     block = 64 if k <= 64 else 32  # many small blocks and few candidates, or the other way round
-    num_tiles, num_blocks = triton.cdiv(num_columns, TILE), triton.cdiv(num_ids, block)
+    num_tiles, num_blocks = triton.cdiv(num_ids, TILE), triton.cdiv(num_ids, block)
     all_blocks = num_tiles * (TILE // block)
     assert logits.stride(1) == 1, logits.stride()
     assert 1 <= k <= min(MAX_TOPK, num_ids // 64), (k, num_ids)
@@ -59,7 +59,7 @@ def select(logits: Tensor, inverse_temperatures: Tensor, k: int, num_ids: int) -
     width = triton.next_power_of_2(k * block)
     warps = 4 if width <= 8192 else 16
     _choose_elements[(num_rows,)](
-        logits, logits.stride(0), inverse_temperatures, blocks, ids, values, others, num_columns, num_ids, k,
+        logits, logits.stride(0), inverse_temperatures, blocks, ids, values, others, num_ids, k,
         BLOCK=block, WIDTH=width, num_warps=warps,
     )
     return ids, values, others
@@ -83,9 +83,9 @@ def _block_statistics(
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
-    candidates = tl.reshape(tl.where(columns < num_ids, z, -float("inf")), (TILE // BLOCK, BLOCK))
+    z = tl.where(columns < num_ids, z, -float("inf"))  # behind a wide load, which the other number may not allow
     place = (row * tl.num_programs(1) + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-    tl.store(maxima + place, tl.max(candidates, axis=1))
+    tl.store(maxima + place, tl.max(tl.reshape(z, (TILE // BLOCK, BLOCK)), axis=1))
     scaled = tl.reshape(z * tl.load(inverse_temperatures + row), (TILE // BLOCK, BLOCK))
     tl.store(sums + place, _log_sum_exp(scaled, 1))
 
@@ -121,16 +121,16 @@ def _choose_blocks(maxima, sums, blocks, others, num_blocks, all_blocks, k, WIDT
 
 @triton.jit
 def _choose_elements(
-    logits, row_stride, inverse_temperatures, blocks, ids, values, others, num_columns, num_ids, k,
+    logits, row_stride, inverse_temperatures, blocks, ids, values, others, num_ids, k,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, WIDTH)
     inside = index < k * BLOCK
     columns = tl.load(blocks + row * k + index // BLOCK, mask=inside, other=0) * BLOCK + index % BLOCK
-    inside &= columns < num_columns
+    inside &= columns < num_ids
     z = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
-    places = _places(z, inside & (columns < num_ids), k)
+    places = _places(z, inside, k)
     tl.store(ids + row * k + places, columns, mask=places >= 0)
     tl.store(values + row * k + places, z, mask=places >= 0)
     rest = tl.where(places < 0, z * tl.load(inverse_temperatures + row), -float("inf"))

@@ -37,7 +37,7 @@ class ModelSpec:
     """Heads times their size, summed over the layers."""
     has_experts: bool = False
     """A mixture of experts, of which a token uses a part."""
-    num_ids: int = 0
+    num_embeddings: int = 0
     """Rows of the input embedding: the token ids that the model can read."""
     adapter_parameters: int = 0
     """Of LoRA adapters, which are not among `parameters`; 0 where the weights themselves are trained."""
@@ -84,7 +84,7 @@ def model_spec(
             head_parameters=text.vocab_size * text.hidden_size,
             attention_width=text.num_hidden_layers * text.num_attention_heads * head_dim,
             has_experts=any("expert" in name and value for name, value in text.to_dict().items()),
-            num_ids=text.vocab_size,
+            num_embeddings=text.vocab_size,
             adapter_parameters=_adapter_parameters(model, lora) if lora is not None else 0,
         )
     except (ConfigError, ModelError):

@@ -69,6 +69,11 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokens' ids are below it: their number, where no id is left out."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
     """The tokens that begin, end and pad a text, by the tokenizer's name for them."""
     return {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}

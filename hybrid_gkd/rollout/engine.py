@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -50,6 +50,9 @@ class RolloutEngine(Protocol):
     """Type of the engine's weights: publish in it."""
     weight_bytes: int
     """Size of the weights on this device."""
+    num_ids: int | None = None
+    """Ids that are tokens, from 0 on. Rows of the weights beyond are never drawn, and have no probability. None: all
+    rows are tokens. `make_engine` sets it."""
     weight_version: int | None = None
     """Optimizer steps behind the weights; None: they are undefined until `load_weights`."""
     can_pause: bool = False
@@ -110,10 +113,16 @@ class RolloutEngine(Protocol):
         self, request: GenerationRequest, new_ids: Sequence[int] | np.ndarray, *, status: str,
         logprobs: Sequence[float] | np.ndarray | None,
     ) -> Sample:
-        """Return the sample of a request for which the loaded weights have written `new_ids` [R], with `logprobs`."""
+        """Return the sample of a request for which the loaded weights have written `new_ids` [R], with `logprobs`.
+
+        Raises WorkerError: one of them is no token.
+        """
         assert self.weight_version is not None, "the engine's weights are undefined until they are published"
+        new_ids = np.asarray(new_ids, np.int32)
+        if self.num_ids is not None and (largest := new_ids.max(initial=0)) >= self.num_ids:
+            raise WorkerError(f"{KEY}: {self.description} has drawn {largest}; tokens are the ids below {self.num_ids}")
         return generated(
-            request, np.asarray(new_ids, np.int32), version=self.weight_version, status=status,
+            request, new_ids, version=self.weight_version, status=status,
             logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         )
 
@@ -166,13 +175,19 @@ def resolve_engine(name: str) -> str:
 
 
 def make_engine(
-    config: Config, *, device: torch.device, stop_token_ids: list[int], room: EngineRoom | None = None
+    config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
+    room: EngineRoom | None = None,
 ) -> RolloutEngine:
     """The engine that `actor_rollout_ref.rollout.name` asks for; vLLM's may find its share of a GPU by the `room`.
 
-    Collective over the process group.
+    `num_ids`: see `RolloutEngine`. Collective over the process group.
     """
     name = resolve_engine(config.actor_rollout_ref.rollout.name)
-    arguments = {"device": device, "stop_token_ids": stop_token_ids} | ({"room": room} if name == "vllm" else {})
+    arguments: dict[str, Any] = {"device": device, "stop_token_ids": stop_token_ids}
+    if name in ROLLOUT_ENGINES:
+        arguments["num_ids"] = num_ids
+    if name == "vllm":
+        arguments["room"] = room
     engine: RolloutEngine = load_object(KEY, ROLLOUT_ENGINES.get(name, name))(config, **arguments)
+    engine.num_ids = num_ids
     return engine

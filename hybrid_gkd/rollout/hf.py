@@ -27,7 +27,9 @@ class HFRolloutEngine(RolloutEngine):
 
     description = "hf (transformers generation)"
 
-    def __init__(self, config: Config, *, device: torch.device, stop_token_ids: list[int]):
+    def __init__(
+        self, config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None
+    ):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
@@ -40,6 +42,9 @@ class HFRolloutEngine(RolloutEngine):
             hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
         ).to(device).eval()
         self.model.generation_config = GenerationConfig()  # the model's would fill what a request leaves open
+        head = self.model.get_output_embeddings()
+        if num_ids is not None and num_ids < head.out_features:
+            head.register_forward_hook(lambda module, inputs, logits: logits[..., :num_ids])
         self.weight_bytes = num_bytes(self.model)
         self.batches = deque[tuple[Sequence[GenerationRequest], SamplingParams]]()
         """Not begun."""

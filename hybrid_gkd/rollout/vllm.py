@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import deque
@@ -15,7 +16,7 @@ from hybrid_gkd.compat.vllm import runner, scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import WorkerError
+from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models.spec import overrides_for_engine, read_config
 from hybrid_gkd.offload.budget import LARGEST_SHARE, EngineRoom
 from hybrid_gkd.offload.needs import engine_dtype
@@ -25,6 +26,9 @@ from hybrid_gkd.rollout.weights import num_bytes
 from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+SHARDED_SAMPLING = "enable_batch_sharded_sampling"
+"""An option of vLLM with which its runner draws from logits that `mask_logits` does not see."""
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -37,7 +41,8 @@ class VLLMRolloutEngine(RolloutEngine):
     can_pause = True
 
     def __init__(
-        self, config: Config, *, device: torch.device, stop_token_ids: list[int], room: EngineRoom | None = None
+        self, config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
+        room: EngineRoom | None = None,
     ):
         llm_class = vllm_compat.import_llm(device.type)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -45,6 +50,11 @@ class VLLMRolloutEngine(RolloutEngine):
         self.can_sleep, self.stop_token_ids = device.type == "cuda" and takes_turns, stop_token_ids
         max_model_len = config.engine_length
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
+        rows = hf_config.get_text_config().vocab_size
+        num_ids = rows if num_ids is None else num_ids
+        if num_ids < rows and rollout.engine_kwargs.vllm.get(SHARDED_SAMPLING):
+            rule = f"must not be set where a model has rows that are no tokens ({num_ids} are), which it draws from"
+            raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{SHARDED_SAMPLING}", rule, True)
         arguments: dict[str, Any] = {
             "model": model.path,
             "skip_tokenizer_init": True,
@@ -77,6 +87,8 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
         vllm_compat.unlink_shared_memory()
+        if num_ids < rows:
+            self.llm.apply_model(functools.partial(vllm_compat.mask_logits, num_ids=num_ids))
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine

@@ -6,6 +6,7 @@ Shapes: R trained tokens of a micro-batch, K candidates per trained token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -67,11 +68,14 @@ def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool 
 
 
 class Actor(TrainedModel):
-    """One rank of the student. Raises ModelError if it cannot be loaded or its architecture not be trained exactly."""
+    """One rank of the student. Raises ModelError if it cannot be loaded or its architecture not be trained exactly.
+
+    `num_ids`: see `LogprobModel`.
+    """
 
     prefix, loss_name = "actor", "actor/loss"
 
-    def __init__(self, config: Config, *, device: torch.device, num_updates: int):
+    def __init__(self, config: Config, *, device: torch.device, num_updates: int, num_ids: int | None = None):
         arr = config.actor_rollout_ref
         given = config.data.response_key is not None
         self.objective = make_objective(config.distillation, arr.actor, given=given)
@@ -81,7 +85,8 @@ class Actor(TrainedModel):
         self.sampling_temperature = arr.rollout.temperature
         self.temperature = config.distillation.temperature if self.topk else self.sampling_temperature
         super().__init__(
-            arr.model, wrap=LogprobModel, fsdp=arr.actor.fsdp_config, shard_size=config.shard_size, device=device,
+            arr.model, wrap=functools.partial(LogprobModel, num_ids=num_ids), fsdp=arr.actor.fsdp_config,
+            shard_size=config.shard_size, device=device,
             bucket_bytes=arr.rollout.update_weights_bucket_megabytes * 2**20, compile=arr.actor.use_torch_compile,
             optim=arr.actor.optim, num_updates=num_updates, grad_clip=arr.actor.grad_clip, seed=config.trainer.seed,
         )
@@ -169,16 +174,10 @@ class Actor(TrainedModel):
         self._seed()
         with self.adapters.left_out():
             found = top_candidates(
-                self.model, micro_batches, temperature=self.sampling_temperature, device=self.device, k=self.ref_topk,
-                num_ids=self.num_ids,
+                self.model, micro_batches, temperature=self.sampling_temperature, device=self.device, k=self.ref_topk
             )
         self.reshard()
         return found
-
-    @property
-    def num_ids(self) -> int:
-        """Rows of its head."""
-        return int(self.model.model.config.get_text_config().vocab_size)
 
     def _reported(self) -> dict[str, str | None]:
         overlap = {HEAD_METRICS["overlap_ratio"]: "overlap_rows"} if self.topk else {}

@@ -30,39 +30,44 @@ class LogprobModel(nn.Module):
     The head runs inside this module's forward, so FSDP2, which shards the embedding, the last norm and the
     head as this module's own parameters, has gathered the output embedding when it is used.
 
+    Args:
+        num_ids: ids that are tokens, from 0 on: rows of the head beyond take no part. None: all rows are.
+
     Raises ModelError if the architecture mixes packed sequences, changes the logits behind the head, or has dropout.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, num_ids: int | None = None):
         super().__init__()
         self.model: Any = model
         refuse_unsupported(model)
         _refuse_head(model)
+        rows = model.get_output_embeddings().out_features
+        self.num_ids = rows if num_ids is None else min(num_ids, rows)
 
     def forward(
         self, batch: PackedBatch, rows: Tensor, ids: Tensor, loss_fn: LossFunction | None = None, *,
         temperature: float, topk: int = 0, with_overlap: bool = True, entropy_weights: Tensor | None = None,
-        prepare: Callable[[Tensor], LossFunction] | None = None, num_ids: int | None = None,
+        prepare: Callable[[Tensor], LossFunction] | None = None, choose: bool = False,
         overlap_mask: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]] | TopLogprobs:
         """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
         With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's. `prepare` makes the loss
         function from the log-probabilities [R] of the last ids, for one that depends on those of other rows. With
-        `num_ids` the `topk` most likely of the ids below it, and the log-probabilities of `ids` [R, 1] beside them.
+        `choose` the `topk` most likely ids, and the log-probabilities of `ids` [R, 1] beside them.
         """
         hidden = hidden_states(self.model, batch, rows)
         weight = self.model.get_output_embeddings().weight
-        if num_ids is not None:
-            return _top_logprobs(hidden, weight, ids[:, 0], temperature=temperature, k=topk, num_ids=num_ids)
+        how: dict[str, Any] = {"temperature": temperature, "num_ids": self.num_ids}
+        if choose:
+            return _top_logprobs(hidden, weight, ids[:, 0], k=topk, **how)
         if prepare is not None:
-            loss_fn = prepare(logprobs_of_ids(hidden, weight, ids[:, -1:], temperature=temperature)[:, 0])
+            loss_fn = prepare(logprobs_of_ids(hidden, weight, ids[:, -1:], **how)[:, 0])
         if loss_fn is None:
-            return logprobs_of_ids(hidden, weight, ids, temperature=temperature), {}
+            return logprobs_of_ids(hidden, weight, ids, **how), {}
         return head_loss(
-            hidden, weight, ids, loss_fn, temperature=temperature, with_entropy=True,
-            overlap_topk=topk if with_overlap else 0, overlap_mask=overlap_mask, tail_topk=topk,
-            entropy_weights=entropy_weights,
+            hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk if with_overlap else 0,
+            overlap_mask=overlap_mask, tail_topk=topk, entropy_weights=entropy_weights, **how,
         )
 
 
@@ -73,7 +78,7 @@ def _top_logprobs(
         none = hidden.new_empty(0, k, dtype=torch.float32)
         return TopLogprobs(none.int(), none, none.sum(1), none.sum(1))
     temperatures = torch.full((len(hidden),), temperature, device=hidden.device)
-    return top_logprobs(hidden, lambda states: states @ weight.T, targets, temperatures, k, min(num_ids, len(weight)))
+    return top_logprobs(hidden, lambda states: states @ weight.T, targets, temperatures, k, num_ids)
 
 
 def refuse_leaks(model: Any) -> None:
@@ -214,14 +219,13 @@ def sampled_logprobs(
 
 @torch.no_grad()
 def top_candidates(
-    model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device, k: int,
-    num_ids: int,
+    model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device, k: int
 ) -> dict[SampleId, TopK]:
-    """Of each sample the k most likely of the ids below `num_ids` at its trained tokens, as a teacher says them."""
+    """Of each sample the k most likely ids at its trained tokens, as a teacher says them."""
     result: dict[SampleId, TopK] = {}
     for micro_batch in micro_batches:
         batch, rows, ids = pack_samples(micro_batch, device)
-        found = model(batch, rows, ids[:, None], temperature=temperature, topk=k, num_ids=num_ids)
+        found = model(batch, rows, ids[:, None], temperature=temperature, topk=k, choose=True)
         values = [by_sample(micro_batch, each) for each in found]
         for sample in micro_batch:
             chosen, logprobs, tail, sampled = (each[sample.id] for each in values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -15,19 +17,20 @@ from hybrid_gkd.types import Sample, SampleId, TopK
 class Reference(ShardedModel):
     """One rank of the reference: the model that the run has started from, also after a resume, or another folder.
 
-    Raises ModelError if it cannot be loaded or its architecture not be computed exactly.
+    `num_ids`: see `LogprobModel`. Raises ModelError if it cannot be loaded or its architecture not be computed exactly.
     """
 
     section = "actor_rollout_ref.actor"
 
-    def __init__(self, config: Config, *, device: torch.device):
+    def __init__(self, config: Config, *, device: torch.device, num_ids: int | None = None):
         self.temperature, self.topk = config.actor_rollout_ref.rollout.temperature, config.ref_topk
         # Nothing is ever added to its weights: the type in which the actor computes is all that they need.
         fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         own = config.actor_rollout_ref.ref.model.path
         super().__init__(
-            config.ref_model, wrap=LogprobModel, fsdp=fsdp, shard_size=config.shard_size, device=device, bucket_bytes=0,
-            optim=None, path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
+            config.ref_model, wrap=functools.partial(LogprobModel, num_ids=num_ids), fsdp=fsdp,
+            shard_size=config.shard_size, device=device, bucket_bytes=0, optim=None,
+            path_key=PATH_KEY if own is None else "actor_rollout_ref.ref.model.path",
         )
 
     def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
@@ -36,10 +39,10 @@ class Reference(ShardedModel):
         self.reshard()
         return found
 
-    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...], *, num_ids: int) -> dict[SampleId, TopK]:
-        """Of each sample the `ref.topk` most likely tokens of those below `num_ids`, as `compute_logprobs`."""
+    def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
+        """Of each sample the `ref.topk` most likely tokens, as `compute_logprobs`."""
         found = top_candidates(
-            self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk, num_ids=num_ids
+            self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
         )
         self.reshard()
         return found

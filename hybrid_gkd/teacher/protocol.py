@@ -79,7 +79,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     backend: str
     vocab_size: int
-    """len(tokenizer)"""
+    """Of the tokenizer: its tokens' ids are below it."""
     num_embeddings: int
     """Token ids that the model can read; usually vocab_size rounded up."""
     tokenizer_hash: str
@@ -123,6 +123,8 @@ class ScoreRequest(Message, tag="score"):
     """L of each reading."""
     ranges: Annotated[list[list[Count]], msgspec.Meta(max_length=MAX_READINGS)]
     """Scored positions of each reading, as teacher.ranges has them."""
+    num_ids: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """Scores are of the ids below it, as if there were no others; None: of all tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -408,13 +410,15 @@ def check_request(request: ScoreRequest, readings: ListLike[Reading], model: Mod
     if request.temperature != 1.0 and not model.any_temperature:
         able = f"the {model.backend} backend scores at 1.0 only; use --backend hf"
         raise TeacherRefused(f"temperature {request.temperature}: {able}")
+    if request.num_ids is not None and request.topk > request.num_ids:
+        raise TeacherRefused(f"topk {request.topk} is above the {request.num_ids} ids that are to be scored (num_ids)")
     for each in readings:
-        if reason := reading_refusal(each, model):
+        if reason := reading_refusal(each, model, request.num_ids):
             raise TeacherRefused(reason)
 
 
-def reading_refusal(reading: Reading, model: ModelInfo) -> str | None:
-    """Why `model` will never be able to score the reading; None if it can."""
+def reading_refusal(reading: Reading, model: ModelInfo, num_ids: int | None = None) -> str | None:
+    """Why `model` will never be able to score the reading, of the ids below `num_ids`; None if it can."""
     ids = reading.token_ids
     if len(ids) > model.max_sequence_length:
         return f"{reading.name} has {len(ids)} tokens, the server's limit is {model.max_sequence_length}"
@@ -424,4 +428,8 @@ def reading_refusal(reading: Reading, model: ModelInfo) -> str | None:
     if bad.size:
         model_ids = f"the {model.num_embeddings} that the model can read"
         return f"{reading.name} has token ids outside {model_ids}, for example {bad[0]}"
+    scored, known = ids[reading.positions], min(num_ids or model.vocab_size, model.vocab_size)
+    bad = scored[scored >= known]
+    if bad.size:
+        return f"{reading.name} has the id {bad[0]} to score, which is none of the {known} ids of tokens"
     return None

@@ -60,6 +60,7 @@ class WorkerGroup:
     With a hybrid engine they are the same.
 
     Args:
+        num_ids: see `LogprobModel`.
         engine_room: by which a rollout engine without `gpu_memory_utilization` finds its share of a GPU.
         copy_bytes: see `holds_copies`.
         load: False for the doctor, for whom they load nothing.
@@ -72,7 +73,7 @@ class WorkerGroup:
 
     def __init__(
         self, config: Config, *, device: str, num_updates: int = 0, num_critic_updates: int = 0,
-        stop_token_ids: list[int] | None = None, engine_room: EngineRoom | None = None,
+        stop_token_ids: list[int] | None = None, num_ids: int | None = None, engine_room: EngineRoom | None = None,
         copy_bytes: float | None = None, load: bool = True,
         on_placed: Callable[[list[Placement]], None] = lambda placements: None,
         check: Callable[[], None] = lambda: None, log_folder: Path | None = None,
@@ -93,9 +94,9 @@ class WorkerGroup:
             self.saves_behind = holds_copies(self.actors.placements, copy_bytes)
             """Whether the workers that train have the memory for `take_snapshot`."""
             if load:
-                options = {"stop_token_ids": stop_token_ids or [], "engine_room": engine_room}
+                ids: dict[str, Any] = {"stop_token_ids": stop_token_ids or [], "num_ids": num_ids}
                 updates = {"actor": num_updates, "critic": num_critic_updates}
-                self._initialize(check, num_updates=updates, **options)
+                self._initialize(check, num_updates=updates, engine_room=engine_room, **ids)
         except BaseException:
             self.close()
             raise

@@ -141,12 +141,12 @@ class Worker(GroupMember):
     @spanned("initialize")
     def initialize(
         self, address: tuple[str, int], *, num_updates: Mapping[str, int], stop_token_ids: list[int],
-        saves_behind: bool, engine_room: EngineRoom | None,
+        num_ids: int | None, saves_behind: bool, engine_room: EngineRoom | None,
     ) -> dict[str, str]:
         """Join the process group, reach the others through it, build the engine and the models; describe them.
 
-        `num_updates`: optimizer steps of the whole run, of each model that is trained. `saves_behind`: whether
-        `take_snapshot` will be called. `engine_room`: see `make_engine`.
+        `num_updates`: optimizer steps of the whole run, of each model that is trained. `num_ids`: ids that are tokens,
+        see `LogprobModel`. `saves_behind`: whether `take_snapshot` will be called. `engine_room`: see `make_engine`.
 
         Raises:
             WorkerError: the others were not reached.
@@ -166,14 +166,16 @@ class Worker(GroupMember):
         description = {"device": name, "torch": version("torch"), "host": socket.gethostname()}
         engine = None
         if self.role != "actor worker":
-            arguments: dict[str, Any] = {"stop_token_ids": stop_token_ids, "room": engine_room}
+            arguments: dict[str, Any] = {
+                "stop_token_ids": stop_token_ids, "num_ids": num_ids, "room": engine_room,
+            }  # fmt: skip
             engine = self.engine = self.shared.build_engine(
                 lambda: make_engine(self.config, device=self.device, **arguments)
             )
             description["engine"] = engine.description
             description["engine_dtype"] = str(engine.dtype).removeprefix("torch.")
         if self.role != "rollout worker":
-            self._build_models(num_updates)
+            self._build_models(num_updates, num_ids)
             description["hidden_size"] = str(self.actor.hidden_size)
         self.residency = self.shared.manage(engine)
         if self.role != "rollout worker":
@@ -181,7 +183,7 @@ class Worker(GroupMember):
         keep_loaded()
         return description
 
-    def _build_models(self, num_updates: Mapping[str, int]) -> None:
+    def _build_models(self, num_updates: Mapping[str, int], num_ids: int | None) -> None:
         """The actor as the last, since it is the first that has a turn; the others leave the device where they may."""
         from hybrid_gkd.student.actor import Actor
 
@@ -193,14 +195,14 @@ class Worker(GroupMember):
         if self.config.has_reference_model:
             from hybrid_gkd.student.reference import Reference
 
-            self.reference = Reference(self.config, device=self.device)
+            self.reference = Reference(self.config, device=self.device, num_ids=num_ids)
             self.shared.add_model("reference", self.reference)
         if self.config.uses_reward_model:
             from hybrid_gkd.student.reward_model import RewardModel
 
             self.reward_model = RewardModel(self.config, device=self.device)
             self.shared.add_model("reward_model", self.reward_model)
-        self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"])
+        self.actor = Actor(self.config, device=self.device, num_updates=num_updates["actor"], num_ids=num_ids)
         self.shared.add_model("actor", self.actor)
 
     def _build_updaters(self, saves_behind: bool) -> None:
@@ -286,8 +288,7 @@ class Worker(GroupMember):
     def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
         if not self.config.has_reference_model:
             return self.updater.forward(lambda: self.actor.compute_ref_topk(micro_batches))
-        num_ids = self.actor.num_ids
-        return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches, num_ids=num_ids))
+        return self.reference_updater.forward(lambda: self.reference.compute_topk(micro_batches))
 
     @spanned("reward_model")
     def compute_reward_scores(self, micro_batches: tuple[tuple[RewardText, ...], ...]) -> dict[int, float]:

@@ -103,7 +103,7 @@ def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
         distances = []
         for step in range(3):
             batch = random_batch(step)
-            scores = reference.compute_topk(batch.micro_batches, num_ids=actor.num_ids)
+            scores = reference.compute_topk(batch.micro_batches)
             plain = reference.compute_logprobs(batch.micro_batches)
             items = []
             for (item,) in batch.micro_batches:

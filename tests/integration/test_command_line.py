@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
@@ -573,6 +574,30 @@ def test_ppo_trains_without_a_teacher_on_two_workers(world, tmp_path):
         assert rows[step]["reward/kl_coef"] == coef
         coef *= 1 + min(max(rows[step]["reward/kl"] / 1e-3 - 1, -0.2), 0.2) * 32 / 320
     assert coef != pytest.approx(0.1 * 0.98**3)  # the KL has grown beyond its target
+
+
+@pytest.mark.parametrize(("rows", "of_teacher"), [(300, 272), (259, 300)])
+def test_models_with_other_rows_beyond_the_tokens_are_the_same_model(world, tmp_path, rows, of_teacher):
+    """Student and teacher differ in rows that are no tokens, and in one token that a student without a row lacks."""
+    from transformers import AutoModelForCausalLM
+
+    make_tiny_model(tmp_path / "student", seed=1, layers=1, vocab_size=300)
+    shutil.copytree(tmp_path / "student", tmp_path / "teacher")
+    for seed, (who, size) in enumerate((("student", rows), ("teacher", of_teacher))):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / who)
+        model.resize_token_embeddings(size)
+        model.get_output_embeddings().weight.data[260:].normal_(generator=torch.Generator().manual_seed(seed))
+        model.save_pretrained(tmp_path / who)
+    code, _, err = run(arguments(
+        world, tmp_path, *(f"actor_rollout_ref.{key}model.path={tmp_path}/{who}"
+                           for key, who in (("", "student"), ("teacher.", "teacher"))),
+        *VLLM_TEACHER, "trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.val_before_train=true",
+        "trainer.test_freq=1",
+    ))  # fmt: skip
+    assert code == 0, err
+    rows = rows_of(tmp_path)
+    found = rows[0]["val/forward_kl"], rows[0]["val/reverse_kl"], rows[1]["actor/kl_loss"]
+    assert found == pytest.approx((0, 0, 0), abs=1e-4)
 
 
 def test_dry_run_prints_the_configuration_and_the_plan(world, tmp_path, capsys):

@@ -7,7 +7,7 @@ import engines
 import numpy as np
 import pytest
 import torch
-from engines import MAX_NUM_SEQS, MAX_TOKENS, SEEDS, STOP_TOKENS, EngineProcess
+from engines import MAX_NUM_SEQS, MAX_TOKENS, NUM_IDS, SEEDS, STOP_TOKENS, EngineProcess
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
@@ -66,7 +66,7 @@ def completions(samples):
 @torch.no_grad()
 def reference_logprobs(model, sample):
     ids = torch.from_numpy(sample.tokens.astype(np.int64))
-    rows = model(ids[None]).logits[0].log_softmax(-1)[sample.positions - 1]
+    rows = model(ids[None]).logits[0, sample.positions - 1, :NUM_IDS].log_softmax(-1)
     return rows.gather(1, ids[sample.positions, None])[:, 0].numpy()
 
 
@@ -83,6 +83,7 @@ def test_samples_are_complete_and_say_which_request_they_are_of(call, models):
         assert sample.loss_mask.tolist() == [False] * prompt + [True] * len(written)
         assert (sample.versions.dtype, sample.versions.tolist()) == (np.int32, [VERSION] * len(written))
         assert not np.isin(written[:-1], STOP_TOKENS).any()
+        assert (written < NUM_IDS).all()
         if sample.status == "length":
             assert (len(written), written[-1] in STOP_TOKENS) == (MAX_TOKENS, False)
         else:
@@ -100,7 +101,7 @@ def test_greedy_completions_are_those_of_transformers(call, models):
         ids = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
         expected = models[SEEDS[0]].generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, eos_token_id=STOP_TOKENS,
-            pad_token_id=257,
+            pad_token_id=257, suppress_tokens=list(range(NUM_IDS, NUM_IDS + 16)),
         )
         assert samples[request.id].tokens.tolist() == expected[0].tolist()
         assert samples[request.id].logprobs is None

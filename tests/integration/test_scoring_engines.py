@@ -20,6 +20,7 @@ from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
 
 TIMEOUT = 900.0  # seconds; ends a test that hangs
+NUM_IDS = 250  # of a student that has fewer rows
 TOKENS = 260  # of the tokenizer, with one that transformers adds for a Qwen2 model
 EMBEDDINGS = 331  # of the model: odd, and more than the tokenizer has
 TOLERANCE = 1e-4
@@ -31,6 +32,7 @@ JOBS = {
     "temperature": (9, 40, 5, 0.6),
     "all ids": (4, 30, TOKENS, 1.3),
     "several engine steps": (4, 900, 7, 1.0),
+    "a student with fewer rows": (9, 40, 7, 1.0),
 }
 
 
@@ -42,8 +44,13 @@ def make_readings(count, longest, seed=0):
         first = 1 if index in (1, 2) else rng.integers(longest // 2, longest)
         length = first + (1 if index in (0, 2) else rng.integers(longest // 2, longest))
         token_ids = rng.integers(0, EMBEDDINGS, length, dtype=np.int32)
+        token_ids[first:] %= NUM_IDS  # what is read may be any row, what is scored is a token
         readings.append(Reading(token_ids=token_ids, positions=np.arange(first, length)))
     return readings
+
+
+def ids_of(name):
+    return NUM_IDS if name == "a student with fewer rows" else None
 
 
 def scattered(reading, seed):
@@ -62,11 +69,11 @@ def score_all(folder, backend, tp_size):
     )
     engine = load_engine(options)
     for name, (count, longest, k, temperature) in JOBS.items():
-        engine.add(name, make_readings(count, longest), k, temperature)
+        engine.add(name, make_readings(count, longest), k, temperature, ids_of(name))
     found = drain(engine)
     for name, (count, longest, k, temperature) in JOBS.items():
         readings = [scattered(each, seed) for seed, each in enumerate(make_readings(count, longest))]
-        engine.add(name, readings, k, temperature)
+        engine.add(name, readings, k, temperature, ids_of(name))
     assert engine.num_tokens == sum(each.num_tokens for job in JOBS.values() for each in make_readings(*job[:2]))
     assert engine.info.any_temperature
     assert engine.info.max_topk == TOKENS
@@ -111,26 +118,27 @@ def reference(model_path):
 
 
 class Reference:
-    """(reading, temperature) -> log-probabilities [R, V] by the shortest way there is."""
+    """Float64 log-probabilities [R, N] of a reading's tokens by the shortest way there is."""
 
     def __init__(self, folder, **options):
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
     @torch.inference_mode()
-    def __call__(self, reading, temperature):
+    def __call__(self, reading, temperature, num_ids):
         ids = torch.from_numpy(reading.token_ids.astype(np.int64))
-        logits = self._model(input_ids=ids[None]).logits[0, reading.positions - 1]
+        logits = self._model(input_ids=ids[None]).logits[0, reading.positions - 1, :num_ids].double()
         return (logits / temperature).log_softmax(-1).numpy()
 
 
-def check(found, reference, jobs=JOBS, num_ids=TOKENS):
+def check(found, reference, jobs=JOBS, tokens=TOKENS):
     assert list(found)
     assert set(found) == set(jobs)
     for name, (count, longest, k, temperature) in jobs.items():
         assert len(found[name]) == count
+        num_ids = ids_of(name) or tokens
         for reading, score in zip(make_readings(count, longest), found[name], strict=True):
-            expected, targets = reference(reading, temperature), reading.token_ids[reading.positions]
-            top = -np.sort(-expected[:, :num_ids], axis=1)[:, :k]
+            expected, targets = reference(reading, temperature, num_ids), reading.token_ids[reading.positions]
+            top = -np.sort(-expected, axis=1)[:, :k]
             assert score.ids.dtype == np.int32
             assert score.ids.shape == (len(targets), k), name
             assert ((score.ids >= 0) & (score.ids < num_ids)).all(), name
@@ -138,7 +146,7 @@ def check(found, reference, jobs=JOBS, num_ids=TOKENS):
             close = {"atol": TOLERANCE, "rtol": 0, "err_msg": name}
             np.testing.assert_allclose(score.logprobs, top, **close)
             np.testing.assert_allclose(np.take_along_axis(expected, score.ids, 1), top, **close)
-            others = expected.astype(np.float64)
+            others = expected.copy()
             np.put_along_axis(others, score.ids, -np.inf, 1)
             np.testing.assert_allclose(score.tail_logprobs, np.logaddexp.reduce(others, 1), **close)
             np.testing.assert_allclose(score.sampled_logprobs, expected[np.arange(len(targets)), targets], **close)
@@ -208,7 +216,7 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
     assert ("sequences are padded" in caplog.text) == padded
     found = {"mixed": engine.score(make_readings(20, 60), 9, 0.7)}
     check(found, Reference(tmp_path, attn_implementation="eager"), {"mixed": (20, 60, 9, 0.7)},
-          num_ids=engine.info.vocab_size)  # fmt: skip
+          tokens=engine.info.vocab_size)  # fmt: skip
 
 
 def test_clear_forgets_what_was_queued(model_path, reference):

@@ -15,7 +15,7 @@ from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, RowScorer
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0
-VOCABULARY, LENGTH = 50, 9
+VOCABULARY, NUM_IDS, LENGTH = 50, 41, 9
 ROWS = np.array([1, 3, 4, 7, 8])
 HIDDEN = torch.randn(2, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
 TARGETS = np.arange(len(ROWS))
@@ -25,12 +25,12 @@ COMPLETE = [["a"], [], [], ["b"], ["a"]]
 
 
 def sampling_params():
-    how = {"rows": ROWS.tobytes(), "targets": TARGETS.tobytes(), "k": 4, "temperature": 2.0}
+    how = {"rows": ROWS.tobytes(), "targets": TARGETS.tobytes(), "k": 4, "temperature": 2.0, "num_ids": NUM_IDS}
     return SimpleNamespace(extra_args={EXTRA_ARGS_KEY: how})
 
 
 def scorer():
-    return RowScorer(lambda hidden: hidden, VOCABULARY, None)
+    return RowScorer(lambda hidden: hidden, None)
 
 
 def hidden_states(spans):
@@ -41,7 +41,7 @@ def hidden_states(spans):
 def check(found, names):
     assert list(found) == names
     for name, (ids, logprobs, (tail, sampled), *_) in found.items():
-        expected = (HIDDEN["ab".index(name), ROWS] / 2).log_softmax(1)
+        expected = (HIDDEN["ab".index(name), ROWS, :NUM_IDS] / 2).log_softmax(1)
         top, places = expected.topk(4)
         assert torch.equal(ids, places.int())
         torch.testing.assert_close(logprobs, top)

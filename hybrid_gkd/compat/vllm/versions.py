@@ -244,6 +244,24 @@ def sleeping_bytes() -> tuple[int, int]:
     return sizes[False], sizes[True]
 
 
+def mask_logits(model: Any, num_ids: int) -> None:
+    """Leave no probability to the ids from `num_ids` on, rows of a model of vLLM that are no tokens.
+
+    `compute_logits`, which every model of vLLM has, is where a runner gets what it draws from. The columns stay, as
+    samplers count on their number. `SamplingParams.allowed_token_ids` would have a pass over all logits for it, and
+    takes 1,024 ids at most in the newer runner.
+    """
+    compute = model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Tensor | None:
+        logits: Tensor | None = compute(*args, **kwargs)
+        if logits is not None:  # on one rank alone where they are gathered there
+            logits[..., num_ids:] = -float("inf")
+        return logits
+
+    model.compute_logits = compute_logits
+
+
 def forget_expert_kernels(model: Any) -> None:
     """On the CPU, before new weights are loaded: let every layer of experts pack them, as it does with its first.
 
@@ -378,12 +396,12 @@ def local_head(model: Any) -> tuple[Callable[[Tensor], Tensor], int, int, Callab
 
     found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     expect(len(found) == 1 and hasattr(found[0], "_gather_logits"), "one LogitsProcessor with _gather_logits")
-    processor, heads = found[0], []
+    processor, compute, heads = found[0], model.compute_logits, []
 
     def logits(hidden: Tensor) -> Tensor:
         processor._gather_logits = lambda local: local
         try:
-            return model.compute_logits(hidden)
+            return compute(hidden)
         finally:
             del processor._gather_logits
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hybrid_gkd.errors import ModelError, in_words
 from hybrid_gkd.models.spec import position_limit
-from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_hash
+from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, stop_token_ids, tokenizer_hash
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.types import Reading, TopK
@@ -31,6 +31,8 @@ class Item:
     reading: Reading
     k: int
     temperature: float
+    num_ids: int
+    """What is scored are the ids below it."""
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -68,18 +70,22 @@ class ScoringEngine(ABC):
         """Readings that `_step` has not taken yet."""
         self._results: dict[Any, list[TopK | None]] = {}
 
-    def add(self, job: Any, readings: list[Reading], k: int, temperature: float) -> None:
-        """Queue readings within `info`'s limits as a hashable `job`."""
+    def add(
+        self, job: Any, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None
+    ) -> None:
+        """Queue readings within `info`'s limits as a hashable `job`; scored are the tokens below `num_ids`."""
+        known = min(self.info.vocab_size, self.info.num_embeddings)
+        num_ids = known if num_ids is None else min(num_ids, known)
         self._results[job] = [None] * len(readings)
         for index, reading in enumerate(readings):
-            self._queue.append(Item(job, index, reading, k, temperature))
+            self._queue.append(Item(job, index, reading, k, temperature, num_ids))
             self.num_tokens += self._queue[-1].num_tokens
 
     def step(self) -> list[tuple[Any, list[TopK]]]:
         """Compute a little; returns the jobs that are done by now, often none.
 
-        One entry per reading: ids int32 [R, k] (most likely first, below `info.vocab_size`), logprobs float32
-        [R, k] over the whole vocabulary, tail_logprobs and sampled_logprobs float32 [R], all at the job's temperature.
+        One entry per reading: ids int32 [R, k] (most likely first, below the job's `num_ids`), logprobs
+        float32 [R, k] over all ids below it, tail_logprobs and sampled_logprobs float32 [R], at the job's temperature.
         """
         done = []
         for item, scores in self._step():
@@ -99,10 +105,12 @@ class ScoringEngine(ABC):
         self._queue.clear()
         return jobs
 
-    def score(self, readings: list[Reading], k: int, temperature: float) -> list[TopK]:
+    def score(
+        self, readings: list[Reading], k: int, temperature: float, num_ids: int | None = None
+    ) -> list[TopK]:
         """Add one job to an idle engine and wait for it."""
         assert not self._results, "the engine is busy"
-        self.add(None, readings, k, temperature)
+        self.add(None, readings, k, temperature, num_ids)
         while True:
             for _, scores in self.step():
                 return scores
@@ -123,7 +131,7 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     stop_ids: list[int] = []
     with contextlib.suppress(ModelError):  # a generation_config.json that transformers refuses: scoring needs none
         stop_ids = stop_token_ids(options.ckpt_path, tokenizer)
-    text = config.get_text_config()
+    text, num_ids = config.get_text_config(), num_token_ids(tokenizer)
     # Not the whole path: workers on other hosts may keep the same model elsewhere.
     name, (limit, field) = Path(options.ckpt_path).resolve().name, position_limit(text)
     lengths = [length for length in (options.max_model_len, limit) if length is not None]
@@ -132,8 +140,8 @@ def describe_model(options: EngineOptions, backend: str) -> tuple[Any, ModelInfo
     if lengths[0] > lengths[-1]:
         log.warning("sequences may have %d tokens (%s), not %d", lengths[-1], field, lengths[0])
     return config, ModelInfo(
-        model=name, backend=backend, vocab_size=len(tokenizer), num_embeddings=text.vocab_size, any_temperature=True,
-        tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, len(tokenizer), text.vocab_size),
+        model=name, backend=backend, vocab_size=num_ids, num_embeddings=text.vocab_size, any_temperature=True,
+        tokenizer_hash=tokenizer_hash(tokenizer), max_topk=min(options.n_logprobs, num_ids, text.vocab_size),
         max_sequence_length=min(lengths),
         chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         stop_token_ids=tuple(stop_ids),

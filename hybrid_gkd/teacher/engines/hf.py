@@ -97,7 +97,10 @@ class HFScoringEngine(ScoringEngine):
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """The readings of the next forward, at least one if any waits; the limit counts padding where there is any."""
+        """The readings of the next forward, at least one if any waits, of equal `num_ids`.
+
+        The limit counts padding where there is any.
+        """
         limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
         items: list[Item] = []
         longest = total = 0
@@ -105,7 +108,7 @@ class HFScoringEngine(ScoringEngine):
             length = self._queue[0].num_tokens
             longest, total = max(longest, length), total + length
             size = longest * (len(items) + 1) if self._pads else total
-            if items and size > limit:
+            if items and (size > limit or self._queue[0].num_ids != items[0].num_ids):
                 break
             items.append(self._queue.popleft())
         return items
@@ -124,7 +127,7 @@ class HFScoringEngine(ScoringEngine):
         top = top_logprobs(
             output.flatten(0, 1)[to_device(rows, output.device)].to(device), self._logits,
             to_device(np.concatenate(targets), device), to_device(temperatures.astype(np.float32), device),
-            max(item.k for item in items), self.info.vocab_size,
+            max(item.k for item in items), items[0].num_ids,
         )
         return _copy_to_host(items, top)
 

@@ -58,7 +58,7 @@ class VLLMScoringEngine(ScoringEngine):
                 **vllm_compat.device_engine_args(device, dtype=options.dtype, hf_config=config, **limits),
             }  # fmt: skip
             self._engine = load_llm(llm_class, arguments, options.arguments_of("vllm"), config).llm_engine
-            self._engine.collective_rpc("install_row_scorer", args=(info.vocab_size,))
+            self._engine.collective_rpc("install_row_scorer", args=(info.vocab_size, info.num_embeddings))
             self._check_scores()
         except ModelError:
             raise
@@ -92,7 +92,7 @@ class VLLMScoringEngine(ScoringEngine):
             name = next(self._names)
             self._items[name] = item = self._queue.popleft()
             arrays = {"rows": item.rows.tobytes(), "targets": item.targets.tobytes()}
-            how = {**arrays, "k": item.k, "temperature": item.temperature}
+            how = {**arrays, "k": item.k, "temperature": item.temperature, "num_ids": item.num_ids}
             parameters = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY, extra_args={EXTRA_ARGS_KEY: how}, skip_clone=True,
@@ -122,8 +122,8 @@ class VLLMScoringEngine(ScoringEngine):
 class WorkerExtension:
     """Becomes a base class of vLLM's worker, one per GPU."""
 
-    def install_row_scorer(self, num_ids: int) -> None:
-        """`num_ids`: candidates are below it. Raises ModelError."""
+    def install_row_scorer(self, num_ids: int, rows: int) -> None:
+        """In a model with `rows`, of which the first `num_ids` are tokens. Raises ModelError."""
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
         head, shard = model.compute_logits, None
@@ -131,7 +131,9 @@ class WorkerExtension:
             head, first_id, num_columns, gather = vllm_compat.local_head(model)
             shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
-        vllm_compat.install_scorer(runner, RowScorer(head, num_ids, shard))
+        vllm_compat.install_scorer(runner, RowScorer(head, shard))
+        if num_ids < rows:  # what it draws for itself, from here on, are tokens too
+            vllm_compat.mask_logits(model, num_ids)
 
 
 @dataclass(eq=False)
@@ -142,6 +144,7 @@ class _Request:
     """int64 [R], the scored tokens."""
     k: int
     temperature: float
+    num_ids: int
     parts: list[TopLogprobs] = field(default_factory=list)
     """Of the steps so far, on the device."""
 
@@ -149,8 +152,8 @@ class _Request:
 class RowScorer:
     """Scores the rows of every step that predict scored tokens; those of a request may be spread over several steps."""
 
-    def __init__(self, head: Any, num_ids: int, shard: Shard | None):
-        self._head, self._num_ids, self._shard = head, num_ids, shard
+    def __init__(self, head: Any, shard: Shard | None):
+        self._head, self._shard = head, shard
         self._requests: dict[str, _Request] = {}
 
     def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None:
@@ -175,17 +178,20 @@ class RowScorer:
             start, end = np.searchsorted(request.rows, [first, first + count])
             if start < end:
                 found.append((name, request, request.rows[start:end] + (row - first), slice(start, end)))
-        if not found:
-            return {}
+        complete = dict[str, tuple[Tensor, ...]]()
+        for num_ids in sorted({request.num_ids for _, request, *_ in found}):  # clients have one each
+            self._score_part(hidden, [each for each in found if each[1].num_ids == num_ids], num_ids, complete)
+        return complete
+
+    def _score_part(self, hidden: Tensor, found: list[Any], num_ids: int, complete: dict[str, Any]) -> None:
         _, requests, all_rows, places = zip(*found, strict=True)
         sizes, device = [len(rows) for rows in all_rows], hidden.device
         targets = np.concatenate([request.targets[part] for request, part in zip(requests, places, strict=True)])
         temperatures = np.repeat([request.temperature for request in requests], sizes).astype(np.float32)
         top = top_logprobs(
             hidden[to_device(np.concatenate(all_rows), device)], self._head, to_device(targets, device),
-            to_device(temperatures, device), max(request.k for request in requests), self._num_ids, self._shard,
+            to_device(temperatures, device), max(request.k for request in requests), num_ids, self._shard,
         )
-        complete = dict[str, tuple[Tensor, ...]]()
         parts_of_all = zip(*(part.split(sizes) for part in top), strict=True)
         for (name, request, _, part), scores in zip(found, parts_of_all, strict=True):
             request.parts.append(TopLogprobs(*scores).first(request.k))
@@ -193,4 +199,3 @@ class RowScorer:
                 ids, logprobs, *others = map(torch.cat, zip(*request.parts, strict=True))
                 request.parts = []
                 complete[name] = ids, logprobs, torch.stack(others)
-        return complete

@@ -50,6 +50,11 @@ class Work:
     readings: list[Reading]
     deadline: float
 
+    @property
+    def how(self) -> tuple[int, float, int | None]:
+        """What `ScoringEngine.add` takes beside the readings."""
+        return self.request.topk, self.request.temperature, self.request.num_ids
+
 
 class BusyTime:
     """Adds up for how much of the last BUSY_SECONDS there was something to do."""
@@ -189,7 +194,7 @@ class ScoringWorker:
             done: Iterable[tuple[Work, list[TopK]]]
             try:
                 for work in batch:
-                    self._engine.add(work, work.readings, work.request.topk, work.request.temperature)
+                    self._engine.add(work, work.readings, *work.how)
                 done = self._engine.step()
             except Exception as error:
                 # As text: its frames would keep what the engine had computed, on a GPU the memory that it lacked.
@@ -225,7 +230,7 @@ class ScoringWorker:
         log.warning("the engine failed with %d requests: %s", len(pending), failure)
         for work in pending:
             try:
-                scores = self._engine.score(work.readings, work.request.topk, work.request.temperature)
+                scores = self._engine.score(work.readings, *work.how)
             except Exception as own_error:
                 self._engine.clear()
                 log.error("the engine failed on request %s", work.request.id, exc_info=own_error)

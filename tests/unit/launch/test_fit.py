@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.errors import ConfigError, DataError, TeacherMismatch
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, TeacherMismatch
 from hybrid_gkd.launch import fit
 from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.testing import LocalTeacher, make_tiny_model, tail_of
@@ -100,6 +101,24 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
     with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has 260 rows"):
         check(models, "student", whole[0], short[1], data)
     check(models, "student", *whole, data)
+
+
+@pytest.mark.parametrize(("rows", "of_teacher", "num_ids"), [
+    (259, 259, 259), (288, 272, 260), (272, 288, 260), (259, 288, 259), (288, 259, 259),
+])  # fmt: skip
+def test_what_is_scored_are_tokens_with_a_row_in_both_models(models, tmp_path, caplog, rows, of_teacher, num_ids):
+    """The tokenizer has 260. With 259 rows a model lacks the last, which is warned of where the student has it."""
+    folders = [make_tiny_model(tmp_path / who, vocab_size=size) for who, size in (("s", rows), ("t", of_teacher))]
+    paths = [f"actor_rollout_ref.model.path={folders[0]}", f"actor_rollout_ref.teacher.model.path={folders[1]}"]
+    assert check(models, "student", *paths).num_ids == num_ids
+    warned = f"{tmp_path}/t has 259 rows in its embedding (vocab_size), the student more: '<|endoftext|>'; tokens with"
+    assert (warned in caplog.text) == (of_teacher < min(rows, 260))
+
+
+def test_a_teacher_without_a_row_for_what_ends_an_answer_is_refused(models):
+    facts = dataclasses.replace(check(models, "student"), train_prompts=[])
+    with pytest.raises(ModelError, match=r"T has 256 rows .*, the student more: '<\|end\|>', .*that end an answer \(\["):
+        check_rows("teacher", "T", 256, facts)
 
 
 def test_more_candidates_than_tokens_are_refused(models):

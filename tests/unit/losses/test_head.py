@@ -213,6 +213,35 @@ def test_chunks_take_what_they_may_and_a_single_one_the_place_of_the_sum(rows, w
     assert max(seen) <= 200
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+@pytest.mark.parametrize(("tail_topk", "overlap_topk"), [(0, 0), (4, 4)])
+def test_rows_that_are_no_tokens_are_not_there(chunk_rows, tail_topk, overlap_topk):
+    """However likely they are: the numbers and gradients are those of the matrix without them, and theirs are 0."""
+    hidden, weight, *_ = inputs(13, 8, 30, 1)
+    num_ids, ids = 23, distinct_ids(13, 23)[:, :6]
+    with torch.no_grad():
+        weight[num_ids:] *= 20
+    grad = torch.randn(13, 6 + (tail_topk > 0), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options = {
+        "temperature": 0.7, "chunk_rows": chunk_rows, "with_entropy": True, "tail_topk": tail_topk,
+        "overlap_topk": overlap_topk, "entropy_weights": torch.linspace(-1, 1, 13),
+    }  # fmt: skip
+    got, parts = head_loss(hidden, weight, ids, kl(grad), num_ids=num_ids, **options)
+    got.backward()
+    alone = [x.detach().clone().requires_grad_() for x in (hidden, weight[:num_ids])]
+    want, want_parts = head_loss(*alone, ids, kl(grad), **options)
+    want.backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(parts, want_parts)
+    torch.testing.assert_close(hidden.grad, alone[0].grad)
+    torch.testing.assert_close(weight.grad[:num_ids], alone[1].grad)
+    assert weight.grad.shape == weight.shape
+    assert (weight.grad[num_ids:] == 0).all()
+    found = logprobs_of_ids(hidden, weight, ids, num_ids=num_ids)
+    logits = hidden.detach() @ weight.detach()[:num_ids].T
+    torch.testing.assert_close(found, logits.log_softmax(1).gather(1, ids))
+
+
 @pytest.mark.parametrize("chunk_rows", [None, 100])
 def test_memory_that_nothing_has_been_written_to_is_not_used(chunk_rows):
     """A vocabulary that is no multiple of anything, in bfloat16, where torch.empty gives not-a-numbers."""

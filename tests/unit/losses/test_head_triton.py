@@ -50,7 +50,9 @@ def compare(rows, vocabulary, num_ids, temperature, dtype):
     values = 4 * torch.randn(rows, vocabulary, generator=gen)
 
     def in_buffer():
-        return head._logits_buffer(torch.zeros(rows, 1, dtype=dtype), torch.zeros(vocabulary, 1), rows).copy_(values)
+        wider = torch.zeros(vocabulary + 37, 1)  # by rows that are no tokens
+        logits = head._logits_buffer(torch.zeros(rows, 1, dtype=dtype), wider, rows).fill_(99)
+        return logits[:, :vocabulary].copy_(values)
 
     logits = in_buffer()
     ids = torch.randint(vocabulary, (rows, num_ids), generator=gen)

@@ -23,12 +23,13 @@ def case(seed=0, scale=2.0):
 
 
 def expect(found, k, num_ids, hidden, weight, targets, temperatures):
-    logprobs = (hidden @ weight.T / temperatures[:, None]).log_softmax(1)
+    logits = (hidden @ weight.T / temperatures[:, None]).double()
+    logprobs = (logits - logits[:, :num_ids].logsumexp(1, keepdim=True)).float()
     top, ids = logprobs[:, :num_ids].sort(dim=1, descending=True)
     assert found.ids.dtype == torch.int32
     assert torch.equal(found.ids.long(), ids[:, :k])  # no ties in this case
     torch.testing.assert_close(found.logprobs, top[:, :k], atol=1e-5, rtol=0)
-    tail = logprobs.double().scatter(1, ids[:, :k], -torch.inf).logsumexp(1).float()
+    tail = logprobs[:, :num_ids].double().scatter(1, ids[:, :k], -torch.inf).logsumexp(1).float()
     torch.testing.assert_close(found.tail, tail, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.sampled, logprobs.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
 
@@ -36,9 +37,10 @@ def expect(found, k, num_ids, hidden, weight, targets, temperatures):
 @pytest.mark.parametrize(("k", "num_ids"), [(1, 41), (5, 41), (41, 41), (7, 30), (30, 30)])
 @pytest.mark.parametrize("head_rows", [4, 1024])
 def test_top_logprobs(monkeypatch, k, num_ids, head_rows):
-    """Chosen among the first num_ids columns, normalised over all of them."""
+    """Of the first num_ids columns: the others are no tokens, however large they are."""
     monkeypatch.setattr(topk, "HEAD_ROWS", head_rows)
     hidden, weight, targets, temperatures = case()
+    weight[num_ids:] *= 9
     found = top_logprobs(hidden, lambda rows: rows @ weight.T, targets, temperatures, k, num_ids)
     expect(found, k, num_ids, hidden, weight, targets, temperatures)
 
@@ -89,12 +91,13 @@ for num_columns, num_ids, k in ((5000, 5000, 1), (9001, 8999, 64), (17001, 16400
     logits[0] = logits[0].round()  # many ties
     logits[1, 100:400] += 20  # the largest in few blocks
     logits[2, 7 : 7 + k] += 60  # next to nothing is left for the others
+    logits[:, num_ids:] = 99  # no tokens
     inverse = torch.tensor([1.0, 0.5, 2.0])
     ids, values, others = select(logits, inverse, k, num_ids)
     assert torch.equal(values.sort(descending=True).values, logits[:, :num_ids].topk(k).values), (num_columns, k)
     assert torch.equal(logits.gather(1, ids.long()), values)
     assert all(len(set(row)) == k for row in ids.tolist())
-    expected = (logits * inverse[:, None]).scatter(1, ids.long(), -torch.inf).logsumexp(1)
+    expected = (logits * inverse[:, None])[:, :num_ids].scatter(1, ids.long(), -torch.inf).logsumexp(1)
     assert (others.logsumexp(1) - expected).abs().max() < 1e-5
 print("right")
 """

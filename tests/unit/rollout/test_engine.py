@@ -55,7 +55,7 @@ def test_an_engine_of_the_users_own_is_built_and_never_sleeps(tmp_path):
 class ScriptedEngine(RolloutEngine):
     """Step i finishes `ends[i]` samples and has computed `computed[i]` tokens of the others."""
 
-    weight_version, computed_tokens = 3, 0
+    description, weight_version, computed_tokens = "scripted", 3, 0
 
     def __init__(self, ends, computed=()):
         self.script = list(zip(ends, computed or [0] * len(ends), strict=True))
@@ -98,6 +98,15 @@ def test_an_engine_shows_progress_as_long_as_it_computes(monkeypatch):
 def test_an_engine_that_loses_samples_is_not_waited_for():
     with pytest.raises(WorkerError, match=r"the rollout engine lost 3 of 5 samples"):
         list(numbers_yielded(ScriptedEngine([2]), 5))
+
+
+def test_an_engine_that_draws_what_is_no_token_is_named():
+    engine = ScriptedEngine([])
+    request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=np.array([5], np.int32), seed=0)
+    for engine.num_ids in (None, 10):
+        assert engine.sample(request, [7, 9], status="stop", logprobs=None).num_trained == 2
+    with pytest.raises(WorkerError, match=rf"{KEY}: scripted has drawn 10; tokens are the ids below 10"):
+        engine.sample(request, [10, 9], status="stop", logprobs=None)
 
 
 def test_weights_come_before_the_first_token():

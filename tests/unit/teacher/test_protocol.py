@@ -242,7 +242,7 @@ def test_bad_frames(change, text):
 
 
 MODEL = protocol.ModelInfo(
-    model="m", backend="vllm", vocab_size=9, num_embeddings=10, tokenizer_hash="h", max_topk=4, max_sequence_length=5,
+    model="m", backend="vllm", vocab_size=10, num_embeddings=12, tokenizer_hash="h", max_topk=4, max_sequence_length=5,
     any_temperature=False,
 )  # fmt: skip
 
@@ -253,8 +253,11 @@ MODEL = protocol.ModelInfo(
         ({"topk": 5}, READINGS, "topk 5 is above the 4"),
         ({"temperature": 0.5}, READINGS, "temperature 0.5: the vllm backend"),
         ({}, [*READINGS, reading(np.arange(6), [2], "the third")], "the third has 6 tokens, the server's limit is 5"),
-        ({}, [reading([0, 1, 10], [2])], "reading 0 has token ids outside the 10 .* for example 10"),
-        ({}, [reading([-1, 0], [1])], "outside the 10"),
+        ({}, [reading([0, 1, 12], [2])], "reading 0 has token ids outside the 12 .* for example 12"),
+        ({}, [reading([-1, 0], [1])], "outside the 12"),
+        ({}, [reading([11, 10, 0], [1])], "reading 0 has the id 10 to score, which is none of the 10 ids of tokens"),
+        ({"num_ids": 7}, READINGS, "reading 1 has the id 7 to score, which is none of the 7"),
+        ({"num_ids": 1}, READINGS, r"topk 2 is above the 1 ids .*\(num_ids\)"),
     ],
 )
 def test_refusals_name_the_reason(changes, readings, text):
