@@ -76,7 +76,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
-        vllm_compat.unlink_shared_memory()
+        self.llm.collective_rpc(vllm_compat.unlink_shared_memory)
         if self.can_sleep:
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
