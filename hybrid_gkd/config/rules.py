@@ -193,7 +193,7 @@ def _best_metric(config: Config) -> Rules:
         names += ["accuracy", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
         names += [f"pass@{2**power}" for power in range(1, n.bit_length())]
     names += ["reward_model"] if config.reward_model.enable else []
-    if config.distillation.enabled:
+    if config.distillation.enabled and not config.actor_rollout_ref.teacher.is_stored:
         names += ["forward_kl", "reverse_kl"]
     yield (
         key, metric.startswith("val/") and metric.rpartition("/")[2] in names,
@@ -336,9 +336,9 @@ def _teacher(config: Config) -> Rules:
     valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
     key = f"{ARR}.teacher"
     yield (
-        f"{key}.model.path", given or section.model.path is not None,
-        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one; "
-        "distillation.enabled=false trains on a reward without one",
+        f"{key}.model.path", given or section.model.path is not None or section.is_stored,
+        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one, or cache for "
+        "given answers that one has scored; distillation.enabled=false trains on a reward without one",
     )
     yield f"{key}.server_port", not given or section.server_port != 0, "must be given together with server_ip"
     yield (

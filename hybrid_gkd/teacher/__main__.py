@@ -5,6 +5,7 @@ python -m hybrid_gkd.teacher join --ckpt-path MODEL --proxy-addr HOST:15556     
 python -m hybrid_gkd.teacher status --addr HOST:15555       what the service is doing
 python -m hybrid_gkd.teacher keys --out FOLDER              keys of the service, of clients and of workers
 python -m hybrid_gkd.teacher generate FILE --ckpt-path MODEL --out ANSWERS      a model's answers to prompts
+python -m hybrid_gkd.teacher score FILE --ckpt-path MODEL --out STORE           scores of answers, for runs without it
 
 Exit codes: 0, 1 for an error, 2 for wrong arguments, 3 from `status` when the service has no worker ready.
 """
@@ -40,7 +41,10 @@ DEFAULT_KEYS = Path("teacher_keys")
 """Where `serve` keeps keys that it was not given."""
 NO_WORKER = 3
 """Exit code of `status` for a service that cannot score yet, or any more."""
-ELSEWHERE = {"generate": ("hybrid_gkd.launch.generate", "write a model's answers to prompts into a file")}
+ELSEWHERE = {
+    "generate": ("hybrid_gkd.launch.generate", "write a model's answers to prompts into a file"),
+    "score": ("hybrid_gkd.launch.score", "score given answers once, for runs without a teacher"),
+}
 """Commands that need rooms above this one: their modules, imported by name when they run, and what they do."""
 
 
