@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import zlib
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ from hybrid_gkd.launch.answers import ROW, SAMPLE, AnswerFile, Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.inputs import check_data_sources, check_model_folder
+from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.models.spec import position_limit, read_config
 from hybrid_gkd.models.tokenizer import decode, load_tokenizer, stop_token_ids
 from hybrid_gkd.ppo.steps import request_seeds
@@ -225,7 +227,7 @@ def fitting(tasks: list[Task], options: argparse.Namespace) -> list[Task]:
 
 
 def arguments_of(options: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
-    """What the answers depend on, by the name of the option: all that is given, and the tokens of the prompts."""
+    """What the answers depend on, by the name of the option: all that is given, and what is in the files."""
     found = {
         "FILE" if name == "files" else f"--{name.replace('_', '-')}": value
         for name, value in vars(options).items() if name not in PLACES
@@ -233,7 +235,10 @@ def arguments_of(options: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
     checksum = 0
     for task in inputs.tasks:
         checksum = zlib.crc32(f"{task.row} {task.answer} ".encode(), zlib.crc32(task.token_ids.tobytes(), checksum))
-    return found | {"prompts and answers in FILE (checksum)": f"{checksum:08x}"}
+    found |= {"prompts and answers in FILE (checksum)": f"{checksum:08x}"}
+    if os.path.isdir(options.ckpt_path):  # a name of the hub may be fetched only now
+        found |= {"weights in --ckpt-path (hash)": fingerprint(options.ckpt_path)}
+    return found
 
 
 def make_config(options: argparse.Namespace, longest_prompt: int) -> Config:

@@ -169,6 +169,20 @@ def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
     assert [(request.id.row, request.id.number) for request in requests] == [(1, 1)]
 
 
+def test_prompts_and_weights_are_among_the_arguments(parsed, model):
+    def arguments(prompt):
+        options = parsed(rows=[{"prompt": prompt}])
+        return generate.arguments_of(options, generate.read_inputs(options))
+
+    first, other = arguments("a"), arguments("b")
+    assert {name for name in first if first[name] != other[name]} == {"prompts and answers in FILE (checksum)"}
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+    changed = arguments("a")
+    (model / "pytorch_model.bin").unlink()
+    assert {name for name in first if first[name] != changed[name]} == {"weights in --ckpt-path (hash)"}
+    assert not {"--out", "--tp-size", "--gpu-memory-utilization", "--device"} & first.keys()
+
+
 def test_seeds_depend_on_row_and_number_alone(parsed):
     rows = [{"prompt": str(number)} for number in range(3)]
     options = parsed("-n", "2", rows=rows)
