@@ -26,9 +26,8 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
-from hybrid_gkd.scoring.teacher import Scores, TeacherScorer
+from hybrid_gkd.scoring.teacher import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
-from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks
 from hybrid_gkd.workers.batches import mean_metrics
 
@@ -46,7 +45,7 @@ class GKDTrainer(PPOTrainer):
     """
 
     def __init__(
-        self, *args: Any, teacher: TeacherClient, check_teacher: Callable[[], None] = lambda: None,
+        self, *args: Any, teacher: Teacher, check_teacher: Callable[[], None] = lambda: None,
         shares_gpu: bool = False, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
@@ -57,7 +56,8 @@ class GKDTrainer(PPOTrainer):
         """Steps and finished samples that are sent when the next generation begins."""
         self._updates_beside_teacher = self.group.size == 1 or not shares_gpu
         """Whether an update may begin while the teacher still scores, see `_train_as_scored`."""
-        self.validators.append(self._held_out_divergence)
+        if not self.config.actor_rollout_ref.teacher.is_stored:
+            self.validators.append(self._held_out_divergence)
         takes_turns = shares_gpu and self.config.actor_rollout_ref.hybrid_engine
         if takes_turns and BATCHES_AHEAD[self.config.trainer.scheduler]:
             self.generation.on_finished.append(lambda step, pairs: self._kept.append((step, pairs)))

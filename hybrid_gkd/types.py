@@ -250,6 +250,8 @@ class Reading:
     """int64 [R], ascending and at least 1: the tokens whose predictions are asked for."""
     name: str = ""
     """For messages, such as "row 12, sample 3"."""
+    keep: bool = False
+    """Whether its scores are worth keeping, because it is read again: a given answer."""
 
     @property
     def num_tokens(self) -> int:

@@ -60,7 +60,13 @@ _METRICS = "tests/unit/reporting/test_metrics.py::test_docs_page_is_the_table"
 _REPORT = "tests/unit/reporting/test_report_page.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_a_run_that_would_start"
 _DASHBOARD = "tests/unit/reporting/test_dashboard.py::test_the_specification_is_printed_without_a_login"
+_GENERATE = "tests/integration/test_generate.py::test_a_reward_and_the_limit_of_tokens_leave_answers_out"
+_SCORE = "tests/integration/test_score.py::test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them"
 RUN_ELSEWHERE = {
+    f"{TEACHER} score answers.jsonl --student Qwen/Qwen3-0.6B --ckpt-path Qwen/Qwen3-8B --out scores "
+    "data.max_response_length=2048": _SCORE,
+    f"{TEACHER} generate train.jsonl --ckpt-path Qwen/Qwen3-8B --out answers.jsonl -n 4 --max-tokens 2048 "
+    "--temperature 0.7 --reward gsm8k --answer-key answer --min-reward 1": _GENERATE,
     "python -m hybrid_gkd.reporting.dashboard --project hybrid_gkd --json": _DASHBOARD,
     "bash run_gkd.sh": f"{_RECIPES}::test_the_embedded_default_brings_the_student_close_to_its_teacher",
     "bash run_gkd.sh --config-name gpu_demo": "tests/integration/test_gpu_demo.py::"

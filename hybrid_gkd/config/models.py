@@ -347,9 +347,25 @@ class TeacherConfig:
     gpu_memory_utilization: float | None = field(default=None, metadata=rules.SHARE)
     """Share of the GPU's memory for a local vLLM service; null takes 0.9 of GPUs of its own, and what the model needs
     to score where it shares them with the workers (printed by --dry-run)."""
+    cache: str | None = None
+    """Folder, on a local disk, that keeps the scores of given answers, so that repeated epochs and runs do not score
+    them again. Filled by python -m hybrid_gkd.teacher score, a run needs no teacher beside it."""
+    cache_gigabytes: float = field(default=50.0, metadata=rules.POSITIVE)
+    """Size of that folder, 10^9 bytes, from which on nothing is added. A scored token takes about 6 * distillation.topk
+    bytes."""
     max_model_len: int | None = field(default=None, metadata=rules.POSITIVE)
     """Longest sequence a local service scores; null takes prompt limit + response limit + 1."""
     model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether scores come from the cache alone, without a model or service."""
+        return self.cache is not None and self.server_ip is None and self.model.path is None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run starts a service of its own, if it needs one."""
+        return self.server_ip is None and not self.is_stored
 
     @property
     def endpoints(self) -> list[str]:

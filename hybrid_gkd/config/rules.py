@@ -5,17 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from hybrid_gkd.config.learning import ADV_ESTIMATORS, CUSTOM, MODEL, REWARD_FUNCTIONS, rejection_bounds
+from hybrid_gkd.config.loss_rules import ARR, Rules, distillation_loss, given_answers
 from hybrid_gkd.config.schema import Config
-from hybrid_gkd.losses.table import DIVERGENCES
 
-Rules = Iterator[tuple[str, object, str]]
-"""Dotted key, whether its rule holds, the rule in words."""
-ARR = "actor_rollout_ref"
-ESTIMATORS = [name for name, row in DIVERGENCES.items() if row.signal == "sampled"]
 LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
@@ -50,7 +45,7 @@ def rules_between_fields(config: Config) -> Rules:
     )
     yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
     yield from _batches(config)
-    yield from _given_answers(config)
+    yield from given_answers(config)
     yield (
         f"{ARR}.rollout.max_model_len", (arr.rollout.max_model_len or longest) >= longest,
         f"must be at least {LENGTHS} ({longest})",
@@ -83,7 +78,7 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _reward_model(config)
     if config.distillation.enabled:
         yield from _teacher(config)
-        yield from _loss(config)
+        yield from distillation_loss(config)
     if config.trains_on_rewards and not val_only:
         yield "reward.answer_key", config.has_reward, (
             "task rewards need the column with the right answers; distillation.enabled=true with "
@@ -97,37 +92,6 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _kl_in_reward(config)
     yield from _critic(config)
     yield from _filter_groups(config)
-
-
-def _given_answers(config: Config) -> Rules:
-    data, loss, given = config.data, config.distillation, "data.response_key"
-    if data.response_key is None:
-        unused = "goes together with data.response_key, the column with given answers"
-        yield "distillation.on_policy_fraction", loss.on_policy_fraction in (None, 1.0), unused
-        yield "distillation.sft_coef", not loss.sft_coef, unused
-        yield "trainer.warmup_steps_sft", not config.trainer.warmup_steps_sft, unused
-        yield "data.loss_mask", data.loss_mask == "answer", unused
-        yield "data.excluded_spans_key", data.excluded_spans_key is None, unused
-        return
-    own_template = loss.enabled and config.actor_rollout_ref.teacher.chat_template is not None
-    yield "data.loss_mask", data.loss_mask == "answer" or not own_template, (
-        f"must be answer with {ARR}.teacher.chat_template, which writes the prompt differently"
-    )
-    yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
-    yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"
-    if loss.enabled:
-        estimates = [name for name in (loss.loss_mode, *loss.mixed_weights) if name in ESTIMATORS]
-        rule = f"with {given}: they are estimates from what the student draws"
-        yield "distillation.as_reward", not loss.as_reward, f"must be false with {given}"
-        yield "distillation.loss_mode", not estimates, f"must use none of {', '.join(ESTIMATORS)} {rule}"
-    crossed, own = config.sft_coef > 0 or config.trainer.warmup_steps_sft > 0, config.on_policy_fraction == 1
-    yield "distillation.sft_coef", crossed or own or loss.enabled, (
-        "must be above 0 with distillation.enabled=false: nothing else learns from given answers"
-    )
-    section = ("distillation", loss) if loss.enabled else (f"{ARR}.rollout", config.actor_rollout_ref.rollout)
-    yield f"{section[0]}.temperature", section[1].temperature == 1 or not crossed, (
-        "must be 1 with a cross-entropy of given answers (distillation.sft_coef, trainer.warmup_steps_sft)"
-    )
 
 
 def _filter_groups(config: Config) -> Rules:
@@ -238,7 +202,7 @@ def _best_metric(config: Config) -> Rules:
         names += ["accuracy", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
         names += [f"pass@{2**power}" for power in range(1, n.bit_length())]
     names += ["reward_model"] if config.reward_model.enable else []
-    if config.distillation.enabled:
+    if config.distillation.enabled and not config.actor_rollout_ref.teacher.is_stored:
         names += ["forward_kl", "reverse_kl"]
     yield (
         key, metric.startswith("val/") and metric.rpartition("/")[2] in names,
@@ -381,9 +345,9 @@ def _teacher(config: Config) -> Rules:
     valid = [re.fullmatch(r"[^\s:/]+:\d+", end) and 0 < int(end.rpartition(":")[2]) < 65536 for end in ends]
     key = f"{ARR}.teacher"
     yield (
-        f"{key}.model.path", given or section.model.path is not None,
-        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one; "
-        "distillation.enabled=false trains on a reward without one",
+        f"{key}.model.path", given or section.model.path is not None or section.is_stored,
+        "a teacher is needed: give a model to start one, or server_ip and server_port of a running one, or cache for "
+        "given answers that one has scored; distillation.enabled=false trains on a reward without one",
     )
     yield f"{key}.server_port", not given or section.server_port != 0, "must be given together with server_ip"
     yield (
@@ -401,56 +365,4 @@ def _teacher(config: Config) -> Rules:
         f"{key}.overlap_rollout", config.trainer.scheduler == "sync" or section.overlap_rollout,
         f"must be true with trainer.scheduler={config.trainer.scheduler}, which is for a teacher that scores while "
         "the next batch is generated",
-    )
-
-
-def _loss(config: Config) -> Rules:
-    """Losses that would teach nothing, or something else than they say."""
-    loss, key, temperature = config.distillation, "distillation", config.actor_rollout_ref.rollout.temperature
-    mode, weights, own = loss.loss_mode, loss.mixed_weights, loss.loss_fn is not None
-    allowed = not (own and loss.use_policy_gradient)
-    yield f"{key}.use_policy_gradient", allowed, "must be false with distillation.loss_fn"
-    yield f"{key}.loss_mode", not own or mode == "forward_kl", "must be left out with distillation.loss_fn"
-    yield f"{key}.mixed_weights", (mode == "mixed") == bool(weights), "goes together with distillation.loss_mode=mixed"
-    mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
-    for name, weight in weights.items():
-        yield (
-            f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
-            f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
-        )
-    if loss.as_reward:
-        plain = mode == "forward_kl" and loss.tail == "bucket" and not own and not loss.use_policy_gradient
-        yield (
-            f"{key}.as_reward", plain,
-            "minimises no divergence: leave loss_mode, tail, loss_fn and use_policy_gradient of this section out",
-        )
-    used = DIVERGENCES.keys() & (set(weights) or {mode})
-    takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}
-    sampled = mode in takes_samples
-    yield (
-        f"{key}.use_policy_gradient", not sampled or DIVERGENCES[mode].is_loss or loss.use_policy_gradient,
-        f"must be true with distillation.loss_mode={mode}: as a loss, its expected gradient is 0",
-    )
-    yield (
-        f"{key}.use_policy_gradient", sampled or not loss.use_policy_gradient,
-        "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
-        f"not {mode}, whose exact gradient is known",
-    )
-    yield (
-        f"{key}.tail", not sampled or loss.tail == "bucket",
-        f"has no effect with distillation.loss_mode={mode}; leave it at bucket",
-    )
-    yield (
-        f"{key}.topk", loss.topk > 1 or loss.tail != "renormalise" or takes_samples,
-        "must be at least 2 with distillation.tail=renormalise, which makes a single candidate certain for teacher "
-        "and student alike",
-    )
-    yield (
-        f"{key}.temperature",
-        loss.temperature == temperature or not (
-            loss.use_policy_gradient or loss.use_task_rewards or loss.as_reward
-            or config.actor_rollout_ref.actor.use_kl_loss
-        ),
-        f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
-        "about the policy that the responses were sampled from",
     )

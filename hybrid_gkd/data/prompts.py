@@ -134,6 +134,10 @@ def make_prompts(
                     data_source=table.data_sources[row], extra_info=table.extra_infos[row],
                     file=file, weight=table.weight,
                 ))  # fmt: skip
+        unused = [prompt for prompt in prompts if prompt.loss_mask is not None and not prompt.loss_mask.any()]
+        if unused:
+            row = unused[0].row - num_rows
+            problems.append(DataError(f"{table.where}, row {row}: no token of the given answer is trained on"))
         num_rows += len(all_ids)
     raise_all(problems)
     limit = f"longer than data.max_prompt_length={max_prompt_length}"

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,19 @@ Table = tuple[list[str], list[dict[str, Any]]]
 """The names of all columns, and every row with the wanted ones."""
 
 
+class EveryColumn:
+    """Contains any name: the wanted columns where all are wanted."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class Source:
     """One table that can be read."""
 
     name: str
-    read: Callable[[str, set[str]], Table]
+    read: Callable[[str, Container[str]], Table]
     """Takes what messages begin with, and the names of the wanted columns."""
 
 
@@ -96,7 +103,7 @@ def short_names(names: list[str]) -> list[str]:
         shown = longer
 
 
-def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, set[str]], Table]:
+def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, Container[str]], Table]:
     codec = COMPRESSED.get(path.suffix.lower())
     suffix = Path(path.stem if codec else path.name).suffix.lower()
     if suffix not in SUFFIXES or (codec and suffix == ".parquet"):
@@ -108,14 +115,14 @@ def _file_reader(path: Path, entry: str, key: str) -> Callable[[str, set[str]], 
     return lambda where, wanted: read(_text(path, codec, where), where, wanted)
 
 
-def _folder_reader(folder: Path, split: str | None) -> Callable[[str, set[str]], Table]:
+def _folder_reader(folder: Path, split: str | None) -> Callable[[str, Container[str]], Table]:
     """A folder of `save_to_disk`, or one with files whose format and splits the datasets library finds."""
     if (folder / SAVED).is_file() or (folder / SAVED_SPLITS).is_file():
         return lambda where, wanted: _read_saved(folder, split, where, wanted)
     return _library_reader(str(folder), None, split or "train")
 
 
-def read_table(source: Source, where: str, wanted: set[str]) -> Table:
+def read_table(source: Source, where: str, wanted: Container[str]) -> Table:
     """Raises DataError, whatever the reason is that it cannot be read."""
     try:
         return source.read(where, wanted)
@@ -128,7 +135,7 @@ def read_table(source: Source, where: str, wanted: set[str]) -> Table:
         raise DataError(f"{where}: cannot be read: {reason}") from error
 
 
-def _read_parquet(path: Path, wanted: set[str]) -> Table:
+def _read_parquet(path: Path, wanted: Container[str]) -> Table:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as parquet:
@@ -154,7 +161,7 @@ def _text(path: Path, codec: str | None, where: str) -> str:
     return text
 
 
-def _read_json(text: str, where: str, wanted: set[str]) -> Table:
+def _read_json(text: str, where: str, wanted: Container[str]) -> Table:
     """Rows from one object per line, or from one list of objects, or from one object on several lines."""
     values: Iterable[Any]
     try:
@@ -196,7 +203,7 @@ def _json_object(line: str, where: str) -> Any:
     return value if isinstance(value, dict) else line
 
 
-def _read_csv(text: str, where: str, wanted: set[str]) -> Table:
+def _read_csv(text: str, where: str, wanted: Container[str]) -> Table:
     csv.field_size_limit(sys.maxsize)  # a long prompt may exceed the default, 128 KiB
     # Strict: else a quote that is never closed would take the rest of the file as one field.
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -217,10 +224,10 @@ def _read_csv(text: str, where: str, wanted: set[str]) -> Table:
     return header, rows
 
 
-def _library_reader(name: str, config: str | None, split: str) -> Callable[[str, set[str]], Table]:
+def _library_reader(name: str, config: str | None, split: str) -> Callable[[str, Container[str]], Table]:
     """A hub data set, or a folder, as the datasets library reads it."""
 
-    def read(where: str, wanted: set[str]) -> Table:
+    def read(where: str, wanted: Container[str]) -> Table:
         if not os.path.isdir(name):
             look_at_hub()
         import datasets
@@ -230,7 +237,7 @@ def _library_reader(name: str, config: str | None, split: str) -> Callable[[str,
     return read
 
 
-def _read_saved(folder: Path, split: str | None, where: str, wanted: set[str]) -> Table:
+def _read_saved(folder: Path, split: str | None, where: str, wanted: Container[str]) -> Table:
     """What `save_to_disk` wrote; of several splits the one that is asked for, `train` or the only one."""
     import datasets
 
@@ -249,7 +256,7 @@ def _read_saved(folder: Path, split: str | None, where: str, wanted: set[str]) -
     return _read_dataset(lambda: datasets.load_from_disk(str(folder)), wanted)
 
 
-def _read_dataset(load: Callable[[], Any], wanted: set[str]) -> Table:
+def _read_dataset(load: Callable[[], Any], wanted: Container[str]) -> Table:
     """Without progress bars, and without log lines about an error that is raised anyway."""
     import datasets
 

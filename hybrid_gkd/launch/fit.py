@@ -13,7 +13,7 @@ from hybrid_gkd.errors import DataError, TeacherMismatch, naming
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
-from hybrid_gkd.launch.teacher import connect
+from hybrid_gkd.launch.teacher import connect, opened_store
 from hybrid_gkd.models.tokenizer import special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.ppo.resuming import TEACHER_PATH
 from hybrid_gkd.runtime.waiting import Timeout
@@ -37,6 +37,16 @@ def fit(facts: Facts) -> str:
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     if not config.distillation.enabled:
         return "no teacher"
+    if section.is_stored:
+        with opened_store(config, facts.tokenizer) as (_, stored):
+            facts.settings[TEACHER_PATH] = stored.model.model
+        if facts.num_ids is not None and stored.num_ids > facts.num_ids:
+            raise TeacherMismatch(
+                f"{section.cache} has scores of {stored.num_ids} ids, and the student's embedding {facts.num_ids} rows "
+                "for tokens: score the answers for this student (python -m hybrid_gkd.teacher score --student)"
+            )
+        check_rows("teacher", stored.model.model, stored.num_ids, facts, of_teacher=True)
+        return f"{stored} has the student's vocabulary"
     if section.server_ip is not None:
         with connect(config, facts.tokenizer, section.endpoints) as client:
             model = next(iter(client.served.values()))

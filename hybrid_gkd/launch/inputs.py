@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,7 +19,7 @@ from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.plan import WEIGHT_SUFFIXES
+from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
@@ -32,6 +33,7 @@ from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.loading import build_model
 from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
 from hybrid_gkd.teacher.client.connection import query_status
+from hybrid_gkd.teacher.client.store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
 
@@ -147,6 +149,11 @@ def teacher(facts: Facts) -> str:
     facts.local_teacher = place_teacher(config, device=facts.device, gpus=facts.gpus)
     if not config.distillation.enabled:
         return "none is needed"
+    if section.cache is not None:
+        with contextlib.closing(ScoreStore(section.cache)) as store:
+            stored = len(store)
+        if section.is_stored:
+            return f"none is asked: {stored} answers are scored in {section.cache}"
     if section.server_ip is not None:
         keys = load_keys(section.keys) if section.keys is not None else None
         key = "actor_rollout_ref.teacher.connect_timeout"

@@ -17,6 +17,7 @@ from typing import Any
 from hybrid_gkd.config import CheckpointConfig, Config
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
 from hybrid_gkd.offload.budget import GIB, LocalTeacher, Memory, has_phase
 from hybrid_gkd.offload.needs import TrainedModel, exported_bytes, plan_memory
 from hybrid_gkd.offload.residency import FROZEN
@@ -25,7 +26,6 @@ from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
 from hybrid_gkd.workers.placement import Placement
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 SPARE = 0.1
 """Of a GPU: offloads are called unnecessary only where so much stays free, since activations are "at least"."""
 
@@ -112,6 +112,7 @@ def placement_plan(config: Config, *, device: str, engine: str) -> tuple[str, ..
         )
     if config.distillation.enabled:
         where = ", ".join(arr.teacher.endpoints) if arr.teacher.server_ip else "started by this run"
+        where = f"scores in {arr.teacher.cache}" if arr.teacher.is_stored else where
         loss = config.distillation.loss_fn or config.distillation.loss_mode
         lines.append(f"teacher: {where}, top-{config.distillation.topk}, {loss}, tail {config.distillation.tail}")
     return tuple(lines)
@@ -217,7 +218,7 @@ def loading_plan(loaded: dict[str, Any], project: Path) -> str:
 def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any]:
     """See `RunPlan.loaded`; the models are folders or hub ids."""
     arr, workers = config.actor_rollout_ref, [config.world_size, config.rollout_world_size]
-    own_teacher = config.distillation.enabled and arr.teacher.server_ip is None
+    own_teacher = config.distillation.enabled and arr.teacher.is_local
     paths = [arr.model.path] + [arr.teacher.model.path or ""] * own_teacher
     paths += [config.critic_model.path] * config.uses_critic
     paths += [config.reward_model.model.path or ""] * config.uses_reward_model
@@ -228,14 +229,9 @@ def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any
 
 def _weight_bytes(path: str) -> int:
     """Of a model's files on this machine; 0 for a hub id whose weights are not there."""
-    folder = path
-    if not os.path.isdir(path):
-        from huggingface_hub import try_to_load_from_cache  # takes a moment
-
-        found = try_to_load_from_cache(path, "config.json")
-        folder = os.path.dirname(found) if isinstance(found, str) else ""
+    folder = local_folder(path)
     for suffix in WEIGHT_SUFFIXES:  # a folder may have the same weights in several formats
-        files = list(Path(folder).glob(f"*{suffix}")) if folder else []
+        files = list(folder.glob(f"*{suffix}")) if folder is not None else []
         if files:
             return sum(file.stat().st_size for file in files)
     return 0

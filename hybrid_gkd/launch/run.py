@@ -25,7 +25,7 @@ from hybrid_gkd.launch.fit import check_own_answers
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu
+from hybrid_gkd.launch.teacher import connect, make_teacher_process, refuse_teacher_gpu, with_cache
 from hybrid_gkd.offload.budget import Memory
 from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.trainer import PPOTrainer
@@ -180,7 +180,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     teacher, local, loading = None, None, with_planned_caches(config, memory, facts.plan.gpu_bytes)
     if memory.teacher is not None:
         local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
-    elif config.distillation.enabled:
+    elif config.distillation.enabled and not section.is_stored:
         teacher = stack.enter_context(connect(config, facts.tokenizer, section.endpoints, num_ids=facts.num_ids))
     stack.enter_context(ray_cluster(config, memory.device))
     if local is not None:
@@ -208,11 +208,14 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         "clock": clock, "stop_requested": stopping.requested,
     }
     stack.callback(store.release)  # already before the trackers end: they may have rows that a full disk did not take
-    if teacher is None:
+    if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
-    logger.info("teacher: %s", check_own_answers(facts, teacher))
+    if teacher is not None:
+        logger.info("teacher: %s", check_own_answers(facts, teacher))
     arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
-    return GKDTrainer(config, teacher=teacher, **arguments)
+    assert facts.num_ids is not None
+    cached = stack.enter_context(with_cache(config, facts.tokenizer, teacher, facts.num_ids))
+    return GKDTrainer(config, teacher=cached, **arguments)
 
 
 def start_workers(

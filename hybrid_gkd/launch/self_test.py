@@ -46,6 +46,7 @@ def with_itself(config: Config, folder: str) -> Config:
     config = copy.deepcopy(config)
     arr, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     arr.teacher.server_ip = arr.teacher.server_port = arr.teacher.keys = arr.teacher.chat_template = None
+    arr.teacher.cache = None
     arr.teacher.model.path = arr.model.path
     if arr.model.lora_adapter_path is not None:  # new adapters of its shape: the teacher is the model below them
         own, arr.model.lora_adapter_path = adapter_config(arr.model), None

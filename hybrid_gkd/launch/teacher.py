@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import LocalTeacher
+from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
+from hybrid_gkd.scoring.teacher import Teacher
+from hybrid_gkd.teacher.client.connection import StudentNeeds
+from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient
@@ -55,6 +61,42 @@ def connect(
         raise
     logger.info("teacher: %s at %s, engine %s", served.model, endpoints[0], served.backend)
     return client
+
+
+@contextlib.contextmanager
+def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, ScoredBy]]:
+    """The store of a run without a teacher, and whose scores it takes. Raises TeacherError: they do not fit."""
+    section, loss = config.actor_rollout_ref.teacher, config.distillation
+    assert section.cache is not None
+    needs = StudentNeeds(
+        tokenizer_hash=tokenizer_hash(tokenizer), tokenizer_size=len(tokenizer),
+        max_sequence_length=config.max_sequence_length, topk=loss.topk, temperature=loss.temperature,
+    )
+    with contextlib.closing(ScoreStore(section.cache)) as store:
+        yield store, stored_teacher(store, needs)
+
+
+@contextlib.contextmanager
+def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num_ids: int) -> Iterator[Teacher]:
+    """A connected teacher with the store of `actor_rollout_ref.teacher.cache` in front of it, where one is given.
+
+    Without a client the store is the teacher. `num_ids`: ids that are scored, from 0 on.
+
+    Raises TeacherError: it cannot be opened, or does not fit.
+    """
+    section, loss = config.actor_rollout_ref.teacher, config.distillation
+    if section.cache is None:
+        assert client is not None
+        yield client
+        return
+    if client is None:
+        with opened_store(config, tokenizer) as (store, stored):
+            yield CachedTeacher(store, stored, client=None)
+        return
+    model = next(iter(client.served.values()))
+    scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=num_ids)
+    with contextlib.closing(ScoreStore(section.cache, 1e9 * section.cache_gigabytes)) as store:
+        yield CachedTeacher(store, scored_by, client=client)
 
 
 def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:

@@ -29,7 +29,7 @@ single sequence is longer."""
 def place_teacher(config: Config, *, device: str, gpus: int) -> LocalTeacher | None:
     """The place of a local teacher beside workers on `device`, where this machine has so many GPUs; None without."""
     teacher, workers = config.actor_rollout_ref.teacher, config.workers_per_node
-    if not config.distillation.enabled or teacher.server_ip is not None:
+    if not config.distillation.enabled or not teacher.is_local:
         return None
     if (device if teacher.device == "auto" else teacher.device) == "cpu":
         return LocalTeacher(teacher.num_replicas or 1)

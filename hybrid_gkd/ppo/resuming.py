@@ -73,7 +73,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     """The settings that decide what is learned, by dotted key, as JSON reads them back.
 
     `steps`, of the whole run, count where a rate or a coefficient follows a schedule to the end of it. A given service
-    is not its address but the model that it serves, which is not known here: `TEACHER_PATH` is missing.
+    or store is not its address but the model whose scores it has, which is not known here: `TEACHER_PATH` is missing.
     """
     loss = config.distillation
     rewards: tuple[str, ...] = REWARD if config.trains_on_rewards else ()
@@ -89,7 +89,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     scheduled = scheduled or config.trainer.warmup_steps_sft > 0
     if scheduled or any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
-    if loss.enabled and config.actor_rollout_ref.teacher.server_ip is None:
+    if loss.enabled and config.actor_rollout_ref.teacher.is_local:
         found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path
     settings: dict[str, Any] = json.loads(json.dumps(found))
     return settings

@@ -90,6 +90,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "teacher/bytes_per_token": ("bytes/token", "Size of the replies per scored token"),
     "teacher/queue_length": ("requests", "Requests of all clients that waited for a teacher worker, mean"),
     "teacher/engine_busy": ("fraction", "Part of the last ten seconds with a request, mean over workers"),
+    "teacher/cache_hit_fraction": (
+        "fraction", "Given answers whose scores were in actor_rollout_ref.teacher.cache; absent without given answers"
+    ),
     "teacher/hidden_fraction": (
         "fraction", "Share of the time with a request at the teacher in which the trainer was generating or updating, "
         "and not waiting for the teacher; from its spans since the report before"

@@ -86,7 +86,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
-        vllm_compat.unlink_shared_memory()
+        self.llm.collective_rpc(vllm_compat.unlink_shared_memory)
         if num_ids < rows:
             self.llm.apply_model(functools.partial(vllm_compat.mask_logits, num_ids=num_ids))
         if self.can_sleep:

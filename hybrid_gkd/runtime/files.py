@@ -103,6 +103,23 @@ def encode(rows: Iterable[Any]) -> bytes:
     return "".join(lines).encode("utf-8", errors="replace")
 
 
+def cut_unfinished_line(path: Path) -> bool:
+    """Truncate a file behind its last line end, and return whether that took anything away: a killed process may leave
+    a part of a line. Raises OSError."""
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - READ_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        file.truncate(end)
+    return end < size
+
+
 def read_json_lines(path: Path) -> Iterator[Any]:
     """The rows of a file; a line cut short by a crash is left out."""
     with path.open("rb") as lines:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 
 from hybrid_gkd.errors import TeacherTimeout
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Task, TopK
 
 LATE_SECONDS = 30.0
@@ -36,7 +37,24 @@ def completion_view(task: Task, sample: Sample) -> Reading:
         own = len(task.token_ids)
         token_ids = np.concatenate([task.teacher_ids, token_ids[own:]])
         positions = positions + (len(task.teacher_ids) - own)
-    return Reading(token_ids=token_ids, positions=positions, name=str(sample.id))
+    is_given = sample.status == "given"
+    return Reading(token_ids=token_ids, positions=positions, name=str(sample.id), keep=is_given)
+
+
+class Teacher(Protocol):
+    """What a scorer needs of a teacher: a `TeacherClient`, or one with a store of scores in front of it."""
+
+    def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
+        """Queue readings for scoring; return a future for each, in their order."""
+
+    def describe(self) -> str:
+        """Return what is known of every server now."""
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Within it, requests do not count in the metrics."""
+
+    def drain_metrics(self) -> TeacherMetrics:
+        """Return counters since the last call."""
 
 
 class TeacherScorer:
@@ -49,7 +67,7 @@ class TeacherScorer:
 
     name = "teacher"
 
-    def __init__(self, client: TeacherClient, view: View = completion_view):
+    def __init__(self, client: Teacher, view: View = completion_view):
         self.client, self.view = client, view
 
     def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
@@ -112,4 +130,6 @@ class TeacherScorer:
             seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens
         if in_flight:
             seen["teacher/tokens_per_second"] = found.tokens / in_flight
+        if found.cache_lookups:
+            seen["teacher/cache_hit_fraction"] = found.cache_hits / found.cache_lookups
         return seen | {"teacher/retries": float(found.retries)}

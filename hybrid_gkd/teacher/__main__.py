@@ -4,6 +4,8 @@ python -m hybrid_gkd.teacher serve --ckpt-path MODEL --workers N    broker and w
 python -m hybrid_gkd.teacher join --ckpt-path MODEL --proxy-addr HOST:15556     one more worker
 python -m hybrid_gkd.teacher status --addr HOST:15555       what the service is doing
 python -m hybrid_gkd.teacher keys --out FOLDER              keys of the service, of clients and of workers
+python -m hybrid_gkd.teacher generate FILE --ckpt-path MODEL --out ANSWERS      a model's answers to prompts
+python -m hybrid_gkd.teacher score FILE --ckpt-path MODEL --out STORE           scores of answers, for runs without it
 
 Exit codes: 0, 1 for an error, 2 for wrong arguments, 3 from `status` when the service has no worker ready.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -38,9 +41,18 @@ DEFAULT_KEYS = Path("teacher_keys")
 """Where `serve` keeps keys that it was not given."""
 NO_WORKER = 3
 """Exit code of `status` for a service that cannot score yet, or any more."""
+ELSEWHERE = {
+    "generate": ("hybrid_gkd.launch.generate", "write a model's answers to prompts into a file"),
+    "score": ("hybrid_gkd.launch.score", "score given answers once, for runs without a teacher"),
+}
+"""Commands that need rooms above this one: their modules, imported by name when they run, and what they do."""
 
 
 def main() -> int:
+    name = next(iter(sys.argv[1:]), "")
+    if name in ELSEWHERE:
+        code: int = importlib.import_module(ELSEWHERE[name][0]).main(sys.argv[2:])
+        return code
     arguments = _parser().parse_args()
     logging.basicConfig(
         level=logging.DEBUG if arguments.debug else logging.INFO, stream=sys.stderr,
@@ -249,6 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
     maker.add_argument("--client", metavar="NAME", help="make keys of one more client instead")
     maker.add_argument("--worker", metavar="NAME", help="make keys of one more worker instead")
+    for name, (_, text) in ELSEWHERE.items():
+        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 

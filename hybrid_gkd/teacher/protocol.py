@@ -92,6 +92,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of its tokenizer; None: it has none, or the server does not say."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the model's answers; empty where the server does not say."""
+    weights: str = ""
+    """Hash that tells its weights, and the type that they are computed in, from others; empty: it is not known."""
 
 
 class Hello(Message, tag="hello"):

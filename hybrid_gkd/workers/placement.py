@@ -100,5 +100,5 @@ def threads_per_process(config: Config) -> int:
     while another one computes.
     """
     teacher = config.actor_rollout_ref.teacher
-    local_teachers = (teacher.num_replicas or 1) if config.distillation.enabled and teacher.server_ip is None else 0
+    local_teachers = (teacher.num_replicas or 1) if config.distillation.enabled and teacher.is_local else 0
     return max(1, len(os.sched_getaffinity(0)) // (config.workers_per_node + local_teachers))

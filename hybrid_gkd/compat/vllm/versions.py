@@ -162,8 +162,8 @@ def decode_graph_args(device: str, max_num_seqs: int) -> dict[str, Any]:
     return {"compilation_config": {"mode": 0, **graphs}}
 
 
-def unlink_shared_memory() -> None:
-    """Take away the names of the memory that this process shares with its tensor-parallel peers.
+def unlink_shared_memory(worker: object = None) -> None:
+    """Take away the names of the memory that this process, vLLM's `worker`, shares with its tensor-parallel peers.
 
     All of them have opened it by now. Named, it would outlive a process that is killed, as workers are at the end of a
     run: 24 MiB of /dev/shm for messages, and on the CPU a name that is the same for every engine in a process group of

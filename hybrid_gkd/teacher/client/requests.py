@@ -47,6 +47,9 @@ class TeacherMetrics:
     """Requests that waited for a worker, one entry per second and server."""
     engine_busy: list[float] = field(default_factory=list)
     """Share of the time in which the engines had work, likewise."""
+    cache_lookups: int = 0
+    """Readings that were looked up in a store; `cache_hits` of them were there."""
+    cache_hits: int = 0
 
     @property
     def latencies(self) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -51,13 +52,16 @@ class EngineOptions:
         return dict(json.loads(self.engine_kwargs).get(engine, {}))
 
     @staticmethod
-    def add_to(parser: argparse.ArgumentParser) -> None:
+    def add_to(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+        """`without`: fields of which a command has no option."""
         for each in fields(EngineOptions):
-            parser.add_argument("--" + each.name.replace("_", "-"), default=each.default, **each.metadata)
+            if each.name not in without:
+                parser.add_argument("--" + each.name.replace("_", "-"), default=each.default, **each.metadata)
 
     @classmethod
     def parsed(cls, arguments: argparse.Namespace) -> EngineOptions:
-        return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
+        given = vars(arguments)
+        return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
 
     def command_line(self) -> list[str]:
         """The arguments that `parsed` reads as the same options."""

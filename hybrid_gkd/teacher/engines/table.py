@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import json
 
+import msgspec
 import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 
@@ -40,7 +43,17 @@ def load_engine(options: EngineOptions) -> ScoringEngine:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
     _check_arguments(options, backend)
     module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}")
-    return getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
+    engine: ScoringEngine = getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
+    engine.info = msgspec.structs.replace(engine.info, weights=weights_of(options, backend))
+    return engine
+
+
+def weights_of(options: EngineOptions, backend: str) -> str:
+    """See `ModelInfo.weights`. The model has been loaded: one of the hub is on this machine by now."""
+    given = options.arguments_of(backend)
+    how = {"dtype": options.dtype} | {each: given[each] for each in sorted(given) if "quant" in each or "dtype" in each}
+    found = fingerprint(options.ckpt_path)
+    return hashlib.sha256(f"{found} {json.dumps(how)}".encode()).hexdigest() if found else ""
 
 
 def _check_arguments(options: EngineOptions, backend: str) -> None:

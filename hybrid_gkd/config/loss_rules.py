@@ -1,0 +1,103 @@
+"""Rules between the keys that make up the learning signal: losses, and given answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hybrid_gkd.config.schema import Config
+from hybrid_gkd.losses.table import DIVERGENCES
+
+Rules = Iterator[tuple[str, object, str]]
+"""Dotted key, whether its rule holds, the rule in words."""
+ARR = "actor_rollout_ref"
+ESTIMATORS = [name for name, row in DIVERGENCES.items() if row.signal == "sampled"]
+
+
+def given_answers(config: Config) -> Rules:
+    """Rules of what is learned from answers that are there."""
+    stored = config.distillation.enabled and config.actor_rollout_ref.teacher.is_stored
+    yield f"{ARR}.teacher.cache", not (stored and config.on_policy_fraction), (
+        "needs a teacher beside it (model.path or server_ip) for what the student writes; without one "
+        "data.response_key, and no distillation.on_policy_fraction"
+    )
+    data, loss, given = config.data, config.distillation, "data.response_key"
+    if data.response_key is None:
+        unused = "goes together with data.response_key, the column with given answers"
+        yield "distillation.on_policy_fraction", loss.on_policy_fraction in (None, 1.0), unused
+        yield "distillation.sft_coef", not loss.sft_coef, unused
+        yield "trainer.warmup_steps_sft", not config.trainer.warmup_steps_sft, unused
+        yield "data.loss_mask", data.loss_mask == "answer", unused
+        yield "data.excluded_spans_key", data.excluded_spans_key is None, unused
+        return
+    own_template = loss.enabled and config.actor_rollout_ref.teacher.chat_template is not None
+    yield "data.loss_mask", data.loss_mask == "answer" or not own_template, (
+        f"must be answer with {ARR}.teacher.chat_template, which writes the prompt differently"
+    )
+    yield "algorithm.filter_groups.enable", not config.algorithm.filter_groups.enable, f"must be false with {given}"
+    yield "trainer.critic_warmup", not config.trainer.critic_warmup, f"must be 0 with {given}"
+    if loss.enabled:
+        estimates = [name for name in (loss.loss_mode, *loss.mixed_weights) if name in ESTIMATORS]
+        rule = f"with {given}: they are estimates from what the student draws"
+        yield "distillation.as_reward", not loss.as_reward, f"must be false with {given}"
+        yield "distillation.loss_mode", not estimates, f"must use none of {', '.join(ESTIMATORS)} {rule}"
+    crossed, own = config.sft_coef > 0 or config.trainer.warmup_steps_sft > 0, config.on_policy_fraction == 1
+    yield "distillation.sft_coef", crossed or own or loss.enabled, (
+        "must be above 0 with distillation.enabled=false: nothing else learns from given answers"
+    )
+    section = ("distillation", loss) if loss.enabled else (f"{ARR}.rollout", config.actor_rollout_ref.rollout)
+    yield f"{section[0]}.temperature", section[1].temperature == 1 or not crossed, (
+        "must be 1 with a cross-entropy of given answers (distillation.sft_coef, trainer.warmup_steps_sft)"
+    )
+
+
+def distillation_loss(config: Config) -> Rules:
+    """Losses that would teach nothing, or something else than they say."""
+    loss, key, temperature = config.distillation, "distillation", config.actor_rollout_ref.rollout.temperature
+    mode, weights, own = loss.loss_mode, loss.mixed_weights, loss.loss_fn is not None
+    allowed = not (own and loss.use_policy_gradient)
+    yield f"{key}.use_policy_gradient", allowed, "must be false with distillation.loss_fn"
+    yield f"{key}.loss_mode", not own or mode == "forward_kl", "must be left out with distillation.loss_fn"
+    yield f"{key}.mixed_weights", (mode == "mixed") == bool(weights), "goes together with distillation.loss_mode=mixed"
+    mixable = [name for name, row in DIVERGENCES.items() if row.is_loss]
+    for name, weight in weights.items():
+        yield (
+            f"{key}.mixed_weights", name in mixable and 0 < weight < math.inf,
+            f"must give {', '.join(mixable[:-1])} or {mixable[-1]} finite weights above 0, not {name}: {weight}",
+        )
+    if loss.as_reward:
+        plain = mode == "forward_kl" and loss.tail == "bucket" and not own and not loss.use_policy_gradient
+        yield (
+            f"{key}.as_reward", plain,
+            "minimises no divergence: leave loss_mode, tail, loss_fn and use_policy_gradient of this section out",
+        )
+    used = DIVERGENCES.keys() & (set(weights) or {mode})
+    takes_samples = {name for name in used if DIVERGENCES[name].signal == "sampled"}
+    sampled = mode in takes_samples
+    yield (
+        f"{key}.use_policy_gradient", not sampled or DIVERGENCES[mode].is_loss or loss.use_policy_gradient,
+        f"must be true with distillation.loss_mode={mode}: as a loss, its expected gradient is 0",
+    )
+    yield (
+        f"{key}.use_policy_gradient", sampled or not loss.use_policy_gradient,
+        "needs a value of the sampled token: distillation.loss_mode k1, k2 or k3, "
+        f"not {mode}, whose exact gradient is known",
+    )
+    yield (
+        f"{key}.tail", not sampled or loss.tail == "bucket",
+        f"has no effect with distillation.loss_mode={mode}; leave it at bucket",
+    )
+    yield (
+        f"{key}.topk", loss.topk > 1 or loss.tail != "renormalise" or takes_samples,
+        "must be at least 2 with distillation.tail=renormalise, which makes a single candidate certain for teacher "
+        "and student alike",
+    )
+    yield (
+        f"{key}.temperature",
+        loss.temperature == temperature or not (
+            loss.use_policy_gradient or loss.use_task_rewards or loss.as_reward
+            or config.actor_rollout_ref.actor.use_kl_loss
+        ),
+        f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
+        "about the policy that the responses were sampled from",
+    )

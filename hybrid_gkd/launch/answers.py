@@ -1,0 +1,183 @@
+"""A file of answers that a killed command continues: one JSON object per line, complete or not there at all.
+
+Beside `answers.jsonl` are `answers.jsonl.json` with the arguments that it is made with, and `answers.jsonl.rejected`
+with the answers that were left out and why. An answer in either file is done; its row and number are its identity.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hybrid_gkd.errors import DataError
+from hybrid_gkd.runtime.files import JsonLinesFile, cut_unfinished_line
+
+logger = logging.getLogger(__name__)
+
+ROW, SAMPLE = "row", "sample"
+"""Columns with the identity of an answer: its row in the data, from 1 on, and its number, from 0 on."""
+BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
+"""Seconds between two looks at the progress: on a terminal, and in a file."""
+
+
+class AnswerFile:
+    """Answers on disk, for one process at a time. Close it.
+
+    Args:
+        path: of the kept answers.
+        arguments: what the answers depend on, by the name of the option, as JSON reads it back.
+
+    Raises DataError: the file is another process's, was made with other arguments, or holds a line of something else.
+    """
+
+    def __init__(self, path: Path, arguments: Mapping[str, Any]):
+        self.path, self.rejected_path = path, path.with_name(f"{path.name}.rejected")
+        self.done: set[tuple[int, int]] = set()
+        """Row and number of each answer in the files."""
+        self.num_kept = 0
+        self.reasons: Counter[str] = Counter()
+        """Answers that were left out, by reason."""
+        try:
+            self._open(arguments)
+        except OSError as error:
+            raise DataError(f"--out {path}: cannot be written: {error}") from error
+
+    def _open(self, arguments: Mapping[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        sidecar = self.path.with_name(f"{self.path.name}.json")
+        self._lock = open(sidecar, "a+", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise DataError(f"--out {self.path}: another process is writing it") from error
+        try:
+            self._check_arguments(sidecar, arguments)
+            for line in self._lines(self.path):
+                self.done.add((line[ROW], line[SAMPLE]))
+                self.num_kept += 1
+            for line in self._lines(self.rejected_path):
+                self.done.add((line[ROW], line[SAMPLE]))
+                self.reasons[line["rejected"]] += 1
+            self._kept, self._rejected = JsonLinesFile(self.path), JsonLinesFile(self.rejected_path)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _check_arguments(self, sidecar: Path, arguments: Mapping[str, Any]) -> None:
+        """Compare with those that the files were begun with, or write them down."""
+        self._lock.seek(0)
+        text = self._lock.read()
+        begun = [path for path in (self.path, self.rejected_path) if path.exists() and path.stat().st_size]
+        if not begun:  # nothing depends on what is written there, perhaps in part
+            self._lock.truncate(0)
+            self._lock.write(json.dumps(arguments, indent=2, ensure_ascii=False) + "\n")
+            self._lock.flush()
+            os.fsync(self._lock.fileno())
+            return
+        try:
+            before = json.loads(text)
+        except ValueError as error:
+            rule = f"exists, and {sidecar.name} does not say what it was made with; name another file"
+            raise DataError(f"--out {self.path}: {begun[0].name} {rule}") from error
+        for name in dict.fromkeys([*arguments, *before]):
+            if before.get(name) != arguments.get(name):
+                raise DataError(
+                    f"--out {self.path} was made with {name} {before.get(name)!r}, not {arguments.get(name)!r}: give "
+                    "the same to continue it, or name another file"
+                )
+
+    def _lines(self, path: Path) -> list[dict[str, Any]]:
+        """What a file holds, after the end of a line that a killed process did not finish was taken away."""
+        if not path.exists():
+            return []
+        if cut_unfinished_line(path):
+            logger.warning("%s: its last line was not complete; it is written anew", path)
+        found = []
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    value = json.loads(line)
+                    found.append({name: value[name] for name in (ROW, SAMPLE)} | {"rejected": value.get("rejected")})
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise DataError(f"{path}, line {number}: is no answer with {ROW} and {SAMPLE}") from error
+        return found
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        """Write answers; one with the field `rejected`, a reason, goes into the file of those. Raises DataError."""
+        kept = [line for line in lines if "rejected" not in line]
+        rejected = [line for line in lines if "rejected" in line]
+        try:
+            for file, part in ((self._kept, kept), (self._rejected, rejected)):
+                if part:
+                    file.append(part)
+        except OSError as error:
+            raise DataError(f"--out {self.path}: cannot be written: {error}; make room, and run it again") from error
+        self.num_kept += len(kept)
+        self.reasons.update(line["rejected"] for line in rejected)
+
+    def close(self) -> None:
+        self._kept.close()
+        self._rejected.close()
+        self._lock.close()
+
+
+class Progress:
+    """Rows, tokens a second, time left: a bar on a terminal, else a line every few seconds.
+
+    Args:
+        missing: row -> how many of its answers are not done.
+        num_rows: all rows, those that are complete included.
+        note: what else is shown, such as the fraction that is kept.
+    """
+
+    def __init__(self, missing: Counter[int], num_rows: int, note: Callable[[], str]):
+        self._missing, self._num_rows, self._note = missing, num_rows, note
+        self._total, self._done, self._tokens = missing.total(), 0, 0
+        self._rows_done = num_rows - len(missing)
+        self._started = self._last_line = time.monotonic()
+        self._bar: tqdm | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=num_rows, initial=self._rows_done, unit="row", file=sys.stderr, dynamic_ncols=True)
+
+    def add(self, row: int, tokens: int) -> None:
+        """Count an answer to a row."""
+        self._done += 1
+        self._tokens += tokens
+        self._missing[row] -= 1
+        if not self._missing[row]:
+            self._rows_done += 1
+            if self._bar is not None:
+                self._bar.update(1)
+
+    def show(self, *, last: bool = False) -> None:
+        """Show how far it is, if it is time."""
+        now = time.monotonic()
+        if not last and now < self._last_line + (LINE_SECONDS if self._bar is None else BAR_SECONDS):
+            return
+        self._last_line = now
+        if self._bar is not None:
+            self._bar.set_postfix_str(self.describe(now))
+        else:
+            logger.info("%d of %d rows, %s", self._rows_done, self._num_rows, self.describe(now))
+
+    def describe(self, now: float) -> str:
+        """Tokens a second, the note, and the time left, from time.monotonic."""
+        seconds = max(now - self._started, 1e-9)
+        left = seconds / self._done * (self._total - self._done) if self._done else None
+        time_left = "" if left is None else f"{tqdm.format_interval(round(left))} left"
+        return ", ".join(filter(None, [f"{self._tokens / seconds:.0f} tokens/s", self._note(), time_left]))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

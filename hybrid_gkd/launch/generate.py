@@ -1,0 +1,392 @@
+"""`python -m hybrid_gkd.teacher generate FILE ... --ckpt-path MODEL --out ANSWERS`: a model's answers to prompts.
+
+vLLM draws them, as in a rollout, with a seed for each answer, so that it depends neither on what is computed beside it
+nor on where a killed command continues. An answer leaves for the file when it is finished, and, where a reward is asked
+for, when that is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import zlib
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.config import Config
+from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
+from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, in_words
+from hybrid_gkd.launch.answers import ROW, SAMPLE, AnswerFile, Progress
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.command_line import run_command
+from hybrid_gkd.launch.inputs import check_data_sources, check_model_folder
+from hybrid_gkd.models.fingerprint import fingerprint
+from hybrid_gkd.models.spec import position_limit, read_config
+from hybrid_gkd.models.tokenizer import decode, load_tokenizer, stop_token_ids
+from hybrid_gkd.ppo.steps import request_seeds
+from hybrid_gkd.rollout.engine import RolloutEngine
+from hybrid_gkd.rollout.engine import generate as samples_of
+from hybrid_gkd.scoring.reward_functions import load_functions
+from hybrid_gkd.scoring.rewards import RewardScorer
+from hybrid_gkd.teacher.engines.options import EngineOptions, positive
+from hybrid_gkd.types import GenerationRequest, Pair, Sample, SampleId, SamplingParams, Task
+
+logger = logging.getLogger(__name__)
+
+REWARDS = ("gsm8k", "math", "exact_match", "by_data_source")
+PLACES = {
+    "out", "debug", "tp_size", "gpu_memory_utilization", "device", "trust_remote_code", "max_model_len",
+}  # fmt: skip
+"""Arguments that no answer depends on."""
+OWN_ARGUMENTS = {
+    "model", "tokenizer", "dtype", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "seed",
+    "trust_remote_code", "load_format", "generation_config", "skip_tokenizer_init",
+}  # fmt: skip
+"""Arguments of vLLM that have an option here, or a value that generation depends on."""
+GROUPS_WAITING = 256
+"""Groups of finished answers that wait for their rewards, at most; then generation waits."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; the exit code."""
+    options = parse(arguments)
+    return run_command(lambda stopping: generate(options), debug=options.debug)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; exits on a usage error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybrid_gkd.teacher generate",
+        description="Write a model's answers to prompts into a file of JSON lines, which data.train_files reads with "
+        "data.response_key. The same command continues a file that is not complete.",
+    )
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="prompts: whatever data.train_files may name")
+    add("--out", required=True, help="file of JSON lines: all columns of the row, the answer and what is known of it")
+    add("-n", "--n", type=positive, default=1, help="answers to each prompt")
+    add("--prompt-key", default="prompt", help="column with the prompt, as data.prompt_key")
+    add("--response-key", default="response", help="column that the answer gets")
+    add("--apply-chat-template-kwargs", type=_object, default={}, metavar="JSON",
+        help='for the chat template, such as {"enable_thinking": false}')
+    add("--filter-overlong-prompts", action="store_true",
+        help="leave out rows whose prompt leaves no room for --max-tokens, instead of refusing the file")
+    add("--max-tokens", type=positive, default=1024, help="tokens of an answer (%(default)s)")
+    add("--temperature", type=_number(0, math.inf), default=1.0, help="of the sampling; 0 is greedy (%(default)s)")
+    add("--top-p", type=_number(1e-6, 1), default=1.0, help="nucleus mass (%(default)s)")
+    add("--top-k", type=int, default=-1, help="-1 keeps the whole vocabulary")
+    add("--seed", type=int, default=0, help="every answer gets its own from it, its row and its number")
+    add("--keep-cut", action="store_true",
+        help="keep answers that --max-tokens cut; else they are left out, as an end would be learned from them that is "
+        "none")
+    add("--reward", metavar="NAME", help=f"a column with the reward: {', '.join(REWARDS)}, or file.py:function")
+    add("--answer-key", help="column with the right answer, as reward.answer_key")
+    add("--reward-fn-key", default="data_source", help="column with the name of the data set, as data.reward_fn_key")
+    add("--min-reward", type=_number(-math.inf, math.inf), help="leave out answers whose reward is lower")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    EngineOptions.add_to(parser, without=("n_logprobs", "backend"))
+    options = parser.parse_args(arguments)
+    if options.temperature == 0 and options.n > 1:
+        parser.error("--n must be 1 with --temperature 0: greedy answers to a prompt are all the same")
+    if options.top_k == 0 or options.top_k < -1:
+        parser.error(f"--top-k must be -1 or at least 1, got {options.top_k}")
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative, got {options.seed}")
+    if options.reward is not None and options.reward not in REWARDS and ":" not in options.reward:
+        parser.error(f"--reward must be one of {', '.join(REWARDS)}, or file.py:function; got {options.reward}")
+    if options.reward in REWARDS and options.answer_key is None:
+        parser.error(f"--reward {options.reward} needs --answer-key, the column with the right answer")
+    if options.min_reward is not None and options.reward is None:
+        parser.error("--min-reward goes together with --reward")
+    if taken := OWN_ARGUMENTS & EngineOptions.parsed(options).arguments_of("vllm").keys():
+        parser.error(f"--engine-kwargs vllm {', '.join(sorted(taken))}: has an option of its own, or a fixed value")
+    return options
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return found
+
+
+def _number(low: float, high: float) -> Any:
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be a number within {low:g}..{high:g}, got {text}")
+        return value
+
+    return number
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is read before anything is loaded."""
+
+    tokenizer: Any
+    stop_token_ids: list[int]
+    tasks: list[Task]
+    rows: list[dict[str, Any]]
+    """All columns of every row, by `Task.index`."""
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Draw the answers that are missing. Raises HybridGKDError."""
+    inputs = read_inputs(options)
+    config = make_config(options, max(len(task.token_ids) for task in inputs.tasks))
+    functions = None
+    if options.reward is not None:
+        functions = load_functions(config.reward)
+        check_data_sources(Facts(config, reward=functions, train_prompts=inputs.tasks))
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(contextlib.closing(AnswerFile(Path(options.out), arguments_of(options, inputs))))
+        requests = missing_requests(options, inputs.tasks, file.done)
+        if requests:
+            if file.done:
+                logger.info("%s: %d answers are there, %d are missing", file.path, len(file.done), len(requests))
+            scorer = None
+            if functions is not None:
+                scorer = RewardScorer(functions, inputs.tokenizer, config)
+                stack.enter_context(contextlib.closing(scorer))
+            engine = load_engine(config, options, inputs.stop_token_ids)
+            draw(Recorder(options, inputs, file, scorer), engine, requests, options)
+        print(summary(options, file, inputs.tasks), flush=True)
+    return 0
+
+
+def read_inputs(options: argparse.Namespace) -> Inputs:
+    """Tokenizer and checked rows. Raises DataError or ModelError."""
+    path, key = options.ckpt_path, "FILE"
+    check_model_folder("--ckpt-path", path)
+    tokenizer = load_tokenizer(path, options.trust_remote_code)
+    ends = stop_token_ids(path, tokenizer)
+    if not ends:
+        raise ModelError(f"--ckpt-path {path}: defines no end-of-sequence token, so that no answer would end")
+    columns = Columns(
+        prompt=options.prompt_key, answer=options.answer_key, data_source=options.reward_fn_key,
+        extra_info=":" in (options.reward or ""),
+    )
+    tables = read_rows(options.files, key=key, columns=columns)
+    tasks = make_prompts(
+        tables, key=key, tokenizer=tokenizer, max_prompt_length=2**31, truncation="error",
+        filter_overlong_prompts=False, apply_chat_template_kwargs=options.apply_chat_template_kwargs,
+    )
+    rows = list(itertools.chain(*(
+        read_table(source, f"{key}: {source.name!r}", EveryColumn())[1] for source in find_sources(options.files, key)
+    )))  # fmt: skip
+    check_columns(rows, options)
+    return Inputs(tokenizer, ends, fitting(tasks, options), rows)
+
+
+def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Raises DataError: a column would be overwritten, or holds what JSON does not have."""
+    added = [options.response_key, "finish_reason", ROW, SAMPLE, *(["reward"] if options.reward else []), "rejected"]
+    for number, row in enumerate(rows, 1):
+        if taken := [name for name in added if name in row]:
+            hint = "; --response-key names another one" if taken[0] == options.response_key else ""
+            raise DataError(f"FILE, row {number}: has a column {taken[0]!r} already, which this command writes{hint}")
+        for name, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                rule = f"holds what JSON does not have ({in_words(error)})"
+                raise DataError(f"FILE, row {number}, column {name!r}: {rule}; got {short(value)}") from error
+
+
+def fitting(tasks: list[Task], options: argparse.Namespace) -> list[Task]:
+    """Those whose prompt leaves room for --max-tokens. Raises DataError where others are not to be left out."""
+    limit, field = position_limit(read_config(options.ckpt_path, options.trust_remote_code, {}).get_text_config())
+    if options.max_model_len is not None and options.max_model_len < (limit or math.inf):
+        limit, field = options.max_model_len, "--max-model-len"
+    if limit is None:
+        return tasks
+    found = [task for task in tasks if len(task.token_ids) + options.max_tokens <= limit]
+    rule = f"--max-tokens {options.max_tokens} leaves prompts {max(0, limit - options.max_tokens)} tokens ({field})"
+    if len(found) < len(tasks) and not options.filter_overlong_prompts:
+        first = next(task for task in tasks if len(task.token_ids) + options.max_tokens > limit)
+        raise DataError(
+            f"FILE, row {first.row}: the prompt has {len(first.token_ids)} tokens, and {rule}; lower it, or give "
+            f"--filter-overlong-prompts to leave out {len(tasks) - len(found)} of {len(tasks)} rows"
+        )
+    if not found:
+        raise DataError(f"FILE: all {len(tasks)} prompts are too long: {rule}")
+    if len(found) < len(tasks):
+        logger.warning("left out %d of %d rows with longer prompts: %s", len(tasks) - len(found), len(tasks), rule)
+    return found
+
+
+def arguments_of(options: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
+    """What the answers depend on, by the name of the option: all that is given, and what is in the files."""
+    found = {
+        "FILE" if name == "files" else f"--{name.replace('_', '-')}": value
+        for name, value in vars(options).items() if name not in PLACES
+    }
+    checksum = 0
+    for task in inputs.tasks:
+        checksum = zlib.crc32(f"{task.row} {task.answer} ".encode(), zlib.crc32(task.token_ids.tobytes(), checksum))
+    found |= {"prompts and answers in FILE (checksum)": f"{checksum:08x}"}
+    if os.path.isdir(options.ckpt_path):  # a name of the hub may be fetched only now
+        found |= {"weights in --ckpt-path (hash)": fingerprint(options.ckpt_path)}
+    return found
+
+
+def make_config(options: argparse.Namespace, longest_prompt: int) -> Config:
+    """The configuration of engine and rewards. Raises ConfigError for a device or reward that is not there."""
+    config = Config()
+    arr, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    arr.model.path, arr.model.trust_remote_code = options.ckpt_path, options.trust_remote_code
+    config.data.max_prompt_length, config.data.max_response_length = longest_prompt, options.max_tokens
+    rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization = options.tp_size, options.gpu_memory_utilization
+    rollout.max_model_len, rollout.seed, rollout.free_cache_engine = options.max_model_len, options.seed, False
+    rollout.fast_paths = options.tp_size == 1  # they need the model runner in this process
+    rollout.engine_kwargs.vllm = {
+        "load_format": "auto", "distributed_executor_backend": "uni" if options.tp_size == 1 else "mp",
+        "disable_custom_all_reduce": False, "skip_tokenizer_init": False,
+    } | EngineOptions.parsed(options).arguments_of("vllm")  # fmt: skip
+    config.reward.answer_key = options.answer_key
+    if options.reward in REWARDS:
+        config.reward.name = options.reward
+    elif options.reward is not None:
+        own = config.reward.custom_reward_function
+        own.path, _, own.name = options.reward.rpartition(":")
+    return config
+
+
+def load_engine(config: Config, options: argparse.Namespace, ends: list[int]) -> RolloutEngine:
+    """vLLM with the weights of the folder. Raises ConfigError or ModelError."""
+    vllm_compat.check_version()
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.device_count() < options.tp_size:
+        raise ConfigError("--tp-size", f"{torch.cuda.device_count()} GPUs are visible here", options.tp_size)
+    if device == "cuda":
+        config.actor_rollout_ref.rollout.engine_kwargs.vllm["dtype"] = options.dtype
+    elif options.dtype not in ("auto", "float32"):
+        raise ConfigError("--dtype", "on the CPU vLLM computes in float32 here", options.dtype)
+    from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
+
+    try:
+        engine = VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=ends)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever vLLM raises for a model or a device that it cannot use
+        raise ModelError(f"--ckpt-path {options.ckpt_path}: vLLM cannot load it: {in_words(error)}") from error
+    engine.weight_version = 0  # those of the folder
+    return engine
+
+
+def missing_requests(
+    options: argparse.Namespace, tasks: list[Task], done: set[tuple[int, int]]
+) -> list[GenerationRequest]:
+    """One for each answer that is not in the files, with the seed of its row and number."""
+    return [
+        GenerationRequest(id=SampleId(0, task.index, number), prompt_ids=task.token_ids, seed=seed)
+        for task in tasks
+        for number, seed in enumerate(request_seeds(options.seed, task.index, options.n))
+        if (task.row, number) not in done
+    ]
+
+
+class Recorder:
+    """Turns finished answers into lines of the file, with their rewards; one group at a time."""
+
+    def __init__(self, options: argparse.Namespace, inputs: Inputs, file: AnswerFile, scorer: RewardScorer | None):
+        self.file, self.scorer = file, scorer
+        self._options, self.inputs = options, inputs
+
+    def begin(self, pairs: list[Pair]) -> None:
+        """Have processes compute rewards that can hang; returns at once."""
+        if self.scorer is not None:
+            self.scorer.begin(self._worth_scoring(pairs))
+
+    def _worth_scoring(self, pairs: list[Pair]) -> list[Pair]:
+        return [pair for pair in pairs if pair[1].status != "length" or self._options.keep_cut]
+
+    def record(self, pairs: list[Pair]) -> None:
+        """Wait for the rewards, and write the lines. Raises HybridGKDError."""
+        rewards = dict[SampleId, float]()
+        if self.scorer is not None:
+            scored = self._worth_scoring(pairs)
+            rewards = dict(zip((sample.id for _, sample in scored), self.scorer.scores(scored), strict=True))
+        self.file.append([self._line(task, sample, rewards.get(sample.id)) for task, sample in pairs])
+
+    def _line(self, task: Task, sample: Sample, reward: float | None) -> dict[str, Any]:
+        text = decode(self.inputs.tokenizer, sample)
+        line = self.inputs.rows[task.index] | {
+            self._options.response_key: text, "finish_reason": sample.status, ROW: task.row, SAMPLE: sample.id.number,
+        }
+        if reward is not None:
+            line["reward"] = reward
+        if sample.status == "length" and not self._options.keep_cut:
+            line["rejected"] = "length"
+        elif not text.strip():
+            line["rejected"] = "empty"
+        elif reward is not None and reward < (-math.inf if (least := self._options.min_reward) is None else least):
+            line["rejected"] = "reward"
+        return line
+
+
+def draw(
+    recorder: Recorder, engine: RolloutEngine, requests: list[GenerationRequest], options: argparse.Namespace
+) -> None:
+    """Generate, and record what is finished in another thread meanwhile. Raises HybridGKDError."""
+    by_index, file = {task.index: task for task in recorder.inputs.tasks}, recorder.file
+    sampling = SamplingParams(
+        max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k
+    )
+    missing = Counter(request.id.row for request in requests)
+    progress = Progress(missing, len(by_index), lambda: kept_text(file))
+    waiting = deque[tuple[list[Pair], Future[None]]]()
+
+    def settle(limit: int) -> None:
+        while waiting and (len(waiting) > limit or waiting[0][1].done()):
+            pairs, future = waiting.popleft()
+            future.result()
+            for _, sample in pairs:
+                progress.add(sample.id.row, sample.num_trained)
+        progress.show()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="answers") as writer:
+        try:
+            for finished in samples_of(engine, requests, sampling):
+                if finished:
+                    pairs = [(by_index[sample.id.row], sample) for sample in finished]
+                    recorder.begin(pairs)
+                    waiting.append((pairs, writer.submit(recorder.record, pairs)))
+                settle(GROUPS_WAITING)
+            settle(0)
+            progress.show(last=True)
+        finally:
+            writer.shutdown(wait=False, cancel_futures=True)
+            progress.close()
+
+
+def kept_text(file: AnswerFile) -> str:
+    """The fraction of the answers that are kept."""
+    total = file.num_kept + file.reasons.total()
+    return f"{file.num_kept / total:.1%} kept" if total else ""
+
+
+def summary(options: argparse.Namespace, file: AnswerFile, tasks: list[Task]) -> str:
+    """What the file holds, and what was left out."""
+    names = {
+        "length": f"cut at --max-tokens {options.max_tokens}", "empty": "empty",
+        "reward": f"below --min-reward {options.min_reward}",
+    }
+    left = ", ".join(f"{count} {names[reason]}" for reason, count in sorted(file.reasons.items()))
+    total = file.num_kept + file.reasons.total()
+    out = f"; {left} (in {file.rejected_path})" if left else ""
+    return f"{file.path}: {file.num_kept} of {total} answers to {len(tasks)} rows kept{out}"

@@ -1,0 +1,185 @@
+"""`python -m hybrid_gkd.teacher score FILE ... --out STORE`: scores of given answers, for runs without a teacher.
+
+What is scored is what a run reads: its configuration, which the command line may change key by key, its checks, its
+client. Answers that the store has are not scored again, so the same command continues after a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.launch import inputs
+from hybrid_gkd.launch.answers import Progress
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.command_line import run_command
+from hybrid_gkd.launch.fit import fit
+from hybrid_gkd.launch.teacher import connect
+from hybrid_gkd.scoring.teacher import LATE_SECONDS, completion_view
+from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.engines.options import EngineOptions, positive
+from hybrid_gkd.teacher.server.local import TeacherProcess
+from hybrid_gkd.teacher_client import TeacherClient
+from hybrid_gkd.types import Reading, TopK, given
+
+logger = logging.getLogger(__name__)
+
+OVERRIDE = re.compile(r"\+*[a-z_]+(\.\w+)+=.*", re.DOTALL)
+READINGS_WAITING = 512
+"""Readings that are queued or in flight, at most."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; the exit code."""
+    options = parse(arguments)
+    return run_command(lambda stopping: score(options), debug=options.debug)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line, with `files` apart from `overrides`; exits on a usage error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybrid_gkd.teacher score",
+        description="Score given answers once, for runs with actor_rollout_ref.teacher.cache=STORE. Prompts and "
+        "answers are read as a run reads them: give the same data.* keys as dotted.key=value.",
+    )
+    add = parser.add_argument
+    add("words", nargs="+", metavar="FILE", help="as data.train_files; and dotted.key=value for keys of the run")
+    add("--out", required=True, metavar="STORE", help="folder, on a local disk")
+    add("--response-key", default="response", help="column with the answer (%(default)s)")
+    add("--prompt-key", default="prompt", help="column with the prompt, as data.prompt_key (%(default)s)")
+    add("--student", metavar="MODEL", help="as actor_rollout_ref.model.path: whose tokens and chat template it is; "
+        "default: --ckpt-path")
+    add("--topk", type=positive, help="as distillation.topk")
+    add("--temperature", type=float, help="as distillation.temperature")
+    add("--config-name", "-cn", default="gkd", help="the recipe of the run (%(default)s)")
+    add("--ckpt-path", metavar="MODEL", help="the teacher, which is started here for as long as it scores")
+    add("--addr", metavar="HOST:PORT", help="or a service that runs, or several, separated by commas")
+    add("--keys", metavar="FOLDER", help="with --addr: this client's keys")
+    add("--workers", type=positive, default=1, help="with --ckpt-path: processes with a model each")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    EngineOptions.add_to(parser, without=("ckpt_path", "n_logprobs"))
+    options = parser.parse_intermixed_args(arguments)
+    options.overrides = [word for word in options.words if OVERRIDE.fullmatch(word)]
+    options.files = [word for word in options.words if not OVERRIDE.fullmatch(word)]
+    if not options.files:
+        parser.error("a FILE with prompts and answers is needed")
+    if (options.ckpt_path is None) == (options.addr is None):
+        parser.error("one of --ckpt-path and --addr is needed: the teacher's model, or a service that runs")
+    if options.student is None and options.ckpt_path is None:
+        parser.error("--student is needed with --addr: the tokens of the answers are those of its tokenizer")
+    if options.keys is not None and options.addr is None:
+        parser.error("--keys goes together with --addr")
+    return options
+
+
+def make_config(options: argparse.Namespace) -> Config:
+    """The configuration of a run on the same data. Raises ConfigError."""
+    teacher = "actor_rollout_ref.teacher"
+    keys = {
+        "actor_rollout_ref.model.path": options.student or options.ckpt_path, "data.train_files": options.files,
+        "data.prompt_key": options.prompt_key, "data.response_key": options.response_key,
+        "distillation.topk": options.topk, "trainer.logger": [],
+        "distillation.temperature": options.temperature, f"{teacher}.model.path": options.ckpt_path,
+        f"{teacher}.server_ip": options.addr, f"{teacher}.keys": options.keys, "data.train_batch_size": 1,
+    }  # fmt: skip
+    known = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
+    return load_config([*known, *options.overrides], config_name=options.config_name)
+
+
+def score(options: argparse.Namespace) -> int:
+    """Score what the store does not have. Raises HybridGKDError."""
+    facts = Facts(make_config(options))
+    facts.device, facts.gpus = "cuda" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
+    for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, fit):
+        logger.info("%s: %s", check.__name__, check(facts))
+    tasks = [task for task in facts.train_prompts if task.response_ids is not None]
+    readings = [completion_view(task, given(task, 1, 0.0)) for task in tasks]
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
+        client = stack.enter_context(connected(options, facts))
+        loss = facts.config.distillation
+        model = next(iter(client.served.values()))
+        assert facts.num_ids is not None
+        scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
+        store.add_teacher(scored_by)
+        num_new = fill(store, scored_by, client, readings, facts)
+        print(
+            f"{options.out}: scores of {len(readings)} answers by {scored_by}, {num_new} of them new; "
+            f"{store.num_bytes / 1e9:.3f} GB", flush=True,
+        )  # fmt: skip
+    return 0
+
+
+@contextlib.contextmanager
+def connected(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
+    """A client of the given service, or of one that runs as long as the block. Raises TeacherError."""
+    config = facts.config
+    if options.addr is not None:
+        endpoints = config.actor_rollout_ref.teacher.endpoints
+        with connect(config, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
+            yield client
+        return
+    topk = config.distillation.topk
+    engine = dataclasses.replace(
+        EngineOptions.parsed(options), n_logprobs=topk, max_model_len=options.max_model_len or config.teacher_length
+    )
+    service = TeacherProcess(
+        options.ckpt_path, n_logprobs=topk, log_path=Path(options.out) / "teacher.log",
+        options=[*engine.command_line(), f"--workers={options.workers}"],
+        start_timeout=config.actor_rollout_ref.teacher.start_timeout,
+    )
+    with service as local:
+        local.wait_ready()
+        how: dict[str, Any] = {"replicas": options.workers, "num_ids": facts.num_ids}
+        with connect(config, facts.tokenizer, [local.address], local.keys, **how) as client:
+            yield client
+
+
+def fill(
+    store: ScoreStore, scored_by: ScoredBy, client: TeacherClient, readings: list[Reading], facts: Facts
+) -> int:
+    """Score the readings that the store does not have; return how many these were. Raises TeacherError."""
+    missing = []
+    for reading in readings:
+        try:
+            found = store.get(scored_by, reading)
+        except TeacherError as error:
+            logger.warning("%s: its entry is damaged and made anew: %s", reading.name, error)
+            found = None
+        if found is None:
+            missing.append(reading)
+    waiting = deque[tuple[Reading, Future[TopK]]]()
+    seconds = facts.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
+    progress = Progress(Counter(range(len(missing))), len(readings), lambda: f"{scored_by}")
+    number = 0
+
+    def settle(limit: int) -> None:
+        nonlocal number
+        while waiting and (len(waiting) > limit or waiting[0][1].done()):
+            reading, future = waiting.popleft()
+            store.put(scored_by, reading, future.result(seconds))
+            progress.add(number, reading.num_tokens)
+            number += 1
+        progress.show()
+
+    with contextlib.closing(progress):
+        for reading in missing:
+            waiting += zip([reading], client.submit([reading]), strict=True)
+            settle(READINGS_WAITING)
+        settle(0)
+        progress.show(last=True)
+    return len(missing)

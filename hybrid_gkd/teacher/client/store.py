@@ -1,0 +1,169 @@
+"""Scores on disk: of given answers, which are the same in every epoch and every run.
+
+A store is a folder with an SQLite file. An entry belongs to a teacher's weights, K, temperature, the tokens of the
+reading and the positions that are scored; it is the reply of a service as it came over the wire, with the checksum of
+each array, and is checked as one when it is read. SQLite writes ahead of its file, so that a kill loses at most the
+last entries. Several processes of one machine may use a store at a time; it has to be on a local disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.teacher import protocol
+from hybrid_gkd.teacher.protocol import ModelInfo
+from hybrid_gkd.types import Reading, TopK
+
+FILE = "scores.sqlite3"
+BUSY_SECONDS = 30.0
+"""Timeout for another process that writes."""
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS teachers (
+    weights TEXT, topk INTEGER, temperature REAL, num_ids INTEGER, model TEXT,
+    UNIQUE (weights, topk, temperature, num_ids)
+);
+CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, scores BLOB);
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBy:
+    """What the scores of a store depend on beside the reading."""
+
+    model: ModelInfo
+    """Its `weights` tell teachers apart; the rest is for people and for the handshake."""
+    topk: int
+    temperature: float
+    num_ids: int
+    """Ids that were scored, from 0 on."""
+
+    def __post_init__(self) -> None:
+        """Raises TeacherError: scores of another teacher could be taken for this one's."""
+        if not self.model.weights:
+            raise TeacherError(
+                f"the teacher {self.model.model} does not say which weights it has, so that none of its scores can be "
+                "kept: its service is of an older version"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.model.model} (K {self.topk}, temperature {self.temperature:g})"
+
+    def key(self, reading: Reading) -> bytes:
+        """Of the entry of a reading."""
+        of_all = f"{self.model.weights} {self.topk} {self.temperature!r} {self.num_ids} "
+        found = hashlib.blake2b(of_all.encode(), digest_size=20)
+        for array, dtype in ((reading.token_ids, "<i4"), (reading.positions, "<i8")):
+            found.update(f"{len(array)} ".encode() + np.ascontiguousarray(array, dtype).tobytes())
+        return found.digest()
+
+
+class ScoreStore:
+    """The scores in a folder. Close it. Methods may be called from any thread.
+
+    Args:
+        folder: is created where it is missing.
+        max_bytes: size of the file from which on nothing is added.
+
+    Raises TeacherError: it cannot be opened.
+    """
+
+    def __init__(self, folder: str | Path, max_bytes: float = float("inf")):
+        self.folder, self.max_bytes = Path(folder).expanduser(), max_bytes
+        self._lock = threading.Lock()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                self.folder / FILE, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            with self._errors("cannot be opened"):
+                self._database.execute("PRAGMA journal_mode=WAL")
+                self._database.execute("PRAGMA synchronous=NORMAL")
+                self._database.executescript(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise TeacherError(f"{self.folder}: cannot be opened as a store of scores: {error}") from error
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Raise TeacherError for SQLite's errors: a full disk, a damaged file, another process that does not end."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise TeacherError(f"{self.folder / FILE} {what}: {error}") from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        with self._lock, self._errors("cannot be read"):
+            (pages,), (size,) = (self._database.execute(f"PRAGMA {each}").fetchone() for each in (
+                "page_count", "page_size",
+            ))  # fmt: skip
+        return int(pages * size)
+
+    def __len__(self) -> int:
+        with self._lock, self._errors("cannot be read"):
+            return int(self._database.execute("SELECT COUNT(*) FROM entries").fetchone()[0])
+
+    def teachers(self) -> list[ScoredBy]:
+        """Whose scores are there, the first one first. Raises TeacherError."""
+        with self._lock, self._errors("cannot be read"):
+            columns = "SELECT model, topk, temperature, num_ids FROM teachers ORDER BY rowid"
+            rows = self._database.execute(columns).fetchall()
+        try:
+            return [
+                ScoredBy(model=msgspec.json.decode(model, type=ModelInfo), topk=k, temperature=temperature, num_ids=ids)
+                for model, k, temperature, ids in rows
+            ]
+        except msgspec.DecodeError as error:
+            raise TeacherError(f"{self.folder / FILE}: its description of a teacher cannot be read: {error}") from error
+
+    def add_teacher(self, scored_by: ScoredBy) -> None:
+        """Note whose scores follow. Raises TeacherError."""
+        model = scored_by.model
+        described = msgspec.json.encode(model).decode()
+        values = (model.weights, scored_by.topk, scored_by.temperature, scored_by.num_ids, described)
+        with self._lock, self._errors("cannot be written"):
+            self._database.execute("INSERT OR IGNORE INTO teachers VALUES (?, ?, ?, ?, ?)", values)
+
+    def get(self, scored_by: ScoredBy, reading: Reading) -> TopK | None:
+        """The scores of a reading, None without an entry. Raises TeacherError for one that is damaged."""
+        key = scored_by.key(reading)
+        with self._lock, self._errors("cannot be read"):
+            row = self._database.execute("SELECT scores FROM entries WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        try:
+            header, *frames = msgspec.msgpack.decode(row[0], type=list[bytes])
+            result = protocol.decode_header(header)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise TeacherError(f"the entry cannot be decoded: {error}") from error
+        if not isinstance(result, protocol.ScoreResult):
+            raise TeacherError("the entry is no reply of a teacher")
+        (scores,) = protocol.unpack_result(
+            result, frames, topk=scored_by.topk, vocab_size=scored_by.num_ids, num_scored=[len(reading.positions)]
+        )
+        return scores
+
+    def put(self, scored_by: ScoredBy, reading: Reading, scores: TopK) -> bool:
+        """Keep scores in the place of older ones; return whether there was room. Raises TeacherError."""
+        if self.num_bytes >= self.max_bytes:
+            return False
+        result = protocol.ScoreResult(id="stored", attempt=0, server=f"the store {self.folder}")
+        frames = map(bytes, protocol.encode(result, protocol.result_arrays([scores])))
+        blob = msgspec.msgpack.encode(list(frames))
+        with self._lock, self._errors("cannot be written"):
+            self._database.execute("INSERT OR REPLACE INTO entries VALUES (?, ?)", (scored_by.key(reading), blob))
+        return True

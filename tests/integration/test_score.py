@@ -1,0 +1,182 @@
+"""`python -m hybrid_gkd.teacher score` with real services, and what a run without a teacher reads of the store."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from processes import TIMEOUT
+
+from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.errors import TeacherError
+from hybrid_gkd.launch import inputs, score
+from hybrid_gkd.launch.checks import Facts
+from hybrid_gkd.launch.fit import fit
+from hybrid_gkd.launch.plan import make_plan
+from hybrid_gkd.launch.teacher import connect, with_cache
+from hybrid_gkd.models.tokenizer import load_tokenizer
+from hybrid_gkd.runtime.waiting import Timeout
+from hybrid_gkd.scoring.teacher import TeacherScorer
+from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
+from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.types import given
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|a|>{{ m['content'] }}<|end|>{% else %}"
+    "{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+)
+ROWS, K = 9, 5
+LENGTHS = ["data.max_prompt_length=32", "data.max_response_length=24"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("score")
+    for seed, name in enumerate(("student", "teacher")):
+        make_tiny_model(folder / name, seed=seed)
+        tokenizer = load_tokenizer(str(folder / name))
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(folder / name)
+    rows = [{"prompt": f"What is {i} + {i}?", "text": f"It is {2 * i}." if i else None} for i in range(ROWS)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(folder):
+    options = ["--backend=hf", "--device=cpu"]
+    with TeacherProcess(
+        f"{folder}/teacher", log_path=folder / "teacher.log", options=options, start_timeout=TIMEOUT
+    ) as service:
+        service.wait_ready()
+        yield service
+
+
+def arguments(folder, *more):
+    return [
+        "answers.jsonl", "--response-key=text", f"--out={folder / 'store'}", f"--student={folder / 'student'}",
+        f"--topk={K}", *LENGTHS, *more,
+    ]  # fmt: skip
+
+
+def run(folder, *more):
+    command = [sys.executable, "-m", "hybrid_gkd.teacher", "score", *arguments(folder, *more)]
+    done = subprocess.run(command, cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def config_of(folder, *more):
+    return load_config([
+        f"data.train_files={folder / 'answers.jsonl'}", f"actor_rollout_ref.model.path={folder / 'student'}",
+        f"distillation.topk={K}", "data.train_batch_size=1", "trainer.device=cpu", "data.response_key=text",
+        *LENGTHS, *more,
+    ])  # fmt: skip
+
+
+def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, service, monkeypatch):
+    by_service = ["--addr", service.address, "--keys", str(service.keys)]
+    summary = f"scores of {ROWS - 1} answers by teacher (K {K}, temperature 1), "
+    assert f"{summary}{ROWS - 1} of them new" in run(folder, *by_service)
+    # The same weights, in a service that this command starts.
+    assert f"{summary}0 of them new" in run(folder, f"--ckpt-path={folder / 'teacher'}", "--backend=hf")
+
+    monkeypatch.chdir(folder)
+    options = score.parse(arguments(folder, *by_service))
+    facts = Facts(score.make_config(options))
+    inputs.student(facts)
+    inputs.files(facts)
+    inputs.data(facts)
+    pairs = [(task, given(task, 1, 0.0)) for task in facts.train_prompts if task.response_ids is not None]
+    assert len(pairs) == ROWS - 1
+    assert facts.tokenizer.decode(pairs[0][1].tokens) == "What is 1 + 1?<|a|>It is 2.<|end|>"
+
+    address = f"actor_rollout_ref.teacher.server_ip={service.address}"
+    config = config_of(folder, address, f"actor_rollout_ref.teacher.keys={service.keys}")
+    with connect(config, facts.tokenizer, [service.address]) as client:
+        expected = take(TeacherScorer(client), pairs)
+    config = config_of(folder, f"actor_rollout_ref.teacher.cache={folder / 'store'}")
+    with with_cache(config, facts.tokenizer, None, facts.num_ids) as teacher:
+        scorer = TeacherScorer(teacher)
+        found = take(scorer, pairs)
+        first = facts.train_prompts[0]
+        mask = np.arange(len(first.token_ids) + 2) >= len(first.token_ids)
+        task = dataclasses.replace(first, response_ids=np.array([1, 2], np.int32), loss_mask=mask)
+        with pytest.raises(TeacherError, match=r"^row 1, sample 0 has no scores in"):
+            take(scorer, [(task, given(task, 1, 0.0))])
+    assert found.keys() == expected.keys()
+    for each, scores in found.items():
+        for name in ("ids", "logprobs", "tail_logprobs", "sampled_logprobs"):
+            np.testing.assert_array_equal(getattr(scores, name), getattr(expected[each], name))
+
+
+def take(scorer, pairs):
+    return scorer.take_scores(scorer.start(pairs), len(pairs), timeout=Timeout(TIMEOUT), check=lambda: None)
+
+
+def test_the_checks_before_a_run_without_a_teacher(folder, service):
+    run(folder, "--addr", service.address, "--keys", str(service.keys))
+    store = f"actor_rollout_ref.teacher.cache={folder / 'store'}"
+    facts = Facts(config_of(folder, store))
+    facts.device = "cpu"
+    inputs.student(facts)
+    assert inputs.teacher(facts) == f"none is asked: {ROWS - 1} answers are scored in {folder / 'store'}"
+    assert fit(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
+    assert facts.settings == {"actor_rollout_ref.teacher.model.path": "teacher"}
+    inputs.critic(facts)
+    plan = make_plan(facts.config, facts.trained, "cpu", facts.local_teacher)
+    assert plan.memory.teacher is None
+    assert f"teacher: scores in {folder / 'store'}, top-{K}" in "\n".join(plan.places)
+    facts = Facts(config_of(folder, store, "distillation.topk=4"))
+    inputs.student(facts)
+    with pytest.raises(TeacherError, match=r"has scores of teacher \(K 5, temperature 1\); the student needs K 4"):
+        fit(facts)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "one of --ckpt-path and --addr is needed"),
+        (["--ckpt-path=a", "--addr=b:1"], "one of --ckpt-path and --addr is needed"),
+        (["--ckpt-path=a", "--keys=b"], "--keys goes together with --addr"),
+    ],
+)
+def test_usage_errors(folder, capsys, more, message):
+    with pytest.raises(SystemExit):
+        score.parse(arguments(folder, *more))
+    assert message in capsys.readouterr().err
+
+
+def test_answers_that_cannot_be_scored_are_named(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for more, message in (
+        (["--response-key=answer"], r"no row has an answer in the column 'answer'"),
+        (["data.max_response_length=9", "data.filter_overlong_prompts=false"], r"row 2: the response has \d+ tokens, the limit"),
+        (["distillation.topk=0"], "distillation.topk: must be above 0"),
+    ):
+        with pytest.raises(Exception, match=message):
+            score.score(score.parse(arguments(folder, f"--ckpt-path={folder / 'teacher'}", *more)))
+
+
+def test_a_run_trains_on_a_store_without_any_teacher(folder, service, tmp_path):
+    run(folder, "--addr", service.address, "--keys", str(service.keys))
+    rows = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "given.jsonl").write_text("".join(rows[1:]), encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "hybrid_gkd", f"data.train_files={tmp_path / 'given.jsonl'}",
+            "data.response_key=text",
+            f"actor_rollout_ref.model.path={folder / 'student'}", f"actor_rollout_ref.teacher.cache={folder / 'store'}",
+            f"distillation.topk={K}", "data.train_batch_size=8", "trainer.device=cpu", "trainer.total_training_steps=3",
+            "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.logger=[jsonl]", "trainer.save_freq=0", *LENGTHS,
+            "actor_rollout_ref.rollout.name=hf", f"trainer.default_local_dir={tmp_path}",
+        ],
+        cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = (tmp_path / "hybrid_gkd" / "gkd" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in metrics]
+    assert [row["teacher/cache_hit_fraction"] for row in found] == [1.0] * 3
+    assert found[-1]["actor/kl_loss"] < found[0]["actor/kl_loss"]

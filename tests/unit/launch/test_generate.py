@@ -1,0 +1,193 @@
+"""Answers of a model to prompts: the file that a killed command continues, and what is refused before vLLM loads."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from hybrid_gkd.errors import DataError, HybridGKDError
+from hybrid_gkd.launch import generate
+from hybrid_gkd.launch.answers import AnswerFile, Progress
+from hybrid_gkd.testing import make_tiny_model
+
+ARGUMENTS = {"--n": 2, "--temperature": 0.7}
+
+
+def line(row, sample, **more):
+    return {"row": row, "sample": sample, "response": "4", **more}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "new" / "answers.jsonl"
+
+
+def opened(path, **changed):
+    return AnswerFile(path, ARGUMENTS | changed)
+
+
+def test_answers_of_both_files_are_done(path):
+    file = opened(path)
+    file.append([line(1, 0), line(1, 1, rejected="length")])
+    file.append([line(2, 0, rejected="reward")])
+    file.close()
+    again = opened(path)
+    assert again.done == {(1, 0), (1, 1), (2, 0)}
+    assert (again.num_kept, again.reasons) == (1, {"length": 1, "reward": 1})
+    again.close()
+    assert [json.loads(text)["row"] for text in path.read_text(encoding="utf-8").splitlines()] == [1]
+
+
+def test_a_half_written_line_is_taken_away_and_its_answer_missing(path, caplog):
+    file = opened(path)
+    file.append([line(1, 0), line(1, 1)])
+    file.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    again = opened(path)
+    assert again.done == {(1, 0)}
+    assert "its last line was not complete" in caplog.text
+    again.append([line(1, 1)])
+    again.close()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"--temperature": 1.0}, "was made with --temperature 0.7, not 1.0: give the same"),
+        ({"--seed": 3}, "was made with --seed None, not 3"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(path, changed, message):
+    file = opened(path)
+    file.append([line(1, 0)])
+    file.close()
+    with pytest.raises(DataError, match=message):
+        opened(path, **changed)
+
+
+def test_a_file_without_answers_takes_any_arguments(path):
+    """Killed between the first line of arguments and the first answer."""
+    opened(path).close()
+    path.with_name("answers.jsonl.json").write_text('{"--n"', encoding="utf-8")
+    opened(path, **{"--temperature": 1.0}).close()
+    assert json.loads(path.with_name("answers.jsonl.json").read_text(encoding="utf-8"))["--temperature"] == 1.0
+
+
+def test_files_of_something_else_are_refused(path):
+    path.parent.mkdir()
+    path.write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"answers.jsonl.json does not say what it was made with"):
+        opened(path)
+    path.unlink()
+    opened(path).close()
+    path.write_text('{"prompt": "2 + 2"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 1: is no answer with row and sample"):
+        opened(path)
+
+
+def test_a_second_process_is_refused(path):
+    file = opened(path)
+    with pytest.raises(DataError, match="another process is writing it"):
+        opened(path)
+    file.close()
+    opened(path).close()
+
+
+def test_progress_counts_rows_whose_answers_are_all_done(caplog):
+    caplog.set_level("INFO", logger="hybrid_gkd")
+    progress = Progress(Counter({4: 2, 5: 1}), 10, lambda: "50.0% kept")
+    for row, tokens in ((4, 30), (4, 12)):
+        progress.add(row, tokens)
+    progress.show(last=True)
+    assert caplog.messages[-1].startswith("9 of 10 rows, ")
+    assert ", 50.0% kept, " in caplog.messages[-1]
+    assert caplog.messages[-1].endswith(" left")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), positions=64)
+
+
+@pytest.fixture
+def parsed(tmp_path, model):
+    def parse(*arguments, rows=None):
+        rows, file = rows or [{"prompt": "2 + 2"}], tmp_path / "prompts.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        fixed = [str(file), f"--ckpt-path={model}", f"--out={tmp_path / 'answers.jsonl'}", "--max-tokens=16"]
+        return generate.parse([*fixed, *arguments])
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature=0", "-n", "2"], "--n must be 1 with --temperature 0"),
+        (["--top-p=1.5"], "--top-p: must be a number within 1e-06..1, got 1.5"),
+        (["--top-k=0"], "--top-k must be -1 or at least 1, got 0"),
+        (["--reward=bleu"], "--reward must be one of gsm8k, math, exact_match, by_data_source, or file.py:function"),
+        (["--reward=gsm8k"], "--reward gsm8k needs --answer-key"),
+        (["--min-reward=1"], "--min-reward goes together with --reward"),
+        (["--apply-chat-template-kwargs=[]"], "must be a JSON object, got []"),
+        (['--engine-kwargs={"vllm": {"seed": 1}}'], "--engine-kwargs vllm seed: has an option of its own"),
+    ],
+)
+def test_usage_errors(parsed, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "message"),
+    [
+        ([], [{"prompt": "a", "response": "b"}], "row 1: has a column 'response' already, .* --response-key names"),
+        (["--response-key=r"], [{"prompt": "a"}, {"prompt": "a", "row": 1}], "row 2: has a column 'row' already"),
+        ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, and --max-tokens 16 leaves "
+            r"prompts 48 tokens \(max_position_embeddings\); .* leave out 1 of 2 rows"),
+        (["--prompt-key=q"], [{"prompt": "a"}], "no column 'q'"),
+        (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "knows no function"),
+        (["--reward=mine.py:f"], [{"prompt": "a"}], "must be an existing Python file"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_loads(parsed, monkeypatch, arguments, rows, message):
+    monkeypatch.setattr(generate, "load_engine", None)
+    with pytest.raises(HybridGKDError, match=message):
+        generate.generate(parsed(*arguments, rows=rows))
+
+
+def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
+    rows = [{"prompt": "b" * 60, "n": 1}, {"prompt": "a", "n": {"x": [None, 2.5]}}]
+    options = parsed("--filter-overlong-prompts", "-n", "2", rows=rows)
+    inputs = generate.read_inputs(options)
+    assert inputs.rows == rows
+    assert [task.row for task in inputs.tasks] == [2]
+    requests = generate.missing_requests(options, inputs.tasks, {(2, 0)})
+    assert [(request.id.row, request.id.number) for request in requests] == [(1, 1)]
+
+
+def test_prompts_and_weights_are_among_the_arguments(parsed, model):
+    def arguments(prompt):
+        options = parsed(rows=[{"prompt": prompt}])
+        return generate.arguments_of(options, generate.read_inputs(options))
+
+    first, other = arguments("a"), arguments("b")
+    assert {name for name in first if first[name] != other[name]} == {"prompts and answers in FILE (checksum)"}
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+    changed = arguments("a")
+    (model / "pytorch_model.bin").unlink()
+    assert {name for name in first if first[name] != changed[name]} == {"weights in --ckpt-path (hash)"}
+    assert not {"--out", "--tp-size", "--gpu-memory-utilization", "--device"} & first.keys()
+
+
+def test_seeds_depend_on_row_and_number_alone(parsed):
+    rows = [{"prompt": str(number)} for number in range(3)]
+    options = parsed("-n", "2", rows=rows)
+    inputs = generate.read_inputs(options)
+    seeds = {request.id: request.seed for request in generate.missing_requests(options, inputs.tasks, set())}
+    assert len(set(seeds.values())) == 6
+    left = generate.missing_requests(options, inputs.tasks[1:], {(2, 0)})
+    assert {request.id: request.seed for request in left}.items() <= seeds.items()
