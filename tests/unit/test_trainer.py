@@ -317,7 +317,7 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt():
         length = (1 + (at == 1)) if is_greedy else lengths[at * GROUP_SIZE + request.id.number]
         return np.zeros(length, np.int32)
 
-    group._respond, group.generate = respond, lambda requests, sampling: (
+    group.respond, group.generate = respond, lambda requests, sampling: (
         sampled.append(sampling), generate(requests, sampling)
     )[1]
     rollout = trainer.generation.rollout(1)
@@ -368,7 +368,7 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
         group.greedy = sampling.temperature == 0
         yield from drawn(requests, sampling)
 
-    group._respond, group.generate = respond, generate
+    group.respond, group.generate = respond, generate
     rollout = trainer.generation.rollout(1)
     assert [sample.id for sample in rollout.greedy] == [(1, row, GROUP_SIZE) for row in rows]
     metrics = trainer._update_actor(rollout)

@@ -174,7 +174,7 @@ def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkey
     monkeypatch.setattr(dashboard, "API_SECONDS", 1)
     caplog.set_level(logging.INFO)
     (tmp_path / "config.yaml").write_text(to_yaml(run_config()), encoding="utf-8")
-    wandb_module._make_workspace("team", "project", tmp_path, "cpu")
+    wandb_module.make_workspace("team", "project", tmp_path, "cpu")
     assert "the wandb workspace was not made: " in caplog.text
     assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
     assert dashboard.main(["--project", "project", "--entity", "team"]) == 1
@@ -245,14 +245,14 @@ def test_the_workspace_and_the_report_are_made_once_and_then_brought_up_to_date(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         (tmp_path / "config.yaml").write_text(to_yaml(run_config(*PPO)), encoding="utf-8")
-        wandb_module._make_workspace("team", "project", tmp_path, "cpu")
+        wandb_module.make_workspace("team", "project", tmp_path, "cpu")
         [(kind, name, titles)] = server.shown
         assert (kind, name) == ("project-view", dashboard.NAME)
         assert "PPO" not in titles
         assert not any(title.startswith("On the GPU") for title in titles)
         address = f"http://127.0.0.1:{server.server_port}/team/project"
         assert f"wandb workspace of the project project: {address}" in caplog.text
-        wandb_module._make_workspace("team", "project", tmp_path, "cuda")
+        wandb_module.make_workspace("team", "project", tmp_path, "cuda")
         assert server.shown == [(kind, name, titles)]  # the user's own by now
         for _ in range(2):
             assert dashboard.main(["--project", "project", "--entity", "team"]) == 0, capsys.readouterr().err

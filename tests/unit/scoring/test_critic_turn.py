@@ -23,11 +23,11 @@ PPO = "distillation.enabled=false"
 PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
 
 
-def make(*overrides, cls=PPOTrainer, **options):
+def make(*overrides, cls=PPOTrainer, store=None, **options):
     group, rows = RecordingGroup(), MetricRows()
     trainer = cls(
         load_config([*GAE, *overrides]), group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS,
-        val_prompts=[], reward=lambda response, answer: 1.0, tracking=rows, store=None, **options,
+        val_prompts=[], reward=lambda response, answer: 1.0, tracking=rows, store=store, **options,
     )
     return trainer, group, rows
 
@@ -92,21 +92,22 @@ def test_without_rewards_there_is_no_critic():
         assert not config.uses_critic
 
 
-def test_after_the_critics_update_the_state_is_not_that_of_a_whole_step():
-    trainer, group, _ = make(PPO)
+@pytest.mark.parametrize(("failing", "saved"), [("update", []), ("update_critic", [1])])
+def test_after_the_critics_update_the_state_is_not_that_of_a_whole_step(failing, saved, tmp_path):
+    """And is not saved, where the second step fails; before it the state of the first one is."""
+    steps = ("trainer.total_training_steps=2", "trainer.save_freq=-1")
+    trainer, group, _ = make(PPO, *steps, store=CheckpointStore(tmp_path, keep=1))
+    update = getattr(group, failing)
 
-    def refuse(batches, last=True):
-        raise TrainingError("loss nan, the step was not taken")
+    def refuse(*args, **options):
+        if trainer.step == 1:
+            raise TrainingError("loss nan, the step was not taken")
+        return update(*args, **options)
 
-    group.update = refuse
+    setattr(group, failing, refuse)
     with pytest.raises(TrainingError):
         trainer.fit()
-    assert not trainer._weights_are_whole
-    trainer, group, _ = make(PPO)
-    group.update_critic = refuse
-    with pytest.raises(TrainingError):
-        trainer.fit()
-    assert trainer._weights_are_whole
+    assert group.saved == saved
 
 
 def test_explained_variance_against_the_formula():

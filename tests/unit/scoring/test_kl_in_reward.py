@@ -98,7 +98,7 @@ def test_a_score_of_the_whole_answer_has_the_penalties_of_its_tokens_in_it():
     """grpo sums token rewards, as in verl: an answer of three tokens loses three penalties."""
     n = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "algorithm.norm_adv_by_std_in_grpo=false"]
     trainer, group, _ = make(*KL, *n, steps=1)
-    group._respond = lambda request, version: np.zeros(1 + 2 * (request.id.number % 2), np.int32)
+    group.respond = lambda request, version: np.zeros(1 + 2 * (request.id.number % 2), np.int32)
     trainer.fit()
     for item in group.trained[0]:  # texts "0" and "0 0 0" are odd: both are right
         expected = (0.5 if item.id.number % 2 == 0 else -0.5) * 2 * 0.5 * LOG_RATIO
@@ -107,7 +107,7 @@ def test_a_score_of_the_whole_answer_has_the_penalties_of_its_tokens_in_it():
 
 def test_the_greedy_answer_is_compared_without_a_penalty_as_in_verl():
     trainer, group, _ = make(*KL, "algorithm.adv_estimator=remax", steps=1)
-    group._respond = lambda request, version: np.zeros(1, np.int32)
+    group.respond = lambda request, version: np.zeros(1, np.int32)
     trainer.fit()
     for item in group.trained[0]:
         np.testing.assert_allclose(item.array("advantages"), -0.5 * LOG_RATIO, rtol=1e-5)
