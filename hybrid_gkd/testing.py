@@ -100,6 +100,19 @@ def make_tiny_model(
     return folder
 
 
+def tiny_config(*overrides: str, model: str | Path = "unused") -> Config:
+    """Load a configuration for the CPU with names that lead nowhere as training data and teacher.
+
+    Args:
+        overrides: `dotted.key=value`; of a key that is given twice the last value counts.
+        model: the student's folder, where one is loaded.
+    """
+    from hybrid_gkd.config.loading import load_config
+
+    given = ["data.train_files=unused", "actor_rollout_ref.teacher.server_ip=unused", "trainer.device=cpu"]
+    return load_config([*given, f"actor_rollout_ref.model.path={model}", *overrides])
+
+
 def make_sample(
     row: int = 0, *, prompt: Iterable[int] = (1,), completion: Iterable[int] = (2,),
     loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0,

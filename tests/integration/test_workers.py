@@ -19,11 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage
-from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of, tiny_config
 from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup, refuse_shared_gpus
@@ -75,18 +74,14 @@ def begun_anew(model, folder, *overrides):
 
 
 def make_config(model, folder, *overrides):
-    return load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={model}",
-            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
-            "data.max_prompt_length=24", "data.max_response_length=24", "trainer.device=cpu",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128", f"distillation.topk={TOPK}",
-            "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.name=hf",
-            # Adam divides by the root of the second moment: with a tiny eps, rounding of a zero gradient is a step.
-            "actor_rollout_ref.actor.optim.eps=1e-4",
-            "actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.nccl_timeout=120", *overrides,
-        ]
-    )
+    """Adam divides by the root of the second moment: with a tiny eps, rounding of a zero gradient is a step."""
+    return tiny_config(
+        f"trainer.default_local_dir={folder}", "data.max_prompt_length=24", "data.max_response_length=24",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128", f"distillation.topk={TOPK}",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.optim.eps=1e-4", "actor_rollout_ref.rollout.max_num_seqs=16",
+        "actor_rollout_ref.nccl_timeout=120", *overrides, model=model,
+    )  # fmt: skip
 
 
 def make_group(config, num_updates=2):

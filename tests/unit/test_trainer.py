@@ -8,14 +8,13 @@ import time
 import numpy as np
 import pytest
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import request_seeds, total_steps, updates_per_step
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of
+from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of, tiny_config
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Rollout, Task, TopK, with_tasks
 
@@ -26,13 +25,10 @@ SIZE = ModelSpec(
 
 
 def config(*overrides):
-    return load_config(
-        [
-            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
-            "data.train_batch_size=3", "data.max_prompt_length=8", "data.max_response_length=8",
-            f"actor_rollout_ref.rollout.n={GROUP_SIZE}", *overrides,
-        ]
-    )
+    return tiny_config(
+        "data.train_batch_size=3", "data.max_prompt_length=8", "data.max_response_length=8",
+        f"actor_rollout_ref.rollout.n={GROUP_SIZE}", *overrides,
+    )  # fmt: skip
 
 
 def place(name):

@@ -23,7 +23,6 @@ import pytest
 from processes import stop_process
 
 from hybrid_gkd.config import WandbConfig
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import trackers as trackers_module
@@ -32,6 +31,7 @@ from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
 from hybrid_gkd.reporting.trackers import EXTRAS, Tracking, load_trackers
 from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.testing import tiny_config
 from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0, data_source="sums", sample=3)
@@ -92,12 +92,7 @@ class MyTracker:
 
 def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_TRACKER, encoding="utf-8")
-    config = load_config(
-        [
-            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
-            f"trainer.logger=[{tmp_path / 'mine.py'}:MyTracker,jsonl]",
-        ]
-    )
+    config = tiny_config(f"trainer.logger=[{tmp_path / 'mine.py'}:MyTracker,jsonl]")
     run_steps(tmp_path, [1, 2], loggers=config.trainer.logger)
     assert (tmp_path / "own.txt").read_text(encoding="utf-8").splitlines() == [
         "1 The sum is 42.", "1 0.1 ['actor/kl_loss', 'timing/elapsed']", "2 The sum is 42.",

@@ -3,19 +3,26 @@
 import numpy as np
 import pytest
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, TrainingError
 from hybrid_gkd.ppo.resuming import data_state, learning_settings, state_to_resume
 from hybrid_gkd.ppo.steps import updates_per_step
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.critic import value_metrics
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
-from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
+from hybrid_gkd.testing import (
+    LocalTeacher,
+    MetricRows,
+    NumberTokenizer,
+    RecordingGroup,
+    make_sample,
+    tail_of,
+    tiny_config,
+)
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK
 
 GAE = (
-    "data.train_files=unused", "actor_rollout_ref.model.path=unused", "data.train_batch_size=4",
+    "data.train_batch_size=4",
     "data.max_prompt_length=8", "data.max_response_length=8", "reward.answer_key=answer", "trainer.save_freq=0",
     "algorithm.adv_estimator=gae", "algorithm.lam=0.5", "trainer.total_training_steps=1",
 )  # fmt: skip
@@ -26,7 +33,7 @@ PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=
 def make(*overrides, cls=PPOTrainer, store=None, **options):
     group, rows = RecordingGroup(), MetricRows()
     trainer = cls(
-        load_config([*GAE, *overrides]), group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS,
+        tiny_config(*GAE, *overrides), group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS,
         val_prompts=[], reward=lambda response, answer: 1.0, tracking=rows, store=store, **options,
     )
     return trainer, group, rows
@@ -88,7 +95,7 @@ def test_the_teacher_and_a_critic_together():
 def test_without_rewards_there_is_no_critic():
     for overrides in (["actor_rollout_ref.teacher.model.path=x"], [PPO, "algorithm.adv_estimator=reinforce_plus_plus",
                                                                    "algorithm.lam=1"]):  # fmt: skip
-        config = load_config([*GAE, *overrides])
+        config = tiny_config(*GAE, *overrides)
         assert not config.uses_critic
 
 
@@ -120,14 +127,14 @@ def test_explained_variance_against_the_formula():
 
 
 def test_a_run_with_a_critic_continues_only_from_one_with_a_critic(tmp_path):
-    config = load_config([*GAE, PPO])
+    config = tiny_config(*GAE, PPO)
     state = TrainerState(step=1, data=data_state(config, 4), first_metrics={})
     store = CheckpointStore(tmp_path, keep=None)
     with store.writing(state):
         pass
     with pytest.raises(CheckpointError, match=r"adv_estimator=gae needs a critic, and .*global_step_1 has none"):
         state_to_resume(store.latest(), config, 4)
-    changed = load_config([*GAE, PPO, "critic.optim.lr=0.5"])
+    changed = tiny_config(*GAE, PPO, "critic.optim.lr=0.5")
     was, now = (learning_settings(each, steps=1) for each in (config, changed))
     assert {key: now[key] for key in now if was.get(key) != now[key]} == {"critic.optim.lr": 0.5}
     assert now["critic.model.path"] == "unused"  # the student's

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.reference import ESTIMATES, KLPenalty
 from hybrid_gkd.scoring.rewards import token_rewards
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
-from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample
+from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample, tiny_config
 from hybrid_gkd.types import Task
 
 VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text(encoding="utf-8"))
@@ -28,11 +27,10 @@ PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=
 
 
 def config(*overrides):
-    return load_config([
-        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "data.train_batch_size=2",
-        "reward.answer_key=answer", "distillation.enabled=false", "algorithm.adv_estimator=reinforce_plus_plus",
-        "trainer.total_training_steps=4", *overrides,
-    ])  # fmt: skip
+    return tiny_config(
+        "data.train_batch_size=2", "reward.answer_key=answer", "distillation.enabled=false",
+        "algorithm.adv_estimator=reinforce_plus_plus", "trainer.total_training_steps=4", *overrides,
+    )  # fmt: skip
 
 
 def make(*overrides, run_dir=None, resume_from=None, steps=4):

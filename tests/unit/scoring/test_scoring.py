@@ -17,7 +17,6 @@ import pytest
 from processes import TIMEOUT, is_alive, wait_until
 
 from hybrid_gkd.config import RewardConfig
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring import reward_pool
@@ -25,7 +24,7 @@ from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import NOT_IN_TIME, Failure, RewardFunction, load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer, token_rewards
 from hybrid_gkd.scoring.scorer import done
-from hybrid_gkd.testing import NumberTokenizer, make_sample
+from hybrid_gkd.testing import NumberTokenizer, make_sample, tiny_config
 from hybrid_gkd.types import Task
 
 
@@ -38,11 +37,10 @@ def make(tmp_path):
         if text is not None:
             (tmp_path / "my_reward.py").write_text(textwrap.dedent(text), encoding="utf-8")
             overrides = [f"reward.custom_reward_function.path={tmp_path / 'my_reward.py'}", *overrides]
-        config = load_config([
-            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false",
-            "data.max_response_length=8", "actor_rollout_ref.rollout.n=2", "reward.answer_key=answer",
-            "reward.num_workers=1", *overrides,
-        ])  # fmt: skip
+        config = tiny_config(
+            "distillation.enabled=false", "data.max_response_length=8", "actor_rollout_ref.rollout.n=2",
+            "reward.answer_key=answer", "reward.num_workers=1", *overrides,
+        )  # fmt: skip
         scorers.append(RewardScorer(load_functions(config.reward), NumberTokenizer(), config, clock=clock))
         return scorers[-1]
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, Glm4MoeConfig, Glm4MoeForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.models.tokenizer import load_tokenizer, stop_token_ids
 from hybrid_gkd.offload.pinned import HostCopies
@@ -23,7 +22,7 @@ from hybrid_gkd.student.checkpoint_io import (
     snapshot_bytes,
     snapshot_model,
 )
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.saving import Saver
 
@@ -51,14 +50,10 @@ def random_batch(seed):
 
 
 def make_config(model, *overrides):
-    return load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
-            "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
-            "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
-            *overrides,
-        ]
-    )
+    return tiny_config(
+        "distillation.topk=4", "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=linear", *overrides, model=model,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.critic import Critic
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
 from hybrid_gkd.workers.batches import mean_metrics
@@ -43,12 +42,11 @@ KINDS = {
 
 
 def load(model, *overrides):
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
-        f"distillation.topk={K}", f"data.max_response_length={CONSTANT}",
-        f"{ACTOR}.grad_clip=1e9", f"{ACTOR}.kl_loss_coef={KL_COEF}", f"{ACTOR}.entropy_coeff={ENTROPY}",
-        "critic.grad_clip=1e9", *overrides,
-    ])  # fmt: skip
+    config = tiny_config(
+        f"distillation.topk={K}", f"data.max_response_length={CONSTANT}", f"{ACTOR}.grad_clip=1e9",
+        f"{ACTOR}.kl_loss_coef={KL_COEF}", f"{ACTOR}.entropy_coeff={ENTROPY}", "critic.grad_clip=1e9", *overrides,
+        model=model,
+    )  # fmt: skip
     for section in (config.actor_rollout_ref.actor, config.critic):
         section.fsdp_config.model_dtype, section.optim.lr = "fp64", 0.0
     return config
