@@ -58,6 +58,7 @@ def distribution(folder, reading):
     return (logits[reading.positions - 1].double() / TEMPERATURE).log_softmax(-1)
 
 
+@pytest.mark.slow
 def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
     """With the whole vocabulary as candidates it is the full divergence: 1e-5 for the student's float32."""
     student, teacher = models

@@ -47,6 +47,7 @@ def test_every_metric_has_a_panel_and_the_headline_ones_have_one_by_name():
     assert headline <= named
 
 
+@pytest.mark.slow
 def test_a_run_has_panels_of_what_it_can_report():
     distils, learns = run_config(), run_config(*REWARDED, "distillation.enabled=false")
     assert shown(distils) == {name for name in METRICS if reports(distils, name)}
@@ -69,6 +70,7 @@ def test_the_list_of_runs_has_the_best_of_what_a_validation_measures():
     assert best == {name: wandb_module.BEST[f"val/{name}"] for name in measured}
 
 
+@pytest.mark.slow
 def test_the_device_of_a_run_that_left_it_open_is_the_one_of_its_last_start(tmp_path):
     file, starts = tmp_path / "config.yaml", tmp_path / "starts.jsonl"
     file.write_text(to_yaml(run_config()), encoding="utf-8")

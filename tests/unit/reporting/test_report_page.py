@@ -254,6 +254,7 @@ def test_long_texts_are_cut(tmp_path):
 # --- the page
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_a_small_page(tmp_path):
     names = [f"actor/metric_{number}" for number in range(60)]
     with (tmp_path / "metrics.jsonl").open("w", encoding="utf-8") as file:

@@ -197,6 +197,7 @@ def test_a_failure_counts_as_a_fixed_score_and_its_process_is_replaced(make, cap
     assert scorer.scores([pair(9, 1)]) == [0.5]
 
 
+@pytest.mark.slow
 def test_an_async_function_fails_on_its_own_responses_and_on_no_others_of_its_process(make):
     scorer = make("reward.timeout=0.5", "reward.score_on_error=-1", text="""
         import os, time
@@ -224,6 +225,7 @@ def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it
     wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
 
 
+@pytest.mark.slow
 def test_processes_that_end_at_any_moment_are_replaced_but_not_for_ever(make, tmp_path, monkeypatch):
     """One that has nothing to do, whose library then takes all of them for lost; and all, before they do anything."""
     pools = []
@@ -279,6 +281,7 @@ def test_what_is_lost_with_a_pool_is_computed_by_no_more_at_once_than_before(mon
     assert [each.sizes for each in pools] == [[1, 3], [1, 3]]
 
 
+@pytest.mark.slow
 def test_a_pattern_without_end_is_a_wrong_response(make):
     scorer = make("reward.name=format", "reward.format='^(\\d+ ?)+$'", "reward.timeout=0.1")
     assert scorer.scores([pair(0, 1), pair(1, *[11111111] * 8, -1)]) == [1.0, 0.0]
@@ -309,6 +312,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, number):
     """Not the process that holds the interpreter's lock, nor what the other one has started."""

@@ -18,6 +18,7 @@ def scored(index, length):
     return make_sample(index, prompt=[0, 0], completion=[0] * length, teacher=teacher)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reshard", ["true", "false"])
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 def test_blocks_that_are_gathered_together_train_as_each_by_itself(tmp_path, monkeypatch, reshard, checkpointing):

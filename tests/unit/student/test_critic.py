@@ -63,6 +63,7 @@ def test_values_are_those_of_the_state_before_each_token(tied, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_it_learns_the_returns_and_goes_on_to_the_last_digit_after_a_resume(tmp_path):
     for dtype in ("fp32", "bf16"):  # the head is float32 in both
         config = make_config(

@@ -233,6 +233,7 @@ def assert_equal(found, grads, want, parameters, metrics):
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(
@@ -255,6 +256,7 @@ def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, dra
     assert_equal(found, grads, want, dict(plain.named_parameters()), dense.metrics())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "critic"])
 @settings(max_examples=20, deadline=None)
 @given(drawn=st.lists(mini_batches(("teacher", "advantages", "reference_topk", "returns")), min_size=2, max_size=3))
@@ -272,6 +274,7 @@ def test_metrics_of_several_optimizer_steps_are_means_over_all_of_their_tokens(m
         assert found[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(mode=st.sampled_from(MODES), drawn=mini_batches(("returns", "advantages")))
 def test_a_critic_learns_from_the_samples_that_have_returns(models, mode, drawn):

@@ -21,6 +21,7 @@ from hybrid_gkd.errors import (
 )
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client import requests
+from hybrid_gkd.teacher.network import EXPECTS_KEYS
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Reading, TopK
@@ -484,7 +485,7 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
             other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
             other.bind(f"tcp://127.0.0.1:{port}")
             deadline = time.monotonic() + TIMEOUT
-            while not client._connections[0].problem:
+            while EXPECTS_KEYS not in client.describe():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         stack.enter_context(Server(port=port))

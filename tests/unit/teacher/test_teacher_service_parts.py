@@ -169,6 +169,7 @@ def unsafe_calls(path):
                 yield f"{path.name}:{node.lineno}: {name}"
 
 
+@pytest.mark.slow
 def test_nothing_behind_a_socket_can_unpickle():
     """Over the import graph of our own modules, from everything that owns a socket of the service."""
     seen, todo, problems = set(), list(ENTRIES), []
