@@ -103,6 +103,19 @@ def make_tiny_model(
     return folder
 
 
+def tiny_config(*overrides: str, model: str | Path = "unused") -> Config:
+    """Load a configuration for the CPU with names that lead nowhere as training data and teacher.
+
+    Args:
+        overrides: `dotted.key=value`; of a key that is given twice the last value counts.
+        model: the student's folder, where one is loaded.
+    """
+    from hybrid_gkd.config.loading import load_config
+
+    given = ["data.train_files=unused", "actor_rollout_ref.teacher.server_ip=unused", "trainer.device=cpu"]
+    return load_config([*given, f"actor_rollout_ref.model.path={model}", *overrides])
+
+
 def make_sample(
     row: int = 0, *, prompt: Iterable[int] = (1,), completion: Iterable[int] = (2,),
     loss_mask: Iterable[bool] | None = None, batch: int = 1, number: int = 0, version: int = 0,
@@ -137,6 +150,8 @@ class RecordingGroup:
             completion tells which step it was drawn for.
 
     Attributes:
+        respond: as given.
+        version: of the weights that were published last; -1 before.
         events: ("publish", version), ("generate", version, number of requests), ("update",), ("divergences", version,
             number of sequences), with a critic ("values",) and ("update_critic",), and with a reward model
             ("reward_model", version, number of texts), in order.
@@ -162,8 +177,8 @@ class RecordingGroup:
         self.saved: list[int] = []
         self.saves_behind = False
         self.num_forwards = 0
-        self._respond = respond or (lambda request, version: np.array([request.seed, request.id.row], np.int32))
-        self._version = -1
+        self.respond = respond or (lambda request, version: np.array([request.seed, request.id.row], np.int32))
+        self.version = -1
         self._order: dict[SampleId, int] = {}
         """Of all requests."""
         self._is_generating = False
@@ -177,20 +192,20 @@ class RecordingGroup:
 
     def publish(self, weight_version: int) -> dict[str, float]:
         assert not self._is_generating, "the weights change under a generation"
-        self._version = weight_version
+        self.version = weight_version
         self.events.append(("publish", weight_version))
         return {"publish": 0.0, "offload": 0.0}
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[Sample]]:
         """Yield the samples one by one, the last request's first. One generation at a time."""
         assert not self._is_generating, "two generations at a time"
-        self.events.append(("generate", self._version, len(requests)))
+        self.events.append(("generate", self.version, len(requests)))
         self._is_generating = True
         time.sleep(0.002)
         self._order |= {request.id: len(self._order) + place for place, request in enumerate(requests)}
         for request in reversed(requests):
-            new_ids = self._respond(request, self._version)
-            sample = generated(request, new_ids, version=self._version, status="stop", logprobs=None)
+            new_ids = self.respond(request, self.version)
+            sample = generated(request, new_ids, version=self.version, status="stop", logprobs=None)
             yield [dataclasses.replace(sample, logprobs=self._logprobs(sample)) if sampling.logprobs else sample]
         self._is_generating = False
 
@@ -216,7 +231,7 @@ class RecordingGroup:
 
     def compute_divergences(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:
         items = [item for share in micro_batches for micro_batch in share for item in micro_batch]
-        self.events.append(("divergences", self._version, len(items)))
+        self.events.append(("divergences", self.version, len(items)))
         token = np.array([[0.5, 0.25]], np.float32)
         return {item.id: token.repeat(item.num_trained, 0) for item in items}
 
@@ -227,7 +242,7 @@ class RecordingGroup:
 
     def compute_reward_scores(self, micro_batches: list[tuple[tuple[RewardText, ...], ...]]) -> dict[int, float]:
         texts = [text for share in micro_batches for micro_batch in share for text in micro_batch]
-        self.events.append(("reward_model", self._version, len(texts)))
+        self.events.append(("reward_model", self.version, len(texts)))
         return {text.index: float(len(text.token_ids)) for text in texts}
 
     def compute_values(self, micro_batches: Plan) -> dict[SampleId, np.ndarray]:

@@ -3,10 +3,9 @@
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.engine import generate, make_engine
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tiny_config
 from hybrid_gkd.workers.process_group import GroupMember
 
 STOP_TOKENS = [*range(100, 112), 256]  # of 260, so that many samples end with one; the last is the models' own
@@ -39,13 +38,12 @@ _ENGINES, _MODELS = {}, {}
 def _make_engines(folder, names, device, overrides):
     _MODELS.update(folder=folder, device=device)
     for name in names:
-        config = load_config([
-            "data.train_files=unused", f"actor_rollout_ref.model.path={folder}/{SEEDS[0]}", f"trainer.device={device}",
-            "actor_rollout_ref.teacher.server_ip=unused", "data.max_prompt_length=16",
-            f"data.max_response_length={MAX_TOKENS}", f"actor_rollout_ref.rollout.max_num_seqs={MAX_NUM_SEQS}",
+        config = tiny_config(
+            f"trainer.device={device}", "data.max_prompt_length=16", f"data.max_response_length={MAX_TOKENS}",
+            f"actor_rollout_ref.rollout.max_num_seqs={MAX_NUM_SEQS}",
             "actor_rollout_ref.rollout.max_num_batched_tokens=64", "actor_rollout_ref.rollout.verify_weights=true",
-            f"actor_rollout_ref.rollout.name={name}", *overrides,
-        ])  # fmt: skip
+            f"actor_rollout_ref.rollout.name={name}", *overrides, model=f"{folder}/{SEEDS[0]}",
+        )  # fmt: skip
         if not _ENGINES:
             member = GroupMember(config, role="worker", rank=0, size=1, device_type=device)
             member.join(member.address(), Timeout(60.0))

@@ -1,8 +1,8 @@
 """What a run computes, frozen: 20 steps on fixed weights, responses and teacher scores, on the CPU.
 
-    python tests/golden.py forward_kl        print what the code computes now
-    python tests/golden.py --write [case]    replace what tests/golden.json has of all cases, or of one
-    python tests/golden.py --add [case]      add to it where a case has no result of this machine yet
+    python tests/golden.py forward_kl            print what the code computes now
+    python tests/golden.py --write [case ...]    replace what tests/golden.json has of all cases, or of some
+    python tests/golden.py --add [case ...]      add to it where a case has no result of this machine yet
 
 A change that is meant to compute the same must leave the file as it is. Weights, responses and scores come from
 numpy's generator; one thread and no vector instructions that depend on the processor, so that the digits are those of
@@ -11,6 +11,7 @@ another day. tests/integration/test_golden.py compares.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -247,30 +248,45 @@ def is_of(machine, stored):
     return same_processor and machine | {"processor": stored["processor"]} == stored
 
 
-def run(case):
-    """`compute` in a process of its own, whose environment decides about threads and instructions."""
-    command = [sys.executable, __file__, case]
+def run(cases):
+    """Case -> `compute` in a process whose environment decides about threads and instructions."""
+    command = [sys.executable, __file__, *cases]
     root = str(FILE.parent.parent)
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return {case: json.loads(line) for case, line in zip(cases, lines, strict=True)}
+
+
+def print_all(cases):
+    """A line for each case, from a fork of this process: only the imports are shared."""
+    for name in ("trainer", "student.actor", "student.critic", "student.reference"):
+        importlib.import_module(f"hybrid_gkd.{name}")
+    importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+    for case in cases:
+        if not (child := os.fork()):
+            with tempfile.TemporaryDirectory() as temporary:
+                print(json.dumps(compute(case, Path(temporary))), flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{case} failed, as is said above")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="?", choices=CASES)
+    parser.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
+    chosen = options.cases or list(CASES)
     if options.write or options.add:
         stored = json.loads(FILE.read_text(encoding="utf-8"))
-        for case in [options.case] if options.case else CASES:
-            entries = [] if options.write else stored.get(case, [])
-            if not any(is_of(this_machine(), entry["machine"]) for entry in entries):
-                stored[case] = [*entries, run(case)]
+        entries = {case: [] if options.write else stored.get(case, []) for case in chosen}
+        missing = [case for case in chosen if not any(is_of(this_machine(), each["machine"]) for each in entries[case])]
+        for case, found in (run(missing) if missing else {}).items():
+            stored[case] = [*entries[case], found]
         FILE.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     else:
-        with tempfile.TemporaryDirectory() as temporary:
-            print(json.dumps(compute(options.case, Path(temporary))))
+        print_all(chosen)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test command: lint, types, tests. It installs what is missing first.
 #
-#   bash tests/run.sh --fast                 lint, types and the unit tests that are not slow: a minute
+#   bash tests/run.sh --fast                 lint, types and the unit tests that are not slow: half a minute
 #   bash tests/run.sh                        everything that needs no GPU
 #   bash tests/run.sh tests/unit -k losses   arguments go to pytest
 #   bash tests/run.sh -m gpu                 with marks of your own, one test at a time: what needs a GPU

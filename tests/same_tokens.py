@@ -55,8 +55,7 @@ def check_rank(rank, folder, port, device):
         "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher",
         "disable_custom_all_reduce": True,
     }  # fmt: skip
-    prompts = PROMPTS if device == "cuda" else PROMPTS // 2  # two cores are slow
-    short, _, preemptions = compare(folder, device, caching=True, blocks=FEW, more=more, prompts=prompts)
+    short, _, preemptions = compare(folder, device, caching=True, blocks=FEW, more=more)
     assert preemptions > 0
     assert short > 0
 
@@ -73,13 +72,14 @@ def check_cases(folder, device):
         assert short > (4 * full if blocks == MANY else 0)
 
 
-def compare(folder, device, *, caching, blocks, more=None, prompts=PROMPTS):
+def compare(folder, device, *, caching, blocks, more=None):
     """Tokens of all jobs are equal, and log-probabilities. Returns how many steps were short and preempted.
 
     On a GPU every job takes the model runner's short path, which adds up in another order: so log-probabilities may
     differ there by the rounding of float32.
     """
     more = {**(more or {}), **short_scheduler.engine_args({})}
+    prompts = PROMPTS if device == "cuda" else PROMPTS // 2  # two cores are slow
     llm = make_llm(folder, device, caching=caching, blocks=blocks, more=more)
     core = llm.llm_engine.engine_core.engine_core
     assert short_scheduler.short_path(llm.llm_engine) is core.scheduler

@@ -13,6 +13,7 @@ import functools
 import logging
 import operator
 import os
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def examine_config(
     overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
 ) -> tuple[Config | None, list[ConfigError]]:
     """The configuration and all that is wrong with it; what is wrong has its default. None if it cannot be resolved."""
-    merged, problems, recipes = copy.deepcopy(_defaults()), list[ConfigError](), list[tuple[Path, DictConfig]]()
+    merged, problems, recipes = pickle.loads(_defaults()), list[ConfigError](), list[tuple[Path, DictConfig]]()
     try:
         recipes = _read_recipe(Path(config_path), config_name) if config_name is not None else []
     except ConfigError as error:
@@ -109,8 +110,9 @@ def _resolve(resolver: str, *arguments: Any, _root_: Any) -> Any:
 
 
 @functools.cache
-def _defaults() -> Any:
-    return OmegaConf.structured(Config)
+def _defaults() -> bytes:
+    """Every value's default, pickled: a copy is made in a quarter of the time that `deepcopy` takes."""
+    return pickle.dumps(OmegaConf.structured(Config))
 
 
 def to_yaml(config: Config) -> str:

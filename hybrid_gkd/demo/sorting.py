@@ -170,7 +170,7 @@ def _chat_ids(row: Row, tokenizer: Qwen2Tokenizer) -> tuple[list[int], list[int]
     )
 
 
-def _encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(rows: list[Row], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and next-token labels [B, T], padded on the right; -100 where no response token follows."""
     import torch
 
@@ -194,7 +194,7 @@ def _train(
     model = models.make_model(recipe, tokenizer, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     rng = np.random.default_rng([seed, recipe.init_seed])
-    ids, labels = _encode(rows, tokenizer)
+    ids, labels = encode(rows, tokenizer)
     probe = slice(0, 256)
     for step in range(1, recipe.max_steps + 1):
         rate = min(step / 50, 1 - 0.95 * step / recipe.max_steps)

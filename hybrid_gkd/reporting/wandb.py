@@ -46,7 +46,7 @@ class Wandb:
         section = info.config["trainer"]["wandb"]
         offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun")
         if "WANDB_MODE" not in os.environ:
-            offline = not _has_wandb_login(wandb.setup().settings.base_url)
+            offline = not has_wandb_login(wandb.setup().settings.base_url)
         id_file = info.run_dir / "wandb_run_id"
         history = info.run_dir / "metrics.jsonl"
         resumes = info.resume and id_file.exists() and (not offline or history.exists())
@@ -84,7 +84,7 @@ class Wandb:
                 logger.info("wandb run: %s", self._run.url)
                 if section["workspace"]:
                     arguments = (self._run.entity, self._run.project, info.run_dir, info.device)
-                    threading.Thread(target=_make_workspace, args=arguments, name="workspace", daemon=True).start()
+                    threading.Thread(target=make_workspace, args=arguments, name="workspace", daemon=True).start()
             self._logs_report = section["log_report"]
         except BaseException:
             self.close(failed=True)
@@ -137,7 +137,7 @@ class Wandb:
         return {"val/generations": self._samples} if is_new else {}
 
 
-def _make_workspace(entity: str, project: str, run_dir: Path, device: str) -> None:
+def make_workspace(entity: str, project: str, run_dir: Path, device: str) -> None:
     """In a thread: it takes some requests, and nothing waits for it."""
     try:
         from hybrid_gkd.reporting.dashboard import save_workspace
@@ -153,7 +153,7 @@ def _make_workspace(entity: str, project: str, run_dir: Path, device: str) -> No
         )  # fmt: skip
 
 
-def _has_wandb_login(server: str) -> bool:
+def has_wandb_login(server: str) -> bool:
     """Whether wandb would find credentials for a server: in the environment, or where `wandb login` puts them."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

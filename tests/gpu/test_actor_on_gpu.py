@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.reference import Reference
-from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.device import SharedDevice
 from hybrid_gkd.workers.updater import Updater
@@ -35,12 +35,7 @@ def random_batch(seed):
 
 
 def test_nothing_waits_for_the_device_before_the_last_micro_batch_is_under_way(tmp_path):
-    config = load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
-            "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",
-        ]
-    )
+    config = tiny_config("distillation.topk=8", "trainer.device=cuda", model=make_tiny_model(tmp_path / "model"))
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         actor = Actor(config, device=torch.device("cuda"), num_updates=3)
@@ -88,14 +83,12 @@ def test_a_part_that_runs_out_of_memory_leaves_no_gradient_of_itself_or_the_part
 
 def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
     """In bf16: the log-probabilities of the student itself are the reference's, so there is no distance at first."""
-    config = load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
-            "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=reinforce_plus_plus",
-            "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
-            "actor_rollout_ref.ref.topk=2", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.device=cuda",
-        ]
-    )
+    config = tiny_config(
+        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=reinforce_plus_plus",
+        "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.ref.topk=2", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.device=cuda",
+        model=make_tiny_model(tmp_path / "model"),
+    )  # fmt: skip
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         actor = Actor(config, device=torch.device("cuda"), num_updates=3)
@@ -128,14 +121,11 @@ def test_the_candidates_of_a_reference_and_the_kl_on_them(tmp_path):
 def test_out_of_memory_is_tried_again_in_halves_and_changes_nothing_else(reshard, overrides, tmp_path):
     """Once in a forward and once in a backward pass; the optimizer state is on the host in between."""
     fsdp = "actor_rollout_ref.actor.fsdp_config"
-    config = load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path / 'model')}",
-            "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=8", "trainer.device=cuda",
-            "actor_rollout_ref.actor.optim.eps=1e-4", f"{fsdp}.optimizer_offload=true",
-            f"{fsdp}.reshard_after_forward={reshard}", *overrides,
-        ]
-    )
+    config = tiny_config(
+        "distillation.topk=8", "trainer.device=cuda", "actor_rollout_ref.actor.optim.eps=1e-4",
+        f"{fsdp}.optimizer_offload=true", f"{fsdp}.reshard_after_forward={reshard}", *overrides,
+        model=make_tiny_model(tmp_path / "model"),
+    )  # fmt: skip
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         found = []

@@ -24,12 +24,11 @@ from transformers import (
 )
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.offload.pinned import OffloadedTensors, page_locked
 from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
-from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of
+from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of, tiny_config
 from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -66,16 +65,12 @@ def model(tmp_path_factory):
 
 
 def config_for(model, folder, *overrides):
-    return load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={model}",
-            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
-            "data.max_prompt_length=256", "data.max_response_length=128", "trainer.device=cuda",
-            "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
-            f"distillation.topk={TOPK}", "actor_rollout_ref.actor.optim.lr=1e-4",
-            "actor_rollout_ref.rollout.verify_weights=true", *overrides,
-        ]
-    )
+    return tiny_config(
+        f"trainer.default_local_dir={folder}", "data.max_prompt_length=256", "data.max_response_length=128",
+        "trainer.device=cuda", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
+        f"distillation.topk={TOPK}", "actor_rollout_ref.actor.optim.lr=1e-4",
+        "actor_rollout_ref.rollout.verify_weights=true", *overrides, model=model,
+    )  # fmt: skip
 
 
 def random_requests(lengths):

@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.student.checkpoint_store import find_damage, write_manifest
-from hybrid_gkd.testing import make_tokenizer
+from hybrid_gkd.testing import make_tokenizer, tiny_config
 from hybrid_gkd.types import GenerationRequest, MiniBatch, SampleId, SamplingParams
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -93,16 +92,16 @@ def test_they_take_turns_with_the_engine_and_resume(which, model, tmp_path):
         "lora": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=16"],
     }[which]  # fmt: skip
     fsdp = f"{ACTOR}.fsdp_config"
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}",
-        "data.max_prompt_length=128", "data.max_response_length=128", "trainer.device=cuda",
-        "distillation.enabled=false", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true",
+    config = tiny_config(
+        f"trainer.default_local_dir={tmp_path}", "data.max_prompt_length=128", "data.max_response_length=128",
+        "trainer.device=cuda", "distillation.enabled=false", "reward.answer_key=answer",
+        "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.enforce_eager=true",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2000000000",
         "actor_rollout_ref.rollout.verify_weights=true", f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.entropy_coeff=0.01", f"{fsdp}.param_offload=true", f"{fsdp}.optimizer_offload=true",
-        "trainer.save_freq=1", *own,
-    ])  # fmt: skip
+        "trainer.save_freq=1", *own, model=model,
+    )  # fmt: skip
     found = []
     for resumes in (False, True):
         with ray_cluster(config, "cuda"), contextlib.closing(

@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, ModelError
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
 from hybrid_gkd.student import loading
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 
 NUM_RANKS = 2
@@ -61,12 +60,7 @@ def join(rank, port):
 
 
 def make_config(path, *overrides):
-    return load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={path}", "trainer.device=cpu",
-            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.n_gpus_per_node={NUM_RANKS}", *overrides,
-        ]
-    )
+    return tiny_config(f"trainer.n_gpus_per_node={NUM_RANKS}", *overrides, model=path)
 
 
 def make_llama(folder, *, tied=False, dtype=torch.float32, max_shard_size="1GB"):

@@ -1,14 +1,14 @@
 """A LoRA run as a user starts it: merged weights verified in the engine, shards and adapter folder validated alike."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from test_command_line import arguments, rows_of, run, world  # noqa: F401, a fixture
+from test_command_line import HF, arguments, rows_of, run, run_here, world  # noqa: F401, a fixture
+
+from hybrid_gkd.launch import evaluate
 
 
-def test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are(world, tmp_path):  # noqa: F811
+def test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are(world, tmp_path, capsys):  # noqa: F811
     code, _, errors = run(arguments(
         world, tmp_path, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.verify_weights=true",
         "actor_rollout_ref.teacher.backend=hf", "trainer.total_training_steps=2",
@@ -25,10 +25,9 @@ def test_a_run_with_adapters_is_what_its_checkpoint_and_its_adapter_folder_are(w
     assert abs(before - after) > 0.1
     models = [str(trained), str(trained / "huggingface")]
     settings = ["--config-path", str(folder), "--config-name", "config", "--data", f"{world}/val.jsonl", "--json"]
-    command = [sys.executable, "-m", "hybrid_gkd.evaluate", *models, *settings, "distillation.enabled=true"]
-    command.append(f"trainer.default_local_dir={tmp_path}/out")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    for found, model in zip(json.loads(done.stdout), models, strict=True):
+    settings += ["distillation.enabled=true", f"trainer.default_local_dir={tmp_path}/out", *HF]
+    code, text, errors = run_here(capsys, [*models, *settings], evaluate.main)
+    assert code == 0, errors
+    for found, model in zip(json.loads(text), models, strict=True):
         assert found["model"] == model
         assert found["val/forward_kl"] == pytest.approx(after, rel=1e-3)

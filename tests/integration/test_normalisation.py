@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
-from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of
+from hybrid_gkd.testing import make_sample, make_tokenizer, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
@@ -70,14 +69,10 @@ def model(tmp_path_factory):
 
 
 def make_config(model, loss, world_size):
-    config = load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
-            "actor_rollout_ref.teacher.server_ip=unused", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2",
-            f"distillation.topk={TOPK}", f"trainer.n_gpus_per_node={world_size}",
-            "actor_rollout_ref.actor.grad_clip=1e9", *LOSSES[loss],
-        ]
-    )
+    config = tiny_config(
+        "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2", f"distillation.topk={TOPK}",
+        f"trainer.n_gpus_per_node={world_size}", "actor_rollout_ref.actor.grad_clip=1e9", *LOSSES[loss], model=model,
+    )  # fmt: skip
     config.actor_rollout_ref.actor.optim.lr = 0.0  # every cut is computed from the same weights
     return config
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
-from hybrid_gkd.testing import make_tokenizer
+from hybrid_gkd.testing import make_tokenizer, tiny_config
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
@@ -61,19 +60,30 @@ def largest_difference(engine, model):
     return max(found)
 
 
-def publish_twice(model_type, folder, port):
+def join(port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "HF_HUB_OFFLINE": "1"}
+    dist.init_process_group("gloo")
+
+
+@pytest.fixture(scope="module")
+def process():
+    """vLLM sets up the process that it is in: one of its own, for one engine after another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=join, initargs=(port,)) as pool:
+        yield pool
+
+
+def publish_twice(model_type, folder):
     make_model(model_type, 0).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    config = load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",
-            "actor_rollout_ref.teacher.server_ip=unused", "data.max_prompt_length=24", "data.max_response_length=24",
-            "actor_rollout_ref.rollout.max_num_seqs=4",
-        ]
-    )
-    dist.init_process_group("gloo")
+    config = tiny_config(
+        "data.max_prompt_length=24", "data.max_response_length=24", "actor_rollout_ref.rollout.max_num_seqs=4",
+        model=folder,
+    )  # fmt: skip
     engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[256])
     differences = []
     for seed in (1, 2):
@@ -84,11 +94,6 @@ def publish_twice(model_type, folder, port):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_every_publish_gives_the_engine_the_students_experts(model_type, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # vLLM sets up the process that it is in: one of its own for each model.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        differences = pool.submit(publish_twice, model_type, str(tmp_path), port).result(timeout=180)
+def test_every_publish_gives_the_engine_the_students_experts(model_type, process, tmp_path):
+    differences = process.submit(publish_twice, model_type, str(tmp_path)).result(timeout=180)
     assert max(differences) < 1e-4, differences

@@ -13,6 +13,9 @@ from hybrid_gkd.reporting.dashboard import plan
 from hybrid_gkd.reporting.metrics import PATTERNS, SOURCES
 from hybrid_gkd.testing import make_tiny_model
 
+HF = "actor_rollout_ref.rollout.name=hf"
+"""Starts in less time than vLLM, which the embedded default has."""
+
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
@@ -61,7 +64,7 @@ def test_a_policy_gradient_of_the_teacher_beside_task_rewards(environment, tmp_p
         "trainer.n_gpus_per_node=2", "distillation.loss_mode=k1", "distillation.use_policy_gradient=true",
         "distillation.loss_max_clamp=5", "data.train_batch_size=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
-        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.teacher.num_replicas=2",
+        "actor_rollout_ref.teacher.num_replicas=2", HF,
     )
     folder = tmp_path / "hybrid_gkd" / "weak_teacher"
     rows = metrics(folder)
@@ -86,7 +89,7 @@ def test_a_critic_raises_the_accuracy(environment, tmp_path):
     run(
         environment, tmp_path, "--config-name", "ppo_demo", "algorithm.adv_estimator=gae",
         "trainer.total_training_steps=30", "reward.functions={exact_match: 1.0, model: 0.001}",
-        "reward_model.enable=true", f"reward_model.model.path={judge}",
+        "reward_model.enable=true", f"reward_model.model.path={judge}", HF,
     )
     rows = metrics(tmp_path / "hybrid_gkd" / "ppo_demo")
     assert rows[30]["val/accuracy"] >= rows[0]["val/accuracy"] + 0.1
@@ -113,7 +116,7 @@ def test_groups_without_a_signal_are_replaced_and_a_resumed_run_goes_on_the_same
         "--config-name", "ppo_demo", "algorithm.filter_groups.enable=true", "trainer.test_freq=0",
         f"reward.custom_reward_function.path={tmp_path}/reward.py", "reward.num_workers=1", "data.train_batch_size=16",
         "data.gen_batch_size=24", "actor_rollout_ref.rollout.n=4", "trainer.val_before_train=false",
-        "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null",
+        "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null", HF,
     ]  # fmt: skip
     run(environment, tmp_path, *filtered)
     folder = tmp_path / "hybrid_gkd" / "ppo_demo"

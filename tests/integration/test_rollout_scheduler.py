@@ -13,10 +13,9 @@ from same_tokens import check_cases, check_two_ranks
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tiny_config
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
@@ -37,34 +36,34 @@ def test_so_do_two_ranks_of_tensor_parallelism(tmp_path):
     check_two_ranks(make_tiny_model(tmp_path / "model", num_words=200), "cpu", TIMEOUT)
 
 
-def scheduler_of(folder, port, fast_paths):
+def schedulers_of(folder, port):
+    """With the fast paths and without: the scheduler's class, and what is generated."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "HF_HUB_OFFLINE": "1"}
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",
-        "actor_rollout_ref.teacher.server_ip=unused", "data.max_prompt_length=24", "data.max_response_length=24",
-        "actor_rollout_ref.rollout.max_num_seqs=4", f"actor_rollout_ref.rollout.fast_paths={fast_paths}",
-    ])  # fmt: skip
     dist.init_process_group("gloo")
-    engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[])
-    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items(), 1)
+    weights, results = AutoModelForCausalLM.from_pretrained(folder).state_dict(), []
     prompts = [np.arange(3, 9 + i, dtype=np.int32) for i in range(3)]
     requests = [GenerationRequest(id=SampleId(1, i, 0), prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
-    parts = generate(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
-    found = {each.id: (each.tokens.tolist(), each.logprobs.tolist()) for part in parts for each in part}
-    parts = generate(engine, requests, SamplingParams(max_tokens=24, temperature=0.0, repetitions=3))
-    found |= {s.id._replace(number=1): (s.completion_ids.tolist(), s.status) for part in parts for s in part}
-    return type(engine.engine.engine_core.engine_core.scheduler).__name__, found
+    for fast_paths in ("true", "false"):
+        config = tiny_config(
+            "data.max_prompt_length=24", "data.max_response_length=24", "actor_rollout_ref.rollout.max_num_seqs=4",
+            f"actor_rollout_ref.rollout.fast_paths={fast_paths}", model=folder,
+        )  # fmt: skip
+        engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[])
+        engine.load_weights(weights.items(), 1)
+        parts = generate(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
+        found = {each.id: (each.tokens.tolist(), each.logprobs.tolist()) for part in parts for each in part}
+        parts = generate(engine, requests, SamplingParams(max_tokens=24, temperature=0.0, repetitions=3))
+        found |= {s.id._replace(number=1): (s.completion_ids.tolist(), s.status) for part in parts for s in part}
+        results.append((type(engine.engine.engine_core.engine_core.scheduler).__name__, found))
+    return results
 
 
 def test_without_fast_paths_the_scheduler_is_vllms_and_answers_are_the_same(tmp_path):
-    folder, results = str(make_tiny_model(tmp_path / "model")), []
-    for fast_paths in ("true", "false"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        results.append(in_own_process(scheduler_of, folder, port, fast_paths))
-    (ours, fast), (theirs, plain) = results
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (ours, fast), (theirs, plain) = in_own_process(schedulers_of, str(make_tiny_model(tmp_path / "model")), port)
     assert (ours, theirs) == ("DecodeScheduler", "Scheduler")
     assert fast == plain
     looping = [tokens for tokens, status in fast.values() if status == "repetition"]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.errors import ModelError
+from hybrid_gkd.models.packed_attention import pack
 from hybrid_gkd.teacher.engines import hf
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
@@ -176,9 +177,17 @@ def test_hf(model_path, reference):
 
 @needs_vllm
 def test_vllm(model_path, reference):
-    found, some = in_own_process(score_all, model_path, "vllm", 1)
+    """Arguments that it does not know are refused before."""
+    found, some = in_own_process(refused_and_score_all, model_path)
     check(found, reference)
     check_scattered(found, some)
+
+
+def refused_and_score_all(folder):
+    wrong = '{"vllm": {"no_such_argument": 1}}'
+    with pytest.raises(ModelError, match=r"cannot load the model: .*no_such_argument"):
+        load_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", engine_kwargs=wrong))
+    return score_all(folder, "vllm", 1)
 
 
 @needs_vllm
@@ -212,7 +221,6 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=9))
-    assert engine._head is None
     assert ("sequences are padded" in caplog.text) == padded
     found = {"mixed": engine.score(make_readings(20, 60), 9, 0.7)}
     check(found, Reference(tmp_path, attn_implementation="eager"), {"mixed": (20, 60, 9, 0.7)},
@@ -234,17 +242,19 @@ def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypa
     """Attention without a GPU pads: 4,000 tokens among a hundred of 100 took 1.8 GB and 30 times as long."""
     monkeypatch.setattr(hf, "TOKENS_PER_FORWARD", 600)
     engine = load_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
-    taken = []
-    take = engine._take
-    monkeypatch.setattr(engine, "_take", lambda: taken.append([item.num_tokens for item in take()]) or [])
+    forwards = []
+
+    def recorded(inputs, device):
+        forwards.append([len(ids) + 1 for ids in inputs])  # the last token is scored, and no input
+        return pack(inputs, device)
+
+    monkeypatch.setattr(hf, "pack", recorded)
     lengths = [20] * 10 + [200] + [20] * 20 + [900]
     readings = [Reading(token_ids=np.ones(length, np.int32), positions=np.arange(1, length)) for length in lengths]
-    engine.add("job", readings, 5, 1.0)
-    while engine._queue:
-        engine._step()
-    assert list(itertools.chain(*taken)) == lengths
-    assert all(len(each) == 1 or max(each) * len(each) <= 600 for each in taken)
-    assert len(taken) == 4
+    assert len(engine.score(readings, 5, 1.0)) == len(lengths)
+    assert list(itertools.chain(*forwards)) == lengths
+    assert all(len(each) == 1 or max(each) * len(each) <= 600 for each in forwards)
+    assert len(forwards) == 4
 
 
 def test_folder_without_a_model_is_named(tmp_path):
@@ -259,10 +269,9 @@ def test_folder_without_a_model_is_named(tmp_path):
         ("hf", '{"vllm": {"quantization": "fp8"}}', "--engine-kwargs vllm: the engine is hf"),
         ("vllm", '{"vllm": {"enable_prefix_caching": true}}', "--engine-kwargs vllm enable_prefix_caching: has an opt"),
         ("hf", '{"hf": {"no_such_argument": 1}}', "cannot be loaded: .*no_such_argument"),
-        ("vllm", '{"vllm": {"no_such_argument": 1}}', "cannot load the model: .*no_such_argument"),
     ],
 )
 def test_arguments_reach_their_engine_or_are_refused(backend, given, message, model_path):
     options = EngineOptions(ckpt_path=model_path, backend=backend, device="cpu", max_model_len=64, engine_kwargs=given)
     with pytest.raises(ModelError, match=message):
-        in_own_process(load_engine, options)
+        load_engine(options)

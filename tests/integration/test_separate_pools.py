@@ -55,15 +55,13 @@ def generate(group):
 
 
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
-@pytest.mark.parametrize(
-    ("actors", "rollouts", "tensor_parallel", "lora_rank"),
-    [(2, 1, 1, 0), (2, 1, 1, 4), (1, 2, 2, 0)],
-)
+@pytest.mark.parametrize(("actors", "rollouts", "tensor_parallel", "lora_rank"), [(2, 1, 1, 4), (1, 2, 2, 0)])
 def test_the_engine_generates_with_the_weights_that_were_sent(
     actors, rollouts, tensor_parallel, lora_rank, model, tmp_path, caplog, request
 ):
     """Every weight compared after it has arrived, and sampled log-probabilities of engine and actor agree. A reward
-    model is with the actor."""
+    model is with the actor. In the end a worker is lost and named, without which nothing can be saved if it is an
+    actor's."""
     if tensor_parallel > 1:
         request.getfixturevalue("only_tensor_parallel_engine")
     judge = make_tiny_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification")
@@ -92,11 +90,16 @@ def test_the_engine_generates_with_the_weights_that_were_sent(
         assert len(set(scores.values())) == len(REQUESTS)
         loaded = [w.__ray_call__.remote(lambda worker: hasattr(worker, "reward_model")) for w in group.rollouts.workers]
         assert not any(ray.get(loaded, timeout=60))
+        lines = [record.getMessage() for record in caplog.records]
         if tensor_parallel > 1:  # the other rank only sees a broken connection
             os.kill(pids(group.rollouts)[1], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"rollout worker 1 died .*rollout_1\.log"):
                 generate(group)
-    lines = [record.getMessage() for record in caplog.records]
+        if actors > 1:
+            os.kill(pids(group.actors)[1], signal.SIGKILL)
+            with pytest.raises(WorkerError, match=r"actor worker 1 died .*actor_1\.log"):
+                group.publish(2)
+            assert not group.can_save()
     assert lines.count("Starting rollout weight synchronization...") == 2
     assert lines.count("Actor weight sync completed") == 2
     assert lines.count("Waiting for rollout weight sync with timeout=120s... (actor_rollout_ref.nccl_timeout)") == 2
@@ -162,7 +165,9 @@ def test_a_rollout_worker_that_hangs_in_a_weight_sync_is_named_and_the_student_c
 
 
 @pytest.mark.alone
-def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(model, tmp_path):
+def test_a_rollout_worker_without_memory_is_named_and_one_that_is_lost_and_the_student_can_be_saved(model, tmp_path):
+    """Also where it is lost in a generation in which the other one goes on."""
+
     def plant(worker):  # travels to the worker by value
         def fail(*_):
             import torch
@@ -170,6 +175,19 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
             raise torch.OutOfMemoryError("CUDA out of memory, planted")
 
         worker.engine.step = worker.engine.load_weights = fail
+
+    def generate_on(worker):
+        def go_on(*_):
+            import time
+
+            for _ in range(1500):
+                time.sleep(0.02)
+                yield []
+            raise RuntimeError("waited for to the end")
+
+        import hybrid_gkd.workers.worker
+
+        hybrid_gkd.workers.worker.generate = go_on
 
     with make_group(separate(model, tmp_path, 1, 2)) as group:
         shorten_deadlines(group)
@@ -180,6 +198,10 @@ def test_a_rollout_worker_without_memory_is_named_and_the_student_can_be_saved(m
             generate(group)
         with pytest.raises(WorkerError, match=failed.format("receive_weights")):
             group.publish(1)
+        ray.get(group.rollouts.workers[1].__ray_call__.remote(generate_on), timeout=60)
+        stop_process(pids(group.rollouts)[0])
+        with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
+            generate(group)
         assert group.can_save()
 
 
@@ -208,41 +230,3 @@ def test_whoever_is_waited_for_is_named_in_every_pool(model, tmp_path):
         group.timeout = group.actors.timeout = group.rollouts.timeout = 1
         with pytest.raises(WorkerError, match=r"actor worker 0 within .*; .*rollout worker 0 within .*rollout_0\.log"):
             group.publish(0)
-
-
-@pytest.mark.alone
-def test_an_actor_worker_lost_is_named_and_nothing_can_be_saved(model, tmp_path):
-    with make_group(separate(model, tmp_path, 2, 1)) as group:
-        shorten_deadlines(group)
-        group.publish(0)
-        os.kill(pids(group.actors)[1], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"actor worker 1 died .*actor_1\.log"):
-            group.publish(1)
-        assert not group.can_save()
-
-
-@pytest.mark.alone
-def test_a_rollout_worker_lost_in_a_generation_is_named_and_the_student_can_be_saved(model, tmp_path):
-    """Also while the other one goes on."""
-
-    def plant(worker):  # travels to the worker by value
-        def go_on(*_):
-            import time
-
-            for _ in range(1500):
-                time.sleep(0.02)
-                yield []
-            raise RuntimeError("waited for to the end")
-
-        import hybrid_gkd.workers.worker
-
-        hybrid_gkd.workers.worker.generate = go_on
-
-    with make_group(separate(model, tmp_path, 1, 2)) as group:
-        shorten_deadlines(group)
-        group.publish(0)
-        ray.get(group.rollouts.workers[1].__ray_call__.remote(plant), timeout=60)
-        stop_process(pids(group.rollouts)[0])
-        with pytest.raises(WorkerError, match=r"rollout worker 0 .*rollout_0\.log"):
-            generate(group)
-        assert group.can_save()

@@ -19,11 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.data.packing import plan_micro_batches
 from hybrid_gkd.errors import DeviceMemoryError, WorkerError
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage
-from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, tail_of, tiny_config
 from hybrid_gkd.types import GenerationRequest, MiniBatch, RewardText, SampleId, SamplingParams, TopK
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup, refuse_shared_gpus
@@ -41,24 +40,48 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(model, tmp_path_factory):
-    """One Ray cluster with room for two workers."""
-    with ray_cluster(make_config(model, tmp_path_factory.mktemp("ray"), "trainer.n_gpus_per_node=2"), "cpu"):
+    """One Ray cluster with room for the groups `one` and `two`, and for two workers besides."""
+    with ray_cluster(make_config(model, tmp_path_factory.mktemp("ray"), "ray_init.num_cpus=5"), "cpu"):
         yield
 
 
+@pytest.fixture(scope="module")
+def one(model, tmp_path_factory):
+    """`one()`: a group of one worker as it began."""
+    with begun_anew(model, tmp_path_factory.mktemp("one")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two(model, tmp_path_factory):
+    """The same with two workers, over which the weights are sharded."""
+    with begun_anew(model, tmp_path_factory.mktemp("two"), "trainer.n_gpus_per_node=2") as group:
+        yield group
+
+
+@contextlib.contextmanager
+def begun_anew(model, folder, *overrides):
+    """A function that brings a group back to its start, and returns it: to start one takes longer than to train it."""
+    with contextlib.closing(make_group(make_config(model, folder, *overrides), num_updates=NUM_STEPS)) as group:
+        group.save_checkpoint(folder / "start", tokenizer_path=str(model))
+
+        def begin():
+            group.load_checkpoint(folder / "start")
+            group.device_metrics()  # forgets seconds of before
+            return group
+
+        yield begin
+
+
 def make_config(model, folder, *overrides):
-    return load_config(
-        [
-            "data.train_files=unused", f"actor_rollout_ref.model.path={model}",
-            "actor_rollout_ref.teacher.server_ip=unused", f"trainer.default_local_dir={folder}",
-            "data.max_prompt_length=24", "data.max_response_length=24", "trainer.device=cpu",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128", f"distillation.topk={TOPK}",
-            "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.name=hf",
-            # Adam divides by the root of the second moment: with a tiny eps, rounding of a zero gradient is a step.
-            "actor_rollout_ref.actor.optim.eps=1e-4",
-            "actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.nccl_timeout=120", *overrides,
-        ]
-    )
+    """Adam divides by the root of the second moment: with a tiny eps, rounding of a zero gradient is a step."""
+    return tiny_config(
+        f"trainer.default_local_dir={folder}", "data.max_prompt_length=24", "data.max_response_length=24",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128", f"distillation.topk={TOPK}",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.optim.eps=1e-4", "actor_rollout_ref.rollout.max_num_seqs=16",
+        "actor_rollout_ref.nccl_timeout=120", *overrides, model=model,
+    )  # fmt: skip
 
 
 def make_group(config, num_updates=2):
@@ -105,20 +128,18 @@ def update_in_parts(group, batch):
     return group.update([[share] for share in last])
 
 
-def train(config, folder, *, max_tokens=128, batches=None, streamed=False):
+def train(group, folder, *, max_tokens=128, batches=None, streamed=False):
     """The divergences of the first batch, the loss curve, and the final weights of a few steps on given scores."""
-    curve = []
-    with contextlib.closing(make_group(config, num_updates=NUM_STEPS)) as group:
-        batches = batches or [random_batch(step) for step in range(NUM_STEPS)]
-        plan = [share.micro_batches for (share,) in shares(batches[0], group.size, max_tokens)]
-        tokens = np.concatenate(list(group.compute_divergences(plan).values())).astype(float)
-        names = ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")
-        curve.append(dict(zip(names, tokens[:, :2].mean(0), strict=True)))
-        started = time.monotonic()
-        for batch in batches:
-            curve += update_in_parts(group, batch) if streamed else group.update(shares(batch, group.size, max_tokens))
-        assert_parts_of_updates(group, time.monotonic() - started, "update_actor")
-        group.save_checkpoint(folder, tokenizer_path=config.actor_rollout_ref.model.path)
+    batches = batches or [random_batch(step) for step in range(NUM_STEPS)]
+    plan = [share.micro_batches for (share,) in shares(batches[0], group.size, max_tokens)]
+    tokens = np.concatenate(list(group.compute_divergences(plan).values())).astype(float)
+    names = ("actor/distillation/forward_kl", "actor/distillation/reverse_kl")
+    curve = [dict(zip(names, tokens[:, :2].mean(0), strict=True))]
+    started = time.monotonic()
+    for batch in batches:
+        curve += update_in_parts(group, batch) if streamed else group.update(shares(batch, group.size, max_tokens))
+    assert_parts_of_updates(group, time.monotonic() - started, "update_actor")
+    group.save_checkpoint(folder, tokenizer_path=group.config.actor_rollout_ref.model.path)
     return curve, load_file(folder / "huggingface" / "model.safetensors")
 
 
@@ -142,39 +163,33 @@ def assert_same(first, second, weights_first, weights_second):
 
 
 @pytest.fixture(scope="module")
-def one_worker(model, tmp_path_factory):
+def one_worker(one, tmp_path_factory):
     """Loss curve and weights of one worker."""
-    folder = tmp_path_factory.mktemp("one")
-    return train(make_config(model, folder), folder / "w1")
+    return train(one(), tmp_path_factory.mktemp("one worker"))
 
 
 @pytest.mark.parametrize("fsdp_size", [1, 2])
-def test_one_worker_and_two_train_the_same(fsdp_size, model, one_worker, tmp_path):
+def test_one_worker_and_two_train_the_same(fsdp_size, model, one_worker, two, tmp_path):
     """With the weights sharded over both workers, and replicated on each."""
-    two = make_config(
-        model, tmp_path / "two", "trainer.n_gpus_per_node=2",
-        f"actor_rollout_ref.actor.fsdp_config.fsdp_size={fsdp_size}",
-    )
+    replicated = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
+    with begun_anew(model, tmp_path, *replicated) if fsdp_size == 1 else contextlib.nullcontext(two) as group:
+        curve_two, weights_two = train(group(), tmp_path / "w2", max_tokens=96)
     curve_one, weights_one = one_worker
-    curve_two, weights_two = train(two, tmp_path / "w2", max_tokens=96)
     assert_same(curve_one, curve_two, weights_one, weights_two)
     assert curve_one[0] == pytest.approx({name: curve_one[1][name] for name in curve_one[0]}, rel=1e-5)
     before = load_file(model / "model.safetensors")
     assert any((weights_one[name] - before[name]).abs().max() > 1e-3 for name in before)
 
 
-def test_what_is_trained_in_parts_is_trained_the_same(model, one_worker, tmp_path):
+def test_what_is_trained_in_parts_is_trained_the_same(one_worker, two, tmp_path):
     """On two workers, the second of which has no sample of the first part."""
-    two = make_config(model, tmp_path, "trainer.n_gpus_per_node=2")
-    curve, weights = train(two, tmp_path / "w2", streamed=True)
+    curve, weights = train(two(), tmp_path, streamed=True)
     assert_same(one_worker[0], curve, one_worker[1], weights)
 
 
-def test_a_worker_without_samples_takes_part(model, tmp_path):
+def test_a_worker_without_samples_takes_part(one, two, tmp_path):
     batches = [random_batch(0, count=1)]
-    two = make_config(model, tmp_path / "two", "trainer.n_gpus_per_node=2")
-    one = make_config(model, tmp_path / "one")
-    result_one, result_two = (train(c, tmp_path / n, batches=batches) for c, n in ((one, "w1"), (two, "w2")))
+    result_one, result_two = (train(g(), tmp_path / n, batches=batches) for g, n in ((one, "w1"), (two, "w2")))
     assert_same(result_one[0], result_two[0], result_one[1], result_two[1])
 
 
@@ -367,23 +382,24 @@ def plant_out_of_memory(group, direction, times):
     [("forward", False, True), ("backward", False, False), ("backward", True, True), ("clip", False, True)],
 )
 def test_out_of_memory_halves_the_micro_batches_and_changes_nothing_else(
-    direction, streamed, reshard, model, one_worker, tmp_path
+    direction, streamed, reshard, model, one, one_worker, tmp_path
 ):
     """Also when it ends a part of the mini-batch after another one, and while all weights are gathered."""
     batch = shares(random_batch(0), 1, 128)
     assert len(batch[0][0].micro_batches) >= 3
-    fsdp = "actor_rollout_ref.actor.fsdp_config"
-    config = make_config(model, tmp_path, f"{fsdp}.reshard_after_forward={str(reshard).lower()}")
-    with contextlib.closing(make_group(config, num_updates=NUM_STEPS)) as group:
+    gathered = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"
+    with contextlib.nullcontext(one) if reshard else begun_anew(model, tmp_path, gathered) as begin:
+        group = begin()
+        log = group.log_files[0].read_text(encoding="utf-8")
         plant_out_of_memory(group, direction, 1)
         first = (update_in_parts(group, random_batch(0)) if streamed else group.update(batch))[0]
         second = group.update(shares(random_batch(1), 1, 128))[0]
+        log = group.log_files[0].read_text(encoding="utf-8").removeprefix(log)
     for found, expected in zip((first, second), one_worker[0][1:3], strict=True):
         assert found.keys() == expected.keys()
         names = expected.keys() - {"actor/distillation/overlap_ratio"}  # see assert_same
         assert {n: found[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-5, abs=1e-6)
-    log = group.log_files[0].read_text(encoding="utf-8")
-    assert "once more with micro-batches of half the size: CUDA out of memory, planted" in log
+    assert log.count("once more with micro-batches of half the size: CUDA out of memory, planted") == 1
 
 
 def test_out_of_memory_again_ends_the_run_with_what_was_there_and_what_to_change(model, tmp_path):
@@ -478,12 +494,13 @@ def test_a_cluster_without_the_resources_is_refused_by_name_at_once(model, tmp_p
 
 
 def test_a_cluster_that_is_taken_is_refused_by_name(model, tmp_path):
-    taken = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
+    everything = f"trainer.n_gpus_per_node={int(ray.cluster_resources()['CPU'])}"
+    taken = placement_group([{"CPU": 1}])
     assert taken.wait(timeout_seconds=60)
     try:
         limit = r"within 2 s \(ray_init\.placement_timeout\)"
         with pytest.raises(WorkerError, match=rf"trainer\.n_gpus_per_node.*no room for them {limit}"):
-            make_group(make_config(model, tmp_path, "ray_init.placement_timeout=2"))
+            make_group(make_config(model, tmp_path, everything, "ray_init.placement_timeout=2"))
     finally:
         remove_placement_group(taken)
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from hybrid_gkd import testing
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
-from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, RecordingGroup, make_tiny_model
+from hybrid_gkd.testing import LocalGroup, LocalTeacher, MetricRows, RecordingGroup, make_tiny_model, tiny_config
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK
 
@@ -23,13 +22,13 @@ def models(tmp_path_factory):
 
 
 def configure(student, *overrides):
-    return load_config([
-        "data.train_files=unused", "data.val_files=unused", f"actor_rollout_ref.model.path={student}",
-        "actor_rollout_ref.teacher.model.path=unused", "data.train_batch_size=2", "data.max_prompt_length=8",
-        "data.max_response_length=8", f"distillation.temperature={TEMPERATURE}", f"distillation.topk={VOCABULARY}",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32", "actor_rollout_ref.actor.optim.lr=3e-3",
-        "trainer.total_training_steps=6", "trainer.test_freq=3", "trainer.save_freq=0", *overrides,
-    ])  # fmt: skip
+    return tiny_config(
+        "data.val_files=unused", "actor_rollout_ref.teacher.model.path=unused", "data.train_batch_size=2",
+        "data.max_prompt_length=8", "data.max_response_length=8", f"distillation.temperature={TEMPERATURE}",
+        f"distillation.topk={VOCABULARY}", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
+        "actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=6", "trainer.test_freq=3",
+        "trainer.save_freq=0", *overrides, model=student,
+    )  # fmt: skip
 
 
 def make_trainer(config, group, teacher, tracking):
@@ -59,6 +58,7 @@ def distribution(folder, reading):
     return (logits[reading.positions - 1].double() / TEMPERATURE).log_softmax(-1)
 
 
+@pytest.mark.slow
 def test_it_is_the_mean_over_all_tokens_and_falls_in_training(models):
     """With the whole vocabulary as candidates it is the full divergence: 1e-5 for the student's float32."""
     student, teacher = models

@@ -39,6 +39,7 @@ def write(folder, docs):
     results_report.report(results_report.read_all(folder), TITLES, docs, folder / "conclusions.md")
 
 
+@pytest.mark.slow
 def test_runs_are_compared_at_equal_tokens_and_at_equal_minutes(tmp_path):
     stored(tmp_path, "opd", 0, [(0, 0, 0.1), (2, 1e6, 0.5), (4, 2e6, 0.9)])
     stored(tmp_path, "opd", 1, [(0, 0, 0.1), (2, 1e6, 0.7), (4, 2e6, 0.7)])
@@ -129,6 +130,7 @@ def programs(tmp_path, monkeypatch):
     return programs
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_keep_the_others_and_leaves_its_log(tmp_path, programs, capsys):
     programs |= {
         "opd": "print('no such thing'); raise SystemExit(3)",
@@ -160,6 +162,7 @@ with open(pathlib.Path(FOLDER, "metrics.jsonl"), "w") as log:
     assert sorted(file.name for file in (tmp_path / "stored").glob("*.log")) == ["opd-0.log", "opd_k1-0.log"]
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_beside_others_is_trained_when_they_have_ended(tmp_path, programs):
     needed = tmp_path / "stored" / "grpo-0.csv"
     fails = f"import pathlib\nif not pathlib.Path({str(needed)!r}).exists(): exit(3)\n"
@@ -207,6 +210,7 @@ def test_a_machine_without_git_can_store_runs(monkeypatch):
     assert results.commit() == "unknown"
 
 
+@pytest.mark.slow
 def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     settings = results.Settings(
         paths=DemoPaths.under(tmp_path), device="cuda", steps=10, minutes=1.0, results=tmp_path
@@ -224,6 +228,7 @@ def test_every_run_of_the_program_has_a_configuration_of_its_own(tmp_path):
     assert set(results_report.METHODS) <= results.RUNS.keys()
 
 
+@pytest.mark.slow
 def test_runs_on_gsm8k_measure_divergence_and_no_accuracy(tmp_path):
     for device, recipe in results_gsm8k.RECIPES.items():
         settings = results_gsm8k.settings_of(DemoPaths.under(tmp_path), recipe, device, tmp_path, None)

@@ -209,6 +209,7 @@ def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
     assert start("--install-only")[1] != []
 
 
+@pytest.mark.slow
 def test_what_a_killed_installation_left_is_installed_anew(start):
     def kill(process, calls):
         wait_for("^uv pip install", calls)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config import updates_per_step
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import BadTeacherReply, TeacherError, TrainingError
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import request_seeds, total_steps
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.teacher_client import TeacherMetrics
-from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of
+from hybrid_gkd.testing import LocalTeacher, NumberTokenizer, RecordingGroup, make_sample, tail_of, tiny_config
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Rollout, Task, TopK, with_tasks
 
@@ -27,13 +26,10 @@ SIZE = ModelSpec(
 
 
 def config(*overrides):
-    return load_config(
-        [
-            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
-            "data.train_batch_size=3", "data.max_prompt_length=8", "data.max_response_length=8",
-            f"actor_rollout_ref.rollout.n={GROUP_SIZE}", *overrides,
-        ]
-    )
+    return tiny_config(
+        "data.train_batch_size=3", "data.max_prompt_length=8", "data.max_response_length=8",
+        f"actor_rollout_ref.rollout.n={GROUP_SIZE}", *overrides,
+    )  # fmt: skip
 
 
 def place(name):
@@ -318,7 +314,7 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt():
         length = (1 + (at == 1)) if is_greedy else lengths[at * GROUP_SIZE + request.id.number]
         return np.zeros(length, np.int32)
 
-    group._respond, group.generate = respond, lambda requests, sampling: (
+    group.respond, group.generate = respond, lambda requests, sampling: (
         sampled.append(sampling), generate(requests, sampling)
     )[1]
     rollout = trainer.generation.rollout(1)
@@ -369,7 +365,7 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
         group.greedy = sampling.temperature == 0
         yield from drawn(requests, sampling)
 
-    group._respond, group.generate = respond, generate
+    group.respond, group.generate = respond, generate
     rollout = trainer.generation.rollout(1)
     assert [sample.id for sample in rollout.greedy] == [(1, row, GROUP_SIZE) for row in rows]
     metrics = trainer._update_actor(rollout)

@@ -53,7 +53,7 @@ def test_chat_template_and_special_tokens():
 
 def test_labels_are_the_response_and_its_end():
     tokenizer = demo.make_tokenizer()
-    ids, labels = demo._encode([{"prompt": "21", "answer": "12"}, {"prompt": "3", "answer": "3"}], tokenizer)
+    ids, labels = demo.encode([{"prompt": "21", "answer": "12"}, {"prompt": "3", "answer": "3"}], tokenizer)
     assert ids.shape == labels.shape == (2, 8)
     assert tokenizer.decode(labels[0][labels[0] >= 0]) == "12<|end|>"
     assert tokenizer.decode(labels[1][labels[1] >= 0]) == "3<|end|>"

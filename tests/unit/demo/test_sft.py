@@ -31,6 +31,7 @@ def folder(tokenizer, tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_digits_are_tokens_of_their_own_and_the_chat_template_is_what_is_trained(tokenizer):
     ids = tokenizer("507 apples").input_ids
     assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["5", "0", "7"]
@@ -40,6 +41,7 @@ def test_digits_are_tokens_of_their_own_and_the_chat_template_is_what_is_trained
     assert text == models.prompt_text("Who?")
 
 
+@pytest.mark.slow
 def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer, folder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     rows = [{"prompt": f"{n} apples?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in (2, 30, 41)]

@@ -58,6 +58,7 @@ def test_the_nearest_folder_that_exists_is_written_to(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_demo_in_a_home_that_cannot_be_written_is_one_line():
     command = [sys.executable, "-m", "hybrid_gkd", "--dry-run"]
     environment = {"HOME": NOWHERE, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}

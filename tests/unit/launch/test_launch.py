@@ -154,6 +154,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_room_for_checkpoints_is_held_by_a_run_that_will_write_some_and_given_back_when_it_cannot_start(
     tmp_path, monkeypatch
 ):
@@ -283,6 +284,7 @@ def test_prompts_that_are_left_out_are_said_at_the_start(tmp_path, caplog):
     assert "left out" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     config = runnable(tmp_path, "trainer.total_training_steps=100")
@@ -353,6 +355,7 @@ def snapshot(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [folder, *folder.rglob("*")]}
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_touches_nothing(tmp_path):
     """Before the teacher is asked, which may be gone by then."""
     config = runnable(tmp_path)
@@ -517,6 +520,7 @@ def test_a_vllm_that_is_not_supported_is_refused_before_anything_starts(monkeypa
     assert resolve_engine(name) == "vllm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "dtype", "expected"),
     [

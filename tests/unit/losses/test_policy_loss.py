@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.losses.policy import check_policy_loss, cispo, gspo, vanilla
 from hybrid_gkd.losses.table import policy_loss
-from hybrid_gkd.testing import make_sample
+from hybrid_gkd.testing import make_sample, tiny_config
 from hybrid_gkd.workers.aggregation import with_loss_weights
 
 VERL = json.loads(Path(__file__).with_name("verl_policy_losses.json").read_text(encoding="utf-8"))
@@ -87,8 +86,7 @@ def flat(rows):
 
 
 def config(*overrides):
-    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
-    return load_config([*given, "data.max_response_length=5", *overrides])
+    return tiny_config("data.max_response_length=5", *overrides)
 
 
 def mini_batch(weights=None):

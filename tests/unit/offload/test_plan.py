@@ -99,6 +99,7 @@ def seven_b_with_adapters(tmp_path, rank):
     return student_spec(own)
 
 
+@pytest.mark.slow
 def test_seven_billion_with_adapters_fit_on_one_card_without_any_offload(tmp_path):
     """Rank 32: (3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3 columns and rows a layer, 28 layers."""
     lora = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
@@ -477,6 +478,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, hidden, intermediat
     assert used.peak / 4 > held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layers", "kv_heads", "length", "fields"),
     [
@@ -626,6 +628,7 @@ def test_a_state_space_model_is_refused_by_name(tmp_path):
         model_spec(str(tmp_path), trust_remote_code=False, override_config={})
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_offloads_that_a_card_does_not_need():
     spec = ModelSpec(
         parameters=1_543_714_304, kv_bytes_per_token=28_672, activation_bytes_per_token=1_900_000,
@@ -738,6 +741,7 @@ def test_a_checkpoint_holds_weights_and_moments_and_the_export():
     assert checkpoint_size(config(), half) == 4 * 3 * 100 + 2 * 100
 
 
+@pytest.mark.slow
 def test_the_disk_holds_one_checkpoint_more_than_are_kept(tmp_path):
     one, folder = 16 * 1000, f"trainer.default_local_dir={tmp_path}"
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config import AlgorithmConfig, rejection_bounds
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.importance import importance_weights, kept_tokens, with_rollout_correction
-from hybrid_gkd.testing import make_sample
+from hybrid_gkd.testing import make_sample, tiny_config
 
 VERL = json.loads(Path(__file__).with_name("verl_rollout_correction.json").read_text(encoding="utf-8"))
 """`how` in the file says how the numbers were made."""
@@ -95,17 +94,15 @@ def test_limits_that_make_no_sense(names, limits, message):
 
 
 def test_the_configuration_names_what_is_wrong_and_reads_lower_and_upper():
-    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.model.path=x"]
     with pytest.raises(ConfigError, match=r"^algorithm\.rollout_rs: .*token_k1.*'much'"):
-        load_config([*given, "algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold=much"])
+        tiny_config("algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold=much")
     with pytest.raises(ConfigError, match=r"^algorithm\.rollout_rs: needs responses of the student's own"):
-        load_config([
-            *given, "algorithm.rollout_rs=token_k3", "algorithm.rollout_rs_threshold=2",
-            "actor_rollout_ref.rollout.top_p=0.9",
-        ])
-    config = load_config([*given, "algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold=0.5_2.0"])
+        tiny_config(
+            "algorithm.rollout_rs=token_k3", "algorithm.rollout_rs_threshold=2", "actor_rollout_ref.rollout.top_p=0.9"
+        )
+    config = tiny_config("algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold=0.5_2.0")
     assert config.algorithm.rollout_rs_threshold == "0.5_2.0"
     assert config.algorithm.compares_logprobs
     nested = [f"algorithm.rollout_correction.{each}" for each in ("rollout_is=token", "rollout_is_threshold=2.0")]
-    config = load_config([*given, "distillation.loss_mode=k3", *nested])
+    config = tiny_config("distillation.loss_mode=k3", *nested)
     assert (config.algorithm.rollout_is, config.algorithm.rollout_is_threshold) == ("token", 2.0)

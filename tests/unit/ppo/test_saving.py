@@ -17,25 +17,25 @@ class SlowDisk(RecordingGroup):
 
     def __init__(self, steps):
         super().__init__()
-        self.saves_behind, self._steps, self._begun = True, steps, None
+        self.saves_behind, self._steps, self.begun = True, steps, None
 
     def take_snapshot(self, **arguments):
-        assert self._begun is None, "the memory of a snapshot that is being written"
+        assert self.begun is None, "the memory of a snapshot that is being written"
         super().take_snapshot(**arguments)
         self.events.append(("snapshot",))
 
     def write_snapshot(self, folder):
         (folder / "actor").mkdir()
-        self.file, self._begun = folder / "actor" / "part", len(self.updates)
+        self.file, self.begun = folder / "actor" / "part", len(self.updates)
         self.events.append(("write",))
 
     def snapshot_written(self):
-        return len(self.updates) >= self._begun + self._steps
+        return len(self.updates) >= self.begun + self._steps
 
     def finish_snapshot(self):
         self.events.append(("finish",))
-        self.file.write_text(str(self._begun), encoding="utf-8")
-        self._begun = None
+        self.file.write_text(str(self.begun), encoding="utf-8")
+        self.begun = None
         return {}, 12.34
 
 
@@ -117,7 +117,7 @@ def test_a_failed_write_ends_the_run_by_name_and_leaves_the_checkpoint_before(st
 
     def fails():
         if group.saved[-1] == 4:
-            group._begun = None
+            group.begun = None
             raise CheckpointError(f"cannot write {group.file}: No space left on device")
         return finish()
 
@@ -155,7 +155,7 @@ def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_pa
 
     group.finish_snapshot = fails
     group.compute_divergences = lambda plan: {
-        index: values * (3, 2, 1, 2)[group._version] for index, values in compute(plan).items()
+        index: values * (3, 2, 1, 2)[group.version] for index, values in compute(plan).items()
     }
     trainer, _, failure = fit(
         "sync", 9, tmp_path, "trainer.save_freq=-1", "trainer.best_metric=val/forward_kl", "trainer.test_freq=1",

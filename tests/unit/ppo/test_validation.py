@@ -15,7 +15,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_at_k, pass_sizes, reward_metrics
 from hybrid_gkd.reporting.metrics import check_names
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
-from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup
+from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, tiny_config
 from hybrid_gkd.types import Task
 
 VAL_KWARGS = "actor_rollout_ref.rollout.val_kwargs"
@@ -174,10 +174,10 @@ def test_a_best_metric_has_to_be_one_that_the_run_will_have(overrides, rule):
 
 
 def test_a_best_metric_of_a_data_source_needs_one_of_several():
-    config = load_config([
-        "data.train_files=x", "data.val_files=y", "actor_rollout_ref.model.path=z", "actor_rollout_ref.rollout.n=2",
-        *SAMPLED, "trainer.best_metric=val/org/math/accuracy",
-    ])  # fmt: skip
+    config = tiny_config(
+        "data.val_files=y", "actor_rollout_ref.model.path=z", "actor_rollout_ref.rollout.n=2", *SAMPLED,
+        "trainer.best_metric=val/org/math/accuracy",
+    )  # fmt: skip
     check_best_metric(config.trainer, ["org/math", "test"])
     with pytest.raises(ConfigError, match="must be of a data source: org/code, test"):
         check_best_metric(config.trainer, ["org/code", "test"])

@@ -47,6 +47,7 @@ def test_every_metric_has_a_panel_and_the_headline_ones_have_one_by_name():
     assert headline <= named
 
 
+@pytest.mark.slow
 def test_a_run_has_panels_of_what_it_can_report():
     distils, learns = run_config(), run_config(*REWARDED, "distillation.enabled=false")
     assert shown(distils) == {name for name in METRICS if reports(distils, name)}
@@ -69,6 +70,7 @@ def test_the_list_of_runs_has_the_best_of_what_a_validation_measures():
     assert best == {name: wandb_module.BEST[f"val/{name}"] for name in measured}
 
 
+@pytest.mark.slow
 def test_the_device_of_a_run_that_left_it_open_is_the_one_of_its_last_start(tmp_path):
     file, starts = tmp_path / "config.yaml", tmp_path / "starts.jsonl"
     file.write_text(to_yaml(run_config()), encoding="utf-8")
@@ -174,7 +176,7 @@ def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkey
     monkeypatch.setattr(dashboard, "API_SECONDS", 1)
     caplog.set_level(logging.INFO)
     (tmp_path / "config.yaml").write_text(to_yaml(run_config()), encoding="utf-8")
-    wandb_module._make_workspace("team", "project", tmp_path, "cpu")
+    wandb_module.make_workspace("team", "project", tmp_path, "cpu")
     assert "the wandb workspace was not made: " in caplog.text
     assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
     assert dashboard.main(["--project", "project", "--entity", "team"]) == 1
@@ -245,14 +247,14 @@ def test_the_workspace_and_the_report_are_made_once_and_then_brought_up_to_date(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         (tmp_path / "config.yaml").write_text(to_yaml(run_config(*PPO)), encoding="utf-8")
-        wandb_module._make_workspace("team", "project", tmp_path, "cpu")
+        wandb_module.make_workspace("team", "project", tmp_path, "cpu")
         [(kind, name, titles)] = server.shown
         assert (kind, name) == ("project-view", dashboard.NAME)
         assert "PPO" not in titles
         assert not any(title.startswith("On the GPU") for title in titles)
         address = f"http://127.0.0.1:{server.server_port}/team/project"
         assert f"wandb workspace of the project project: {address}" in caplog.text
-        wandb_module._make_workspace("team", "project", tmp_path, "cuda")
+        wandb_module.make_workspace("team", "project", tmp_path, "cuda")
         assert server.shown == [(kind, name, titles)]  # the user's own by now
         for _ in range(2):
             assert dashboard.main(["--project", "project", "--entity", "team"]) == 0, capsys.readouterr().err

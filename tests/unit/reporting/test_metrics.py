@@ -5,11 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.models.spec import ModelSpec, student_spec, training_flops
 from hybrid_gkd.ppo.step_metrics import peak_flops
 from hybrid_gkd.reporting.metrics import METRICS, check_names, markdown_table
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tiny_config
 
 
 def test_every_metric_is_documented():
@@ -51,12 +50,7 @@ def test_operations_are_those_of_the_formula():
 
 def student(path, *overrides):
     return student_spec(
-        load_config(
-            [
-                "data.train_files=unused", f"actor_rollout_ref.model.path={path}",
-                "actor_rollout_ref.teacher.server_ip=elsewhere", *overrides,
-            ]
-        )
+        tiny_config(*overrides, model=path)
     )
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.reporting.final_table import final_table
+from hybrid_gkd.testing import tiny_config
 
 GKD = ["actor_rollout_ref.teacher.model.path=unused", "data.val_files=unused"]
 PPO = ["distillation.enabled=false", "actor_rollout_ref.rollout.n=2", "reward.answer_key=answer"]
@@ -12,7 +12,7 @@ BOTH = ["distillation.use_task_rewards=true", *GKD, *PPO[1:]]
 
 def table(overrides, first=None, last=None, **options):
     """Label -> value."""
-    config = load_config(["data.train_files=unused", "actor_rollout_ref.model.path=unused", *overrides])
+    config = tiny_config(*overrides)
     text = final_table(config, **{"steps": 80, "wall_seconds": 59.6} | options, first=first or {}, last=last or {})
     lines = text.splitlines()
     assert len({len(lines[0]), len(lines[-1])}) == 1

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 
 import pytest
 from run_folders import NASTY, make_run, step_row
 
+from hybrid_gkd.reporting.report import serving
 from hybrid_gkd.reporting.report.command import FOLLOW, main
 from hybrid_gkd.reporting.report.keeping import report_kept
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
@@ -254,6 +254,7 @@ def test_long_texts_are_cut(tmp_path):
 # --- the page
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_a_small_page(tmp_path):
     names = [f"actor/metric_{number}" for number in range(60)]
     with (tmp_path / "metrics.jsonl").open("w", encoding="utf-8") as file:
@@ -367,7 +368,7 @@ def test_the_report_of_a_run_that_was_killed_is_written(tmp_path):
     assert UNFINISHED in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path):
+def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path, monkeypatch):
     folder = make_run(tmp_path)
     with ReportServer([folder], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -385,7 +386,7 @@ def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path):
             assert refused.value.code == code
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write('{"step": 31, "actor/loss": 0.25}\n')
-        server._read_at = time.monotonic() - 60
+        monkeypatch.setattr(serving, "FRESH_SECONDS", 0.0)
         assert json.loads(get("/data.json"))["runs"][0]["state"]["step"] == 31
         server.shutdown()
 

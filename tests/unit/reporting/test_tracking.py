@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import sqlite3
@@ -22,7 +23,6 @@ import pytest
 from processes import stop_process
 
 from hybrid_gkd.config import WandbConfig
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import trackers as trackers_module
@@ -31,6 +31,7 @@ from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
 from hybrid_gkd.reporting.trackers import EXTRAS, Tracking, load_trackers
 from hybrid_gkd.runtime.files import read_json_lines
+from hybrid_gkd.testing import tiny_config
 from hybrid_gkd.types import Generation, RunInfo
 
 SAMPLE = Generation(prompt="12+30=", response="The sum is 42.", answer="42", reward=1.0, data_source="sums", sample=3)
@@ -91,12 +92,7 @@ class MyTracker:
 
 def test_a_tracker_of_ones_own_is_named_by_its_import_path(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_TRACKER, encoding="utf-8")
-    config = load_config(
-        [
-            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.model.path=x",
-            f"trainer.logger=[{tmp_path / 'mine.py'}:MyTracker,jsonl]",
-        ]
-    )
+    config = tiny_config(f"trainer.logger=[{tmp_path / 'mine.py'}:MyTracker,jsonl]")
     run_steps(tmp_path, [1, 2], loggers=config.trainer.logger)
     assert (tmp_path / "own.txt").read_text(encoding="utf-8").splitlines() == [
         "1 The sum is 42.", "1 0.1 ['actor/kl_loss', 'timing/elapsed']", "2 The sum is 42.",
@@ -220,39 +216,41 @@ def test_new_run_keeps_the_files_of_an_earlier_one(tmp_path):
     assert steps_of(tmp_path / "metrics.2.jsonl") == [0, 1]
 
 
-def test_full_disk_leaves_no_part_of_a_row_and_rows_wait_for_room(tmp_path, caplog):
-    class FullDisk:
-        """Takes ten bytes of every row, then fails."""
+@pytest.fixture
+def room():
+    """`room(file)`: no file may have more than ten bytes more than this one; `room(None)`: any may."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def __init__(self, file):
-            self.file, self.full = file, True
+    def limit(file):
+        soft = before[0] if file is None else file.stat().st_size + 10
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
 
-        def write(self, data):
-            if not self.full:
-                return self.file.write(data)
-            if len(data) < 20:
-                raise OSError(28, "No space left on device")
-            return self.file.write(data[:10])
+    yield limit
+    limit(None)
 
-        def __getattr__(self, name):
-            return getattr(self.file, name)
 
+def test_full_disk_leaves_no_part_of_a_row_and_rows_wait_for_room(tmp_path, caplog, room):
     with make(tmp_path) as tracker:
-        rows = tracker._trackers["jsonl"]._metrics
         tracker.log({"actor/kl_loss": 1.0}, 1)
-        rows._file = FullDisk(rows._file)
+        room(tmp_path / "metrics.jsonl")
         tracker.log({"actor/kl_loss": 2.0}, 2)
-        rows._file.full = False
+        room(None)
         tracker.log({"actor/kl_loss": 3.0}, 3)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     assert "rows of metrics.jsonl and generations.jsonl wait for room: OSError" in caplog.text
     with make(tmp_path / "to the end") as tracker:
-        files = tracker._trackers["jsonl"]._files
-        files[0]._file = FullDisk(files[0]._file)
+        room(tmp_path / "to the end" / "metrics.jsonl")
         tracker.log({"actor/kl_loss": 1.0}, 1)
-    assert "metrics.jsonl has lost the rows that waited for room: [Errno 28] No space left on device" in caplog.text
-    assert all(file._file.closed for file in files)
+    room(None)
+    assert "metrics.jsonl has lost the rows that waited for room: [Errno 27] File too large" in caplog.text
+    files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number_is_open(number)]
+    assert not [file for file in files if file.startswith(str(tmp_path))]
+
+
+def number_is_open(number):
+    """The listing has a number that was its own."""
+    return os.path.lexists(f"/proc/self/fd/{number}")
 
 
 # --- console
@@ -403,18 +401,18 @@ def no_wandb_login(monkeypatch, tmp_path):
 
 def test_login_is_found_where_wandb_finds_it(no_wandb_login, monkeypatch, tmp_path):
     public, own = "https://api.wandb.ai", "https://wandb.example.org"
-    assert not wandb_module._has_wandb_login(public)
+    assert not wandb_module.has_wandb_login(public)
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
     netrc.write_text("machine wandb.example.org\n  login user\n  password " + "0" * 40 + "\n", encoding="utf-8")
-    assert wandb_module._has_wandb_login(own)
-    assert not wandb_module._has_wandb_login(public)
+    assert wandb_module.has_wandb_login(own)
+    assert not wandb_module.has_wandb_login(public)
     netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n", encoding="utf-8")
-    assert wandb_module._has_wandb_login("https://api.forge.coreweave.com")
-    assert not wandb_module._has_wandb_login(own)
+    assert wandb_module.has_wandb_login("https://api.forge.coreweave.com")
+    assert not wandb_module.has_wandb_login(own)
     netrc.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert wandb_module._has_wandb_login(public)
+    assert wandb_module.has_wandb_login(public)
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -523,9 +521,9 @@ def test_a_report_that_cannot_be_written_costs_the_artifact_and_not_the_run(no_w
 
 @pytest.mark.slow
 def test_wandb_ended_by_a_signal_does_not_choose_the_exit_code_of_the_run(no_wandb_login, tmp_path):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     tracker = make(tmp_path, ["wandb"])
-    tracker._trackers["wandb"]._run.finish()
+    wandb.run.finish()
     (pid,) = wandb_processes()
     stop_process(pid)
     killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))

@@ -11,12 +11,11 @@ import torch
 from transformers import ApertusConfig, ApertusForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.rollout import engine as rollout_engine
 from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, generate, make_engine, resolve_engine
 from hybrid_gkd.runtime.imports import load_object
-from hybrid_gkd.testing import make_tiny_model
+from hybrid_gkd.testing import make_tiny_model, tiny_config
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 OWN_ENGINE = """
@@ -32,8 +31,7 @@ class Parrot(RolloutEngine):
 
 
 def configure(name):
-    given = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.teacher.server_ip=x"]
-    return load_config([*given, f"{KEY}={name}"])
+    return tiny_config(f"{KEY}={name}")
 
 
 def test_the_configuration_takes_the_names_of_the_table():
@@ -127,8 +125,7 @@ def test_an_import_path_that_leads_nowhere_is_refused_before_anything_starts(nam
 def test_transformers_generates_to_the_limit_where_no_token_ends_a_response(tmp_path):
     model = make_tiny_model(tmp_path)
     ends = f"actor_rollout_ref.model.override_config.eos_token_id={list(range(3, 250))}"
-    config = load_config(["data.train_files=x", f"actor_rollout_ref.model.path={model}", f"{KEY}=hf", ends,
-                          "actor_rollout_ref.teacher.server_ip=x", "trainer.device=cpu"])  # fmt: skip
+    config = tiny_config(f"{KEY}=hf", ends, model=model)
     engine = make_engine(config, device=torch.device("cpu"), stop_token_ids=[])
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 1)]
     requests = [GenerationRequest(id=SampleId(1, i, 0), prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
@@ -141,8 +138,7 @@ def test_transformers_takes_buffers_that_a_folder_has(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ApertusForCausalLM(ApertusConfig(vocab_size=259, **sizes))
     model.save_pretrained(tmp_path)
-    config = load_config(["data.train_files=x", f"actor_rollout_ref.model.path={tmp_path}", f"{KEY}=hf",
-                          "actor_rollout_ref.teacher.server_ip=x", "trainer.device=cpu"])  # fmt: skip
+    config = tiny_config(f"{KEY}=hf", model=tmp_path)
     engine = make_engine(config, device=torch.device("cpu"), stop_token_ids=[])
     weights = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     assert weights.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()

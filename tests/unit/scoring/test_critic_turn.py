@@ -4,18 +4,25 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config import updates_per_step
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, TrainingError
 from hybrid_gkd.ppo.resuming import data_state, learning_settings, state_to_resume
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.critic import value_metrics
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
-from hybrid_gkd.testing import LocalTeacher, MetricRows, NumberTokenizer, RecordingGroup, make_sample, tail_of
+from hybrid_gkd.testing import (
+    LocalTeacher,
+    MetricRows,
+    NumberTokenizer,
+    RecordingGroup,
+    make_sample,
+    tail_of,
+    tiny_config,
+)
 from hybrid_gkd.trainer import GKDTrainer
 from hybrid_gkd.types import Task, TopK
 
 GAE = (
-    "data.train_files=unused", "actor_rollout_ref.model.path=unused", "data.train_batch_size=4",
+    "data.train_batch_size=4",
     "data.max_prompt_length=8", "data.max_response_length=8", "reward.answer_key=answer", "trainer.save_freq=0",
     "algorithm.adv_estimator=gae", "algorithm.lam=0.5", "trainer.total_training_steps=1",
 )  # fmt: skip
@@ -23,11 +30,11 @@ PPO = "distillation.enabled=false"
 PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
 
 
-def make(*overrides, cls=PPOTrainer, **options):
+def make(*overrides, cls=PPOTrainer, store=None, **options):
     group, rows = RecordingGroup(), MetricRows()
     trainer = cls(
-        load_config([*GAE, *overrides]), group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS,
-        val_prompts=[], reward=lambda response, answer: 1.0, tracking=rows, store=None, **options,
+        tiny_config(*GAE, *overrides), group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS,
+        val_prompts=[], reward=lambda response, answer: 1.0, tracking=rows, store=store, **options,
     )
     return trainer, group, rows
 
@@ -88,25 +95,26 @@ def test_the_teacher_and_a_critic_together():
 def test_without_rewards_there_is_no_critic():
     for overrides in (["actor_rollout_ref.teacher.model.path=x"], [PPO, "algorithm.adv_estimator=reinforce_plus_plus",
                                                                    "algorithm.lam=1"]):  # fmt: skip
-        config = load_config([*GAE, *overrides])
+        config = tiny_config(*GAE, *overrides)
         assert not config.uses_critic
 
 
-def test_after_the_critics_update_the_state_is_not_that_of_a_whole_step():
-    trainer, group, _ = make(PPO)
+@pytest.mark.parametrize(("failing", "saved"), [("update", []), ("update_critic", [1])])
+def test_after_the_critics_update_the_state_is_not_that_of_a_whole_step(failing, saved, tmp_path):
+    """And is not saved, where the second step fails; before it the state of the first one is."""
+    steps = ("trainer.total_training_steps=2", "trainer.save_freq=-1")
+    trainer, group, _ = make(PPO, *steps, store=CheckpointStore(tmp_path, keep=1))
+    update = getattr(group, failing)
 
-    def refuse(batches, last=True):
-        raise TrainingError("loss nan, the step was not taken")
+    def refuse(*args, **options):
+        if trainer.step == 1:
+            raise TrainingError("loss nan, the step was not taken")
+        return update(*args, **options)
 
-    group.update = refuse
+    setattr(group, failing, refuse)
     with pytest.raises(TrainingError):
         trainer.fit()
-    assert not trainer._weights_are_whole
-    trainer, group, _ = make(PPO)
-    group.update_critic = refuse
-    with pytest.raises(TrainingError):
-        trainer.fit()
-    assert trainer._weights_are_whole
+    assert group.saved == saved
 
 
 def test_explained_variance_against_the_formula():
@@ -119,14 +127,14 @@ def test_explained_variance_against_the_formula():
 
 
 def test_a_run_with_a_critic_continues_only_from_one_with_a_critic(tmp_path):
-    config = load_config([*GAE, PPO])
+    config = tiny_config(*GAE, PPO)
     state = TrainerState(step=1, data=data_state(config, 4), first_metrics={})
     store = CheckpointStore(tmp_path, keep=None)
     with store.writing(state):
         pass
     with pytest.raises(CheckpointError, match=r"adv_estimator=gae needs a critic, and .*global_step_1 has none"):
         state_to_resume(store.latest(), config, 4)
-    changed = load_config([*GAE, PPO, "critic.optim.lr=0.5"])
+    changed = tiny_config(*GAE, PPO, "critic.optim.lr=0.5")
     was, now = (learning_settings(each, steps=1) for each in (config, changed))
     assert {key: now[key] for key in now if was.get(key) != now[key]} == {"critic.optim.lr": 0.5}
     assert now["critic.model.path"] == "unused"  # the student's

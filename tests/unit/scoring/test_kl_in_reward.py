@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.scoring.reference import ESTIMATES, KLPenalty
 from hybrid_gkd.scoring.rewards import token_rewards
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
-from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample
+from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample, tiny_config
 from hybrid_gkd.types import Task
 
 VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text(encoding="utf-8"))
@@ -28,11 +27,10 @@ PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer=
 
 
 def config(*overrides):
-    return load_config([
-        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "data.train_batch_size=2",
-        "reward.answer_key=answer", "distillation.enabled=false", "algorithm.adv_estimator=reinforce_plus_plus",
-        "trainer.total_training_steps=4", *overrides,
-    ])  # fmt: skip
+    return tiny_config(
+        "data.train_batch_size=2", "reward.answer_key=answer", "distillation.enabled=false",
+        "algorithm.adv_estimator=reinforce_plus_plus", "trainer.total_training_steps=4", *overrides,
+    )  # fmt: skip
 
 
 def make(*overrides, run_dir=None, resume_from=None, steps=4):
@@ -98,7 +96,7 @@ def test_a_score_of_the_whole_answer_has_the_penalties_of_its_tokens_in_it():
     """grpo sums token rewards, as in verl: an answer of three tokens loses three penalties."""
     n = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "algorithm.norm_adv_by_std_in_grpo=false"]
     trainer, group, _ = make(*KL, *n, steps=1)
-    group._respond = lambda request, version: np.zeros(1 + 2 * (request.id.number % 2), np.int32)
+    group.respond = lambda request, version: np.zeros(1 + 2 * (request.id.number % 2), np.int32)
     trainer.fit()
     for item in group.trained[0]:  # texts "0" and "0 0 0" are odd: both are right
         expected = (0.5 if item.id.number % 2 == 0 else -0.5) * 2 * 0.5 * LOG_RATIO
@@ -107,7 +105,7 @@ def test_a_score_of_the_whole_answer_has_the_penalties_of_its_tokens_in_it():
 
 def test_the_greedy_answer_is_compared_without_a_penalty_as_in_verl():
     trainer, group, _ = make(*KL, "algorithm.adv_estimator=remax", steps=1)
-    group._respond = lambda request, version: np.zeros(1, np.int32)
+    group.respond = lambda request, version: np.zeros(1, np.int32)
     trainer.fit()
     for item in group.trained[0]:
         np.testing.assert_allclose(item.array("advantages"), -0.5 * LOG_RATIO, rtol=1e-5)

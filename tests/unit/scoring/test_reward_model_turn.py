@@ -6,7 +6,6 @@ import logging
 import numpy as np
 import pytest
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import HybridGKDError, TrainingError
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
@@ -14,11 +13,19 @@ from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.reward_model import RewardModelTurn, RewardTexts
 from hybrid_gkd.scoring.rewards import RewardScorer
-from hybrid_gkd.testing import CHAT_TEMPLATE, MetricRows, NumberTokenizer, RecordingGroup, make_sample, make_tokenizer
+from hybrid_gkd.testing import (
+    CHAT_TEMPLATE,
+    MetricRows,
+    NumberTokenizer,
+    RecordingGroup,
+    make_sample,
+    make_tokenizer,
+    tiny_config,
+)
 from hybrid_gkd.types import Task
 
 OWN = [
-    "data.train_files=unused", "data.val_files=unused", "actor_rollout_ref.model.path=unused", "trainer.save_freq=0",
+    "data.val_files=unused", "trainer.save_freq=0",
     "data.train_batch_size=4", "data.max_prompt_length=8", "data.max_response_length=8", "trainer.test_freq=2",
     "distillation.enabled=false", "algorithm.adv_estimator=remax", "trainer.total_training_steps=3",
 ]  # fmt: skip
@@ -38,7 +45,7 @@ def respond(request, version):
 
 
 def make(*overrides, texts=None, score=None):
-    config, group, rows, clock = load_config([*OWN, *MODEL, *overrides]), RecordingGroup(respond), MetricRows(), Clock()
+    config, group, rows, clock = tiny_config(*OWN, *MODEL, *overrides), RecordingGroup(respond), MetricRows(), Clock()
     if score is not None:
         group.compute_reward_scores = lambda shares: dict.fromkeys(range(99), score)
     turn = RewardModelTurn(config, group, texts or RewardTexts(NumberTokenizer()), clock)
@@ -152,15 +159,15 @@ def test_micro_batches_are_cut_by_their_own_limit_and_a_longer_text_is_one():
 )
 def test_what_does_not_go_together_is_refused(overrides, parts):
     with pytest.raises(HybridGKDError) as caught:
-        load_config([*OWN, *MODEL, *overrides])
+        tiny_config(*OWN, *MODEL, *overrides)
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_it_decides_what_is_learned_where_rewards_are_trained_on():
-    config = load_config([*OWN, *MODEL])
+    config = tiny_config(*OWN, *MODEL)
     assert {"reward_model.enable", "reward_model.model.path"} <= learning_settings(config, steps=1).keys()
-    off = load_config([*OWN, "reward.answer_key=answer"])
+    off = tiny_config(*OWN, "reward.answer_key=answer")
     assert not off.uses_reward_model
     assert "reward_model.model.path" not in learning_settings(off, steps=1)
     distils = dataclasses.replace(config, distillation=dataclasses.replace(config.distillation, enabled=True))

@@ -74,6 +74,7 @@ def test_every_builtin_reward_is_known_to_the_configuration():
             assert compute(without) in (0.0, -0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
     [

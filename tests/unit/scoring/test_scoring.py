@@ -1,6 +1,7 @@
 """Rewards of responses: weights, penalties, what becomes of failures, and the processes, which are real."""
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +17,14 @@ import pytest
 from processes import TIMEOUT, is_alive, wait_until
 
 from hybrid_gkd.config import RewardConfig
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import DataError, TrainingError
+from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import NOT_IN_TIME, Failure, RewardFunction, load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer, token_rewards
-from hybrid_gkd.testing import NumberTokenizer, make_sample
+from hybrid_gkd.scoring.scorer import done
+from hybrid_gkd.testing import NumberTokenizer, make_sample, tiny_config
 from hybrid_gkd.types import Task
 
 
@@ -30,16 +33,15 @@ def make(tmp_path):
     """A scorer of `reward.*`; `text` is the file of a function of the user's own."""
     scorers = []
 
-    def make(*overrides, text=None):
+    def make(*overrides, text=None, clock=None):
         if text is not None:
             (tmp_path / "my_reward.py").write_text(textwrap.dedent(text), encoding="utf-8")
             overrides = [f"reward.custom_reward_function.path={tmp_path / 'my_reward.py'}", *overrides]
-        config = load_config([
-            "data.train_files=unused", "actor_rollout_ref.model.path=unused", "distillation.enabled=false",
-            "data.max_response_length=8", "actor_rollout_ref.rollout.n=2", "reward.answer_key=answer",
-            "reward.num_workers=1", *overrides,
-        ])  # fmt: skip
-        scorers.append(RewardScorer(load_functions(config.reward), NumberTokenizer(), config))
+        config = tiny_config(
+            "distillation.enabled=false", "data.max_response_length=8", "actor_rollout_ref.rollout.n=2",
+            "reward.answer_key=answer", "reward.num_workers=1", *overrides,
+        )  # fmt: skip
+        scorers.append(RewardScorer(load_functions(config.reward), NumberTokenizer(), config, clock=clock))
         return scorers[-1]
 
     yield make
@@ -55,33 +57,47 @@ def pair(row, *ids, answer="7", source=None):
 
 
 def test_builtin_functions_that_are_quick_start_no_process(make):
-    scorer = make("reward.functions={gsm8k: 1.0, length: 0.5}")
+    scorer, before = make("reward.functions={gsm8k: 1.0, length: 0.5}"), multiprocessing.active_children()
     pairs = [pair(0, 7), pair(1, 1, 2, 3, 4)]
     scorer.begin(pairs)
     assert scorer.scores(pairs) == [1 - 0.5 / 8, -0.25]
     assert scorer.metrics(pairs) == {"reward/gsm8k/mean": 0.5, "reward/length/mean": -2.5 / 8}
-    assert scorer._pool is None
+    assert multiprocessing.active_children() == before
 
 
 def test_the_wait_is_timed_where_the_trainer_waits(make):
     pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
     filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
     for overrides, timed in ((), True), (pools, True), (filtered, True), ((*pools, *filtered), False):
-        scorer = make("reward.name=gsm8k", *overrides)
+        clock = Clock()
+        scorer = make("reward.name=gsm8k", *overrides, clock=clock)
         scorer.of_validation([pair(0, 7)])
-        assert scorer._clock.take() == {}
+        assert clock.take() == {}
         scorer.rewards([pair(1, 7)])
-        assert set(scorer._clock.take()) == ({"timing/reward"} if timed else set())
+        assert set(clock.take()) == ({"timing/reward"} if timed else set())
 
 
-def test_an_answer_of_dapo_that_takes_too_long_is_wrong_and_validation_counts_what_is_right(make):
-    scorer = make("reward.name=by_data_source")
-    function = scorer.functions["by_data_source"]
-    pairs = [pair(0, 7, source="aime2024"), pair(1, 8, source="math_dapo")]
-    right, late = map(scorer._entry, pairs)
-    for entry, outcome in (right, function.compute([right.response])[0]), (late, Failure(NOT_IN_TIME)):
-        entry.scores[function.name] = scorer._score(function, entry, outcome, say=False)
-    assert scorer.of_validation(pairs) == {"rewards": [1.0, -1.0], "by_functions": [1.0, 0.0]}
+def test_an_answer_of_dapo_that_takes_too_long_is_wrong_and_validation_counts_what_is_right(make, monkeypatch):
+    class Pool:
+        """The responses of one source come too late."""
+
+        num_done = 0
+
+        def __init__(self, section):
+            pass
+
+        def submit(self, function, responses):
+            late = [response.data_source == "math_dapo" for response in responses]
+            outcomes = zip(late, function.compute(responses), strict=True)
+            return [done(Failure(NOT_IN_TIME) if is_late else outcome) for is_late, outcome in outcomes]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(reward_pool, "RewardPool", Pool)
+    pairs = [pair(0, 7, source="aime2024"), pair(1, 7, source="math_dapo")]
+    found = make("reward.name=by_data_source").of_validation(pairs)
+    assert found == {"rewards": [1.0, -1.0], "by_functions": [1.0, 0.0]}
 
 
 def test_a_score_is_at_the_last_token_and_nowhere_without_one():
@@ -120,9 +136,8 @@ def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_
     assert scorer.scores(pairs) == scorer.scores(pairs) == [1.0, 2.0, 3.0]
     assert (tmp_path / "calls").read_text(encoding="utf-8").split() == ["0", "1", "2"]
     assert scorer.metrics(pairs) == {"reward/even/mean": pytest.approx(2 / 3), "reward/failures": 0.0}
-    assert len(scorer._entries) == 3
     del pairs
-    assert scorer._entries == {}
+    assert scorer.scores([pair(0, 7, 7, 7, 7)]) == [4.0]
 
 
 def test_several_functions_of_each_kind(make):
@@ -182,6 +197,7 @@ def test_a_failure_counts_as_a_fixed_score_and_its_process_is_replaced(make, cap
     assert scorer.scores([pair(9, 1)]) == [0.5]
 
 
+@pytest.mark.slow
 def test_an_async_function_fails_on_its_own_responses_and_on_no_others_of_its_process(make):
     scorer = make("reward.timeout=0.5", "reward.score_on_error=-1", text="""
         import os, time
@@ -209,30 +225,50 @@ def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it
     wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
 
 
+@pytest.mark.slow
 def test_processes_that_end_at_any_moment_are_replaced_but_not_for_ever(make, tmp_path, monkeypatch):
     """One that has nothing to do, whose library then takes all of them for lost; and all, before they do anything."""
+    pools = []
+
+    class Recorded(reward_pool.ProcessPool):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pools.append(self)
+
+    def kill_idle():
+        os.kill(int((tmp_path / "pid").read_text(encoding="utf-8")), signal.SIGKILL)
+        wait_until(lambda: not pools[-1].active)
+
+    monkeypatch.setattr(reward_pool, "ProcessPool", Recorded)
     monkeypatch.setattr(reward_pool, "MOST_BREAKS", 1)
     scorer = make(text=f"""
         import os
         if os.path.exists({str(tmp_path / "gone")!r}): os._exit(3)
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
         def compute_score(response, answer): return 1
         """)  # fmt: skip
     assert scorer.scores([pair(0, 1)]) == [1.0]
-    kill_idle(scorer._pool._pool)
+    kill_idle()
     assert scorer.scores([pair(0, 1), pair(1, 1)]) == [1.0, 1.0]
+    assert len(pools) == 2
     (tmp_path / "gone").touch()
-    kill_idle(scorer._pool._pool)
+    kill_idle()
     with pytest.raises(TrainingError, match=r"the processes that compute rewards have ended: .*All workers expired"):
         scorer.scores([pair(row, 1) for row in range(3)])
 
 
 def test_what_is_lost_with_a_pool_is_computed_by_no_more_at_once_than_before(monkeypatch):
+    pools = []
+
     class Idle:
         def __init__(self, **_):
-            pass
+            self.sizes, self.tasks = [], []
+            pools.append(self)
 
-        def schedule(self, *_, **__):
-            return Future()
+        def schedule(self, _, args, timeout):
+            self.sizes.append(len(args[1]))
+            self.tasks.append(Future())
+            return self.tasks[-1]
 
     monkeypatch.setattr(reward_pool, "ProcessPool", Idle)
     monkeypatch.setattr(reward_pool, "_retire", lambda pool: None)
@@ -240,11 +276,12 @@ def test_what_is_lost_with_a_pool_is_computed_by_no_more_at_once_than_before(mon
     pool = reward_pool.RewardPool(RewardConfig(num_workers=2))
     for number in (1, 3, 1):  # two processes begin at once, and a response waits
         pool.submit(function, [Response(text="1")] * number)
-    assert [len(unit) for _, unit in pool._running.values()] == [1, 3]
-    pool._on_broken(pool._pool, RuntimeError("all have ended"))
-    assert [len(unit) for _, unit in pool._running.values()] == [1, 3]
+    assert [each.sizes for each in pools] == [[1, 3]]
+    pools[0].tasks[0].set_exception(BrokenProcessPool("all have ended"))
+    assert [each.sizes for each in pools] == [[1, 3], [1, 3]]
 
 
+@pytest.mark.slow
 def test_a_pattern_without_end_is_a_wrong_response(make):
     scorer = make("reward.name=format", "reward.format='^(\\d+ ?)+$'", "reward.timeout=0.1")
     assert scorer.scores([pair(0, 1), pair(1, *[11111111] * 8, -1)]) == [1.0, 0.0]
@@ -275,6 +312,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, number):
     """Not the process that holds the interpreter's lock, nor what the other one has started."""
@@ -289,12 +327,6 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, number):
         os.kill(run.pid, number)
         run.wait(TIMEOUT)
     wait_until(lambda: not [pid for pid in pids if is_alive(pid)])
-
-
-def kill_idle(pool):
-    (worker,) = pool._pool_manager.worker_manager.workers
-    os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: not pool.active)
 
 
 def in_group(pid, group):

@@ -5,11 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.reference import Reference
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 
 
@@ -21,15 +20,14 @@ def scored(index, length):
     return make_sample(index, prompt=[0, 0], completion=[0] * length, teacher=teacher)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reshard", ["true", "false"])
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 def test_blocks_that_are_gathered_together_train_as_each_by_itself(tmp_path, monkeypatch, reshard, checkpointing):
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.device=cpu",
-        "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
-        f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshard}",
-        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
-    ])  # fmt: skip
+    config = tiny_config(
+        "distillation.topk=4", f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshard}",
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}", model=make_tiny_model(tmp_path),
+    )  # fmt: skip
     batch = MiniBatch(micro_batches=((scored(0, 3),), (scored(1, 5), scored(2, 2))), num_tokens=10)
     found = []
     for most in (1, sharded_model.GROUP_BYTES):
@@ -46,11 +44,10 @@ def test_blocks_that_are_gathered_together_train_as_each_by_itself(tmp_path, mon
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 def test_what_is_called_before_backward_passes_changes_nothing(tmp_path, checkpointing):
     """In the last micro-batch, once for each block, also where it is computed again."""
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}", "trainer.device=cpu",
-        "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4",
-        f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
-    ])  # fmt: skip
+    config = tiny_config(
+        "distillation.topk=4", f"actor_rollout_ref.model.enable_gradient_checkpointing={checkpointing}",
+        model=make_tiny_model(tmp_path),
+    )  # fmt: skip
     batch = MiniBatch(micro_batches=((scored(0, 3),), (scored(1, 5), scored(2, 2))), num_tokens=10)
     found, left = [], []
     for called in (True, False):

@@ -5,11 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.student.checkpoint_io import load_model, save_model
 from hybrid_gkd.student.critic import Critic
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tiny_config
 from hybrid_gkd.types import MiniBatch
 
 CPU = torch.device("cpu")
@@ -17,11 +16,10 @@ RETURN = 1.5
 
 
 def make_config(model, *overrides):
-    return load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
-        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae",
-        "critic.optim.lr=1e-2", *overrides,
-    ])  # fmt: skip
+    return tiny_config(
+        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=gae", "critic.optim.lr=1e-2",
+        *overrides, model=model,
+    )  # fmt: skip
 
 
 def micro_batch(seed, values=None):
@@ -65,6 +63,7 @@ def test_values_are_those_of_the_state_before_each_token(tied, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_it_learns_the_returns_and_goes_on_to_the_last_digit_after_a_resume(tmp_path):
     for dtype in ("fp32", "bf16"):  # the head is float32 in both
         config = make_config(

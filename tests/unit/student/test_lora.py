@@ -16,12 +16,11 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hybrid_gkd.config import ModelConfig
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import CheckpointError, ConfigError, HybridGKDError, ModelError
 from hybrid_gkd.models.spec import model_spec
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.checkpoint_io import export_huggingface, load_model, save_model
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
@@ -29,13 +28,10 @@ RANK, ALPHA, STEPS, K = 3, 6, 4, 8
 
 
 def make_config(model, *overrides):
-    return load_config(
-        [
-            "data.train_files=unused", f"{MODEL}.path={model}", "trainer.device=cpu", f"distillation.topk={K}",
-            "actor_rollout_ref.teacher.server_ip=unused", f"{ACTOR}.optim.lr=1e-2", f"{ACTOR}.optim.eps=1e-4",
-            f"{ACTOR}.grad_clip=0.5", *overrides,
-        ]
-    )
+    return tiny_config(
+        f"distillation.topk={K}", f"{ACTOR}.optim.lr=1e-2", f"{ACTOR}.optim.eps=1e-4",
+        f"{ACTOR}.grad_clip=0.5", *overrides, model=model,
+    )  # fmt: skip
 
 
 LORA = (f"{MODEL}.lora_rank={RANK}", f"{MODEL}.lora_alpha={ALPHA}")

@@ -13,12 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.student import sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.student.critic import Critic
-from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group
+from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tiny_config
 from hybrid_gkd.types import MiniBatch, TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
 from hybrid_gkd.workers.batches import mean_metrics
@@ -43,12 +42,11 @@ KINDS = {
 
 
 def load(model, *overrides):
-    config = load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu",
-        f"distillation.topk={K}", f"data.max_response_length={CONSTANT}",
-        f"{ACTOR}.grad_clip=1e9", f"{ACTOR}.kl_loss_coef={KL_COEF}", f"{ACTOR}.entropy_coeff={ENTROPY}",
-        "critic.grad_clip=1e9", *overrides,
-    ])  # fmt: skip
+    config = tiny_config(
+        f"distillation.topk={K}", f"data.max_response_length={CONSTANT}", f"{ACTOR}.grad_clip=1e9",
+        f"{ACTOR}.kl_loss_coef={KL_COEF}", f"{ACTOR}.entropy_coeff={ENTROPY}", "critic.grad_clip=1e9", *overrides,
+        model=model,
+    )  # fmt: skip
     for section in (config.actor_rollout_ref.actor, config.critic):
         section.fsdp_config.model_dtype, section.optim.lr = "fp64", 0.0
     return config
@@ -235,6 +233,7 @@ def assert_equal(found, grads, want, parameters, metrics):
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(
@@ -257,6 +256,7 @@ def test_any_mixture_of_signals_is_the_dense_computation(models, kind, mode, dra
     assert_equal(found, grads, want, dict(plain.named_parameters()), dense.metrics())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "critic"])
 @settings(max_examples=20, deadline=None)
 @given(drawn=st.lists(mini_batches(("teacher", "advantages", "reference_topk", "returns")), min_size=2, max_size=3))
@@ -274,6 +274,7 @@ def test_metrics_of_several_optimizer_steps_are_means_over_all_of_their_tokens(m
         assert found[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(mode=st.sampled_from(MODES), drawn=mini_batches(("returns", "advantages")))
 def test_a_critic_learns_from_the_samples_that_have_returns(models, mode, drawn):

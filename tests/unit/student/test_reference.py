@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.config.models import RefConfig, RefModelConfig
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.offload.needs import plan_memory, trained_models
@@ -15,18 +14,25 @@ from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.student.reference import Reference
-from hybrid_gkd.testing import LocalGroup, MetricRows, NumberTokenizer, make_tiny_model, single_process_group
+from hybrid_gkd.testing import (
+    LocalGroup,
+    MetricRows,
+    NumberTokenizer,
+    make_tiny_model,
+    single_process_group,
+    tiny_config,
+)
 from hybrid_gkd.types import Task
 
 KL = "actor_rollout_ref.actor"
 
 
 def make_config(model, *overrides):
-    return load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu", "trainer.save_freq=0",
-        "distillation.enabled=false", "reward.answer_key=answer", "algorithm.adv_estimator=reinforce_plus_plus",
-        "data.train_batch_size=4", f"{KL}.optim.lr=1e-2", "trainer.total_training_steps=2", *overrides,
-    ])  # fmt: skip
+    return tiny_config(
+        "trainer.save_freq=0", "distillation.enabled=false", "reward.answer_key=answer",
+        "algorithm.adv_estimator=reinforce_plus_plus", "data.train_batch_size=4", f"{KL}.optim.lr=1e-2",
+        "trainer.total_training_steps=2", *overrides, model=model,
+    )  # fmt: skip
 
 
 def train(config):

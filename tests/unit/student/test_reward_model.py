@@ -8,7 +8,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, ModelError
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.checks import Facts
@@ -16,7 +15,7 @@ from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.offload.needs import plan_memory, trained_models
 from hybrid_gkd.student.reward_model import RewardModel
-from hybrid_gkd.testing import make_tiny_model, single_process_group
+from hybrid_gkd.testing import make_tiny_model, single_process_group, tiny_config
 from hybrid_gkd.types import RewardText, Task
 
 CPU = torch.device("cpu")
@@ -29,11 +28,11 @@ def student(tmp_path_factory):
 
 
 def make_config(student, path, *overrides):
-    return load_config([
-        "data.train_files=unused", f"actor_rollout_ref.model.path={student}", "trainer.device=cpu",
+    return tiny_config(
         "distillation.enabled=false", "actor_rollout_ref.rollout.n=2", "reward_model.enable=true",
         f"reward_model.model.path={path}", "data.max_prompt_length=32", "data.max_response_length=32", *overrides,
-    ])  # fmt: skip
+        model=student,
+    )  # fmt: skip
 
 
 def phases(config, spec):

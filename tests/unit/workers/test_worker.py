@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
-from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import WorkerError, in_words
 from hybrid_gkd.offload.residency import MemoryOwner, Residency
 from hybrid_gkd.runtime.spans import Clock
+from hybrid_gkd.testing import tiny_config
 from hybrid_gkd.types import SamplingParams
 from hybrid_gkd.workers.worker import Worker
 
@@ -33,9 +33,7 @@ class Params(MemoryOwner):
 @pytest.mark.parametrize(("free", "meanwhile", "at_the_end"), [(40, 10, 10), (25, 7, 10), (15, 0, 10), (9, 0, 5)])
 def test_parameters_come_during_the_rollout_where_engine_and_teacher_keep_room_to_work(free, meanwhile, at_the_end):
     """Engine and teacher keep 14 GiB while they work; a margin of 4 stays in any case."""
-    config = load_config([
-        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
-    ])  # fmt: skip
+    config = tiny_config()
     worker, params, found = Worker(config, role="worker", rank=0, size=1, device="cpu", folder="."), Params(), []
 
     def step():
@@ -55,9 +53,7 @@ def test_parameters_come_during_the_rollout_where_engine_and_teacher_keep_room_t
 
 def test_an_engine_that_has_made_room_gets_the_weights_of_the_last_publish_before_it_generates():
     """Where it sleeps, its weights are gone: values, divergences, rewards of a model and checkpoints need the room."""
-    config = load_config([
-        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
-    ])  # fmt: skip
+    config = tiny_config()
     worker, phases, loaded = Worker(config, role="worker", rank=0, size=1, device="cpu", folder="."), [], []
 
     class Engine:
@@ -96,9 +92,7 @@ class Fields(BaseModel):
 @pytest.mark.parametrize(("method", "arguments"), [("generate", ([], None)), ("compute_logprobs", ((),))])
 def test_the_error_of_a_library_is_told_in_full_by_the_worker(method, arguments):
     """Its first line is a number of errors, and its class may not survive the way to the driver."""
-    config = load_config([
-        "data.train_files=unused", "actor_rollout_ref.model.path=unused", "actor_rollout_ref.teacher.server_ip=unused",
-    ])  # fmt: skip
+    config = tiny_config()
     worker = Worker(config, role="rollout worker", rank=3, size=4, device="cpu", folder=".")
     worker.clock, worker.engine = Clock(), SimpleNamespace(weight_version=1)
     worker.residency = SimpleNamespace(enter=lambda _: Fields(blocks="many"))
