@@ -189,3 +189,18 @@ def test_memory_does_not_grow_with_the_rows():
 
     peak(256)  # cuBLAS takes its workspace
     assert peak(4096) < peak(512) + 16 * 2**20
+
+
+@pytest.mark.parametrize("dtype", RELATIVE_ERROR)
+@pytest.mark.parametrize("chunk_rows", [None, 128])
+def test_rows_that_are_no_tokens_are_not_there(dtype, chunk_rows):
+    hidden, weight, ids, teacher = inputs(300, 896, 151936, 64, dtype)
+    num_ids, ids = 151669, ids % 151669
+    with torch.no_grad():
+        weight[num_ids:] *= 20
+    got = run(hidden, weight, ids, teacher, chunk_rows=chunk_rows, num_ids=num_ids)
+    alone = weight.detach()[:num_ids].clone().requires_grad_()
+    want = run(hidden, alone, ids, teacher, chunk_rows=chunk_rows)
+    for mine, other in zip((*got[:2], got[2][:num_ids], *got[3].values()), (*want[:3], *want[3].values()), strict=True):
+        assert (mine - other).norm() <= RELATIVE_ERROR[dtype][0] * other.norm()
+    assert (got[2][num_ids:] == 0).all()

@@ -604,8 +604,8 @@ def test_models_with_other_rows_beyond_the_tokens_are_the_same_model(world, tmp_
     code, _, err = run(arguments(
         world, tmp_path, *(f"actor_rollout_ref.{key}model.path={tmp_path}/{who}"
                            for key, who in (("", "student"), ("teacher.", "teacher"))),
-        *VLLM_TEACHER, "trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.val_before_train=true",
-        "trainer.test_freq=1",
+        f"actor_rollout_ref.teacher.backend={ENGINE}", "trainer.total_training_steps=1", "trainer.save_freq=0",
+        "trainer.val_before_train=true", "trainer.test_freq=1",
     ))  # fmt: skip
     assert code == 0, err
     rows = rows_of(tmp_path)

@@ -68,10 +68,7 @@ def test_rows_that_are_no_tokens_change_nothing(tmp_path):
     batch = MiniBatch(micro_batches=((scored(0, 3),), (scored(1, 5), scored(2, 2))), num_tokens=10)
     samples, found = batch.micro_batches, []
     for folder, num_ids in (("padded", 260), ("alone", None)):
-        config = load_config([
-            "data.train_files=unused", f"actor_rollout_ref.model.path={tmp_path / folder}", "trainer.device=cpu",
-            "actor_rollout_ref.teacher.server_ip=unused", "distillation.topk=4", "actor_rollout_ref.ref.topk=7",
-        ])  # fmt: skip
+        config = tiny_config("distillation.topk=4", "actor_rollout_ref.ref.topk=7", model=tmp_path / folder)
         with single_process_group():
             actor = Actor(config, device=torch.device("cpu"), num_updates=3, num_ids=num_ids)
             logprobs, divergences = actor.compute_logprobs(samples), actor.compute_divergences(samples)
