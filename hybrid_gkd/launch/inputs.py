@@ -21,7 +21,7 @@ from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
-from hybrid_gkd.ppo.resuming import TEACHER_PATH
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, contents_of, templates_of
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
@@ -194,18 +194,20 @@ def files(facts: Facts) -> str:
 
 def data(facts: Facts) -> str:
     """Every prompt fits; they fill a batch."""
-    section, own = facts.config.data, facts.config.actor_rollout_ref.teacher.chat_template
+    section, enabled = facts.config.data, facts.config.distillation.enabled
+    own = teacher_template(facts.config.actor_rollout_ref.teacher.chat_template if enabled else None)
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-        teacher_template=teacher_template(own if facts.config.distillation.enabled else None),
-        keep_messages=facts.config.uses_reward_model,
+        teacher_template=own, keep_messages=facts.config.uses_reward_model,
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
+    facts.settings |= templates_of(facts.tokenizer.chat_template, own)
+    facts.settings |= contents_of(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_ids, facts)

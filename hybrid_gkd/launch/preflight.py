@@ -34,7 +34,7 @@ from hybrid_gkd.losses.policy import check_policy_loss
 from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
-from hybrid_gkd.ppo.resuming import contents_of, learning_settings
+from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.runtime.imports import is_import_path
@@ -170,8 +170,7 @@ def trackers(facts: Facts) -> str:
 def checkpoint(facts: Facts) -> str:
     """The newest checkpoint to continue from is intact, of this run, and was trained with the same settings."""
     assert facts.steps is not None
-    contents = contents_of(facts.train_prompts, answers=facts.config.trains_on_rewards)
-    facts.settings = learning_settings(facts.config, steps=facts.steps) | contents
+    facts.settings |= learning_settings(facts.config, steps=facts.steps)
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )
