@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from hybrid_gkd.compat.vllm.architectures import cannot_be_served
+from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
 from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
@@ -47,6 +49,9 @@ def student(facts: Facts) -> str:
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
     check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
+    if facts.engine == "vllm":
+        given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+        check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
     facts.spec = student_spec(config)
     if config.distillation.enabled:
         check_topk("distillation.topk", config.distillation.topk, facts)
@@ -152,6 +157,8 @@ def teacher(facts: Facts) -> str:
     check_export(TEACHER_PATH, path)
     needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
     rows = check_length("teacher", path, config, needed, {})
+    if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
+        check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
     check_rows("teacher", path, rows, facts, of_teacher=True)
     facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     return f"the run will start {path} on {facts.local_teacher}"
@@ -324,6 +331,13 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
         rule = f"the student {path} has {limit} positions ({field})"
         raise ConfigError("actor_rollout_ref.rollout.max_model_len", rule, config.engine_length)
     return int(text.vocab_size)
+
+
+def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], instead: str) -> None:
+    """Raises ModelError: vLLM, with the `given` arguments, cannot load the model; `instead`: what can."""
+    hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
+    if "hf_overrides" not in given and (reason := cannot_be_served(hf_config)):
+        raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} computes it with transformers")
 
 
 def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
