@@ -22,8 +22,9 @@ from hybrid_gkd.models.packed_attention import PackedBatch, pack, packed_and_alo
 from hybrid_gkd.models.spec import changed_logits
 from hybrid_gkd.types import Sample, SampleId, Signal, TopK
 
-LARGEST_DIFFERENCE = {"cpu": 1e-3, "cuda": 0.2}
-"""Nats, mean over the tokens of a sequence, between two packings: rounding in float32 or bfloat16 is below."""
+LARGEST_DIFFERENCE, LARGEST_IN_FLOAT32 = 0.5, 1e-3
+"""Nats, mean over the tokens of a sequence, between two packings. Rounding of bfloat16 is 0.03 (12 random layers), and
+sequences that see each other are 4 nats apart (SmolLM2-135M)."""
 
 
 class LogprobModel(nn.Module):
@@ -205,7 +206,8 @@ def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.dev
             logprobs, _ = model(batch, rows, batch.input_ids[0, rows + 1][:, None], temperature=1.0)
         return logprobs
 
-    num_ids, largest = hf_config.get_text_config().vocab_size, LARGEST_DIFFERENCE[device.type]
+    exact = device.type == "cpu" and next(model.parameters()).dtype == torch.float32  # GPUs compute in bfloat16
+    num_ids, largest = hf_config.get_text_config().vocab_size, LARGEST_IN_FLOAT32 if exact else LARGEST_DIFFERENCE
     for length, alone, packed in packed_and_alone(score, hf_config.to_dict(), longest=longest, num_ids=num_ids):
         differences = (packed - alone).abs()
         if not float(differences.mean()) <= largest:  # NaN too
