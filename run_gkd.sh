@@ -193,6 +193,6 @@ if [[ -n $install_only ]]; then
     exit 0
 fi
 # The code beside this script runs, whatever the environment has installed and wherever it is started
-# from; Ray workers inherit it.
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+# from, and no tokenize.py there is taken for Python's; Ray workers inherit it.
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 exec "$python" -m hybrid_gkd "$@"

@@ -146,7 +146,8 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """A `global_step_N` folder."""
     allow_changed_config: bool = False
-    """Continue although a key that decides what is learned (loss, rate, teacher, data, ...) is another than before."""
+    """Continue although a key that decides what is learned (loss, rate, teacher, data, ...) is another than before, or
+    a model has moved to another folder."""
     default_local_dir: str = "outputs"
     """Where run folders go: <default_local_dir>/<project_name>/<experiment_name>."""
     max_actor_ckpt_to_keep: int | None = field(default=2, metadata=rules.POSITIVE)

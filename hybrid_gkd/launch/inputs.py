@@ -7,13 +7,15 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from hybrid_gkd.compat.vllm.architectures import cannot_be_served
+from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
@@ -24,7 +26,7 @@ from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
-from hybrid_gkd.ppo.resuming import TEACHER_PATH
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, contents_of, templates_of
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
@@ -56,6 +58,9 @@ def student(facts: Facts) -> str:
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
     check_architecture("actor_rollout_ref.model.path", model, LogprobModel)
+    if facts.engine == "vllm":
+        given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+        check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
     facts.spec = student_spec(config)
     facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
     if config.distillation.enabled:
@@ -167,6 +172,8 @@ def teacher(facts: Facts) -> str:
     check_export(TEACHER_PATH, path)
     needed = config.max_sequence_length + 1  # vLLM has to generate a token to score
     rows = check_length("teacher", path, config, needed, {})
+    if section.backend == "vllm" or (section.backend == "auto" and vllm_available()):
+        check_served(TEACHER_PATH, path, config, section.engine_kwargs.vllm, "actor_rollout_ref.teacher.backend=hf")
     check_rows("teacher", path, rows, facts, of_teacher=True)
     facts.teacher_tokenizer = load_tokenizer(path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     return f"the run will start {path} on {facts.local_teacher}"
@@ -215,19 +222,21 @@ def files(facts: Facts) -> str:
 
 def data(facts: Facts) -> str:
     """Every prompt fits; they fill a batch."""
-    section, own = facts.config.data, facts.config.actor_rollout_ref.teacher.chat_template
+    section, enabled = facts.config.data, facts.config.distillation.enabled
+    own = teacher_template(facts.config.actor_rollout_ref.teacher.chat_template if enabled else None)
     make = functools.partial(
         make_prompts, tokenizer=facts.tokenizer, max_prompt_length=section.max_prompt_length,
         truncation=section.truncation, filter_overlong_prompts=section.filter_overlong_prompts,
         apply_chat_template_kwargs=section.apply_chat_template_kwargs,
-        teacher_template=teacher_template(own if facts.config.distillation.enabled else None),
-        keep_messages=facts.config.uses_reward_model, max_response_length=section.max_response_length,
-        loss_mask=section.loss_mask,
+        teacher_template=own, keep_messages=facts.config.uses_reward_model,
+        max_response_length=section.max_response_length, loss_mask=section.loss_mask,
     )  # fmt: skip
     facts.train_prompts, facts.val_prompts = call_all([
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
+    facts.settings |= templates_of(facts.tokenizer.chat_template, own)
+    facts.settings |= contents_of(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts)
@@ -367,6 +376,13 @@ def check_length(who: str, path: str, config: Config, needed: int, override_conf
         rule = f"the student {path} has {limit} positions ({field})"
         raise ConfigError("actor_rollout_ref.rollout.max_model_len", rule, config.engine_length)
     return int(text.vocab_size)
+
+
+def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], instead: str) -> None:
+    """Raises ModelError: vLLM, with the `given` arguments, cannot load the model; `instead`: what can."""
+    hf_config = read_config(path, config.actor_rollout_ref.model.trust_remote_code, {})
+    if "hf_overrides" not in given and (reason := cannot_be_served(hf_config)):
+        raise ModelError(f"{key}: vLLM cannot serve {path}: {reason}; {instead} computes it with transformers")
 
 
 def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:

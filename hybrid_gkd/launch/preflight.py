@@ -22,6 +22,7 @@ import torch
 
 import hybrid_gkd
 from hybrid_gkd.compat.vllm import versions as vllm_compat
+from hybrid_gkd.compat.vllm.repetitions import detects_repetitions
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
@@ -35,7 +36,7 @@ from hybrid_gkd.losses.policy import check_policy_loss
 from hybrid_gkd.losses.table import policy_loss, user_divergence
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
-from hybrid_gkd.ppo.resuming import contents_of, learning_settings
+from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.reporting.trackers import load_trackers
 from hybrid_gkd.rollout.engine import resolve_engine
 from hybrid_gkd.runtime.imports import is_import_path
@@ -113,7 +114,7 @@ def engine(facts: Facts) -> str:
     """The rollout engine is installed in a supported version."""
     section = facts.config.actor_rollout_ref.rollout
     facts.engine = resolve_engine(section.name)
-    if section.end_repetitions is not None and (facts.engine == "hf" or not vllm_compat.detects_repetitions()):
+    if section.end_repetitions is not None and (facts.engine == "hf" or not detects_repetitions()):
         rule = f"needs a vLLM that detects repetitions (SamplingParams.repetition_detection), not {facts.engine}"
         version = f" {vllm_compat.vllm_version()}" if facts.engine == "vllm" else ""
         raise ConfigError("actor_rollout_ref.rollout.end_repetitions", f"{rule}{version}", section.end_repetitions)
@@ -176,8 +177,7 @@ def trackers(facts: Facts) -> str:
 def checkpoint(facts: Facts) -> str:
     """The newest checkpoint to continue from is intact, of this run, and was trained with the same settings."""
     assert facts.steps is not None
-    contents = contents_of(facts.train_prompts, answers=facts.config.trains_on_rewards)
-    facts.settings = learning_settings(facts.config, steps=facts.steps) | contents
+    facts.settings |= learning_settings(facts.config, steps=facts.steps)
     found = facts.resumption = find_resumption(
         facts.config, facts.settings, num_prompts=len(facts.train_prompts), steps=facts.steps
     )

@@ -83,7 +83,9 @@ def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: d
 
     Raises ConfigError unless `trainer.allow_changed_config` accepts them.
     """
-    changed = changes(resumption.state.settings, settings)
+    state = resumption.state
+    # The student's path was part of `data` once.
+    changed = changes(state.data | state.settings, settings, folder=state.working_dir)
     if not changed or trainer.val_only:
         return []
     text = f"{resumption.folder} was trained with other settings (was -> is):\n" + "\n".join(changed)
@@ -91,6 +93,6 @@ def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: d
         return [text]
     raise ConfigError(
         "trainer.allow_changed_config",
-        f"{text}\ntrue goes on from step {resumption.state.step} with the new settings, if there are steps left; "
+        f"{text}\ntrue goes on from step {state.step} with the new settings, if there are steps left; "
         "another trainer.experiment_name starts a run of its own", show_value=False,
     )

@@ -1,4 +1,7 @@
-"""Is what is trained on what the models say? The student as its own teacher has a divergence of 0, within rounding."""
+"""Is what is trained on what the models say? The student as its own teacher has a divergence of 0, within rounding.
+
+Two packings of the student alone are compared at every start, where its worker loads it: `check_packing`.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,31 @@ def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
     tensor = torch.from_numpy(array)
     on_gpu = torch.device(device).type == "cuda"
     return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+
+
+def packed_and_alone(
+    score: Callable[[list[np.ndarray]], Tensor], config: Mapping[str, Any], *, longest: int, num_ids: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What `score` finds of a sequence by itself, and packed behind another one, whose length comes first.
+
+    That one is short, then longer than each length from which the model computes otherwise, as far as sequences may
+    have `longest` tokens. `score` takes sequences to pack and returns values of the last; `config` is a config.json.
+    """
+    last = np.arange(min(9, longest)) % num_ids
+    alone = score([last])
+    for length in sorted({min(5, longest)} | {min(limit + 1, longest) for limit in length_settings(config)}):
+        yield length, alone, score([np.arange(length) % num_ids, last])
+
+
+def length_settings(config: Mapping[str, Any]) -> set[int]:
+    """Fields of a config.json, at any depth, that are a number of tokens from which a layer computes otherwise."""
+    found = set[int]()
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= length_settings(value)
+        elif type(value) is int and value > 0 and re.search("window|chunk_size|original_max_position", str(name)):
+            found.add(value)
+    return found
 
 
 def packed_attention(

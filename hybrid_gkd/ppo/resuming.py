@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 import zlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.config import Config, OptimConfig
+from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.student.checkpoint_store import TrainerState, load_state
 from hybrid_gkd.types import Task
 
 ARR = "actor_rollout_ref"
 SAME_BATCHES = (
-    "data.train_batch_size", "data.gen_batch_size", "data.shuffle", "data.seed", f"{ARR}.model.path",
-    f"{ARR}.rollout.n", f"{ARR}.rollout.seed",
+    "data.train_batch_size", "data.gen_batch_size", "data.shuffle", "data.seed", f"{ARR}.rollout.n",
+    f"{ARR}.rollout.seed",
 )  # fmt: skip
 """Keys that decide which prompts and seeds come next: with others a run cannot continue."""
 LEARNING = (
@@ -26,7 +28,8 @@ LEARNING = (
     "data.excluded_spans_key",
     "data.max_prompt_length", "data.max_response_length", "data.max_response_length_schedule",
     "data.filter_overlong_prompts", "data.truncation", "data.apply_chat_template_kwargs",
-    f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim", f"{ARR}.actor.optim_sft",
+    f"{ARR}.model.path", f"{ARR}.model.tokenizer_path", f"{ARR}.model.override_config", f"{ARR}.actor.optim",
+    f"{ARR}.actor.optim_sft",
     *(f"{ARR}.model.{key}" for key in (
         "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path",
     )),
@@ -108,16 +111,26 @@ def _flat(section: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def contents_of(prompts: Collection[Task], *, answers: bool) -> dict[str, Any]:
-    """A setting of its own: files may keep their names and change. Of the texts, since a chat template may tell the
-    date; with `answers` also of what rewards compare responses with."""
-    texts = {"prompts": [prompt.text for prompt in prompts]}
+def contents_of(prompts: Collection[Task], tables: Collection[Rows], *, answers: bool) -> dict[str, str]:
+    """Settings of their own: files may keep their names and change. Of what users write, of all messages and tools of
+    the rows before a chat template (which may tell the date), with `answers` also of what rewards compare with."""
+    texts: dict[str, Iterable[str]] = {"prompts": (prompt.text for prompt in prompts)}
+    rows = (row for table in tables for row in zip(table.messages, table.tools, strict=True))
+    texts["messages"] = (json.dumps(row, sort_keys=True, default=str) for row in rows)
     if answers:
-        texts["answers"] = [f"{prompt.answer}\n" for prompt in prompts]
-    responses = [str(prompt.response_ids) for prompt in prompts if prompt.response_ids is not None]
-    if responses:
-        texts["given answers"] = responses
+        texts["answers"] = (f"{prompt.answer}\n" for prompt in prompts)
+    given = [(each.messages, each.excluded) for table in tables for each in table.given if each is not None]
+    if given:
+        texts["given answers"] = (json.dumps(each, sort_keys=True, default=str) for each in given)
     return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
+
+
+def templates_of(student: Any, teacher: str | None) -> dict[str, str]:
+    """The same of chat templates: the one of the student's tokenizer, and the teacher's where it has its own."""
+    found = {f"{ARR}.model.path (checksum of the chat template)": student}
+    if teacher is not None:
+        found[f"{ARR}.teacher.chat_template (checksum)"] = teacher
+    return {name: _checksum([json.dumps(template, sort_keys=True)]) for name, template in found.items()}
 
 
 def _checksum(texts: Iterable[str]) -> str:
@@ -127,9 +140,25 @@ def _checksum(texts: Iterable[str]) -> str:
     return f"{checksum:08x}"
 
 
-def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`key: was -> is` for each setting that differs; one that only one side knows has no value to compare."""
-    return [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and was[key] != now[key]]
+def changes(was: dict[str, Any], now: dict[str, Any], *, folder: str = "") -> list[str]:
+    """`key: was -> is` for each setting that differs; one that only one side knows has no value to compare.
+
+    Two spellings of one path are one value; relative paths of `was` begin in `folder`, if that is known.
+    """
+    return [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and not _same(was[key], now[key], folder)]
+
+
+def _same(was: Any, now: Any, folder: str) -> bool:
+    if isinstance(was, list) and isinstance(now, list):
+        return len(was) == len(now) and all(_same(one, other, folder) for one, other in zip(was, now, strict=True))
+    texts = isinstance(was, str) and isinstance(now, str)
+    return bool(was == now) or (texts and _real_path(was, folder) == _real_path(now, ""))
+
+
+def _real_path(text: str, folder: str) -> str:
+    """Without links and dots; what follows a colon is a split of a data set, or a name in a file of Python."""
+    path, colon, rest = text.partition(":")
+    return os.path.realpath(os.path.join(folder, os.path.expanduser(path))) + colon + rest
 
 
 def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:

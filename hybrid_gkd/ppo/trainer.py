@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -421,7 +422,7 @@ class PPOTrainer:
         data = data_state(self.config, self.num_train_prompts)
         return TrainerState(
             step=self.step, data=data, first_metrics=dict(self.first_metrics), settings=self.settings, best=self.best,
-            kl_coef=self.kl_penalty.state, extra_batches=self.extra_batches,
+            kl_coef=self.kl_penalty.state, extra_batches=self.extra_batches, working_dir=os.getcwd(),
         )  # fmt: skip
 
     def _resume(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,12 @@ def log_to_console() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(), early])
     logging.captureWarnings(True)
     PACKAGE.setLevel(logging.DEBUG)
+
+
+def print_whatever_the_locale() -> None:
+    """Have standard output show ? for characters that its encoding lacks, where a print would end the program."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def quieten() -> None:

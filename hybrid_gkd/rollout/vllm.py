@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_gkd.compat.vllm import runner, scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.loading import load_llm
+from hybrid_gkd.compat.vllm.repetitions import repetition_detection
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models.spec import overrides_for_engine, read_config
@@ -153,7 +154,7 @@ class VLLMRolloutEngine(RolloutEngine):
             top_k=sampling.top_k, seed=request.seed, stop_token_ids=[*self.stop_token_ids], detokenize=False,
             logprobs=0 if sampling.logprobs else None, flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
-            **vllm_compat.repetition_detection(sampling.repetitions),
+            **repetition_detection(sampling.repetitions),
         )
 
     def _finish(self, output: Any) -> Sample:

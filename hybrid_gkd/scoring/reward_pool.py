@@ -38,6 +38,7 @@ from hybrid_gkd.scoring.reward_functions import (
     RewardFunction,
     load_functions,
 )
+from hybrid_gkd.search_path import SAFE_PATH
 
 if TYPE_CHECKING:
     from hybrid_gkd.config import RewardConfig
@@ -225,6 +226,7 @@ def _enter(section: RewardConfig, guarded: Connection, stacks: str) -> None:
         ["sh", "-c", GUARD, stacks], stdin=guarded.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     guarded.close()
+    os.environ.pop(SAFE_PATH, None)  # scripts that a function starts find the modules beside them
     try:
         _functions = load_functions(section)
         if {"math", "by_data_source"} & _functions.keys():

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from hybrid_gkd.config import ActorConfig, Config, DistillationConfig
+from hybrid_gkd.errors import naming
 from hybrid_gkd.losses import table, terms
 from hybrid_gkd.losses.objective import Objective
+from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import (
     LogprobModel,
     by_sample,
+    check_packing,
     concat,
     count_tokens,
     join_signals,
@@ -134,6 +137,14 @@ class Actor(TrainedModel):
         if self.objective.uses_sampled or not columns:
             columns.append(sampled_ids[:, None])
         return torch.cat(columns, 1), topk, signals
+
+    def check_packing(self, longest: int) -> None:
+        """See `check_packing` in logprob_model.py. Raises ModelError, for the key of the model's path."""
+        self.hf_model.eval()  # PhiMoE's router draws random numbers in training
+        with naming(PATH_KEY):
+            check_packing(self.model, self.hf_model.config, longest=longest, device=self.device)
+        self.hf_model.train()
+        self.reshard()
 
     def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
         """Of each sample float32 [R], the log-probabilities of its trained tokens at the sampling temperature."""

@@ -60,6 +60,8 @@ class TrainerState:
     """Metrics of the first step and of the validation before training, for the final report."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What decided the learning, see ppo/resuming.py; empty where that is not known."""
+    working_dir: str = ""
+    """Folder in which relative paths of the settings begin; empty where that is not known."""
     best: Best | None = None
     """Its checkpoint is kept; None where none is asked for or known."""
     kl_coef: float | None = None

@@ -19,9 +19,13 @@ from hybrid_gkd.errors import ModelError
 from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
 from hybrid_gkd.losses.terms import QUARTERS
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
-from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
+from hybrid_gkd.models.packed_attention import PackedBatch, pack, packed_and_alone, to_device
 from hybrid_gkd.models.spec import changed_logits
 from hybrid_gkd.types import Sample, SampleId, Signal, TopK
+
+LARGEST_DIFFERENCE, LARGEST_IN_FLOAT32 = 0.5, 1e-3
+"""Nats, mean over the tokens of a sequence, between two packings. Rounding of bfloat16 is 0.03 (12 random layers), and
+sequences that see each other are 4 nats apart (SmolLM2-135M)."""
 
 
 class LogprobModel(nn.Module):
@@ -202,6 +206,34 @@ def by_sample(micro_batch: Sequence[Sample], values: Tensor) -> dict[SampleId, n
     """Values [R, ...] of the trained tokens of a micro-batch -> those of each sample, on the host."""
     parts = values.cpu().split([sample.num_trained for sample in micro_batch])
     return {sample.id: part.numpy() for sample, part in zip(micro_batch, parts, strict=True)}
+
+
+@torch.no_grad()
+def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.device) -> None:
+    """Compare log-probabilities of a sequence alone and packed, those of one policy in two packings. Collective.
+
+    Raises ModelError: a sharded `LogprobModel` computes others beside other neighbours, of up to `longest` tokens.
+    """
+    def score(sequences: list[np.ndarray]) -> Tensor:
+        batch, start = pack(sequences, device), sum(map(len, sequences[:-1]))
+        rows = torch.arange(start, start + len(sequences[-1]) - 1, device=device)
+        with torch.compiler.set_stance("force_eager"):  # these lengths do not come again
+            logprobs, _ = model(batch, rows, batch.input_ids[0, rows + 1][:, None], temperature=1.0)
+        return logprobs
+
+    exact = device.type == "cpu" and next(model.parameters()).dtype == torch.float32  # GPUs compute in bfloat16
+    num_ids, largest = hf_config.get_text_config().vocab_size, LARGEST_IN_FLOAT32 if exact else LARGEST_DIFFERENCE
+    for length, alone, packed in packed_and_alone(score, hf_config.to_dict(), longest=longest, num_ids=num_ids):
+        differences = (packed - alone).abs()
+        if not float(differences.mean()) <= largest:  # NaN too
+            raise ModelError(
+                f"{hf_config.model_type}: the log-probabilities of a sequence change by up to "
+                f"{float(differences.max()):.2g} nats (mean {float(differences.mean()):.2g}) where it is packed behind "
+                f"one of {length} tokens; rounding must stay below {largest:g}, or the loss depends on how a batch is "
+                f"packed: take another model"
+                + (f", or sequences of fewer than {length} tokens (data.max_prompt_length, data.max_response_length)"
+                   if length > 5 else "")
+            )  # fmt: skip
 
 
 @torch.no_grad()

@@ -3,6 +3,6 @@
 # In the environment that run_gkd.sh uses: see there.
 set -euo pipefail
 root=$(dirname "$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")")
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 python=$(bash "$root/run_gkd.sh" --install-only)
 exec "$python" -m hybrid_gkd.teacher serve "$@"

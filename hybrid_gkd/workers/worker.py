@@ -180,6 +180,7 @@ class Worker(GroupMember):
         self.residency = self.shared.manage(engine)
         if self.role != "rollout worker":
             self._build_updaters(saves_behind)
+            self.updater.forward(lambda: self.actor.check_packing(self.config.max_sequence_length))
         keep_loaded()
         return description
 

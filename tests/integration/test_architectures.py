@@ -16,6 +16,7 @@ from hybrid_gkd.testing import make_tokenizer
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 MODELS = {
     "Arcee": {},  # of the Transformers backend
+    "SmolLM3": {"no_rope_layers": [1, 0]},
     "Glm4": {"head_dim": 32, "partial_rotary_factor": 0.5},  # vLLM's own; gates and values are one weight in the folder
 }
 

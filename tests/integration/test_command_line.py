@@ -428,6 +428,25 @@ def test_resuming_with_other_data_is_refused(finished, world, capsys):
     assert written.read_text(encoding="utf-8") == before
 
 
+def test_files_beside_the_run_take_no_module_s_place_in_any_process(world, tmp_path):
+    """Driver, teacher, workers and the processes of rewards; a module of one's own is found there."""
+    for name in ("tokenize", "random", "signal", "secrets", "queue", "datasets"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user\'s file was imported')\n", encoding="utf-8")
+    (tmp_path / "own.py").write_text(
+        "def loss(teacher_logprobs, student_logprobs, *, tail, student_tail):\n"
+        "    return (teacher_logprobs.exp() * (teacher_logprobs - student_logprobs)).sum(-1)\n\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str)\n",
+        encoding="utf-8",
+    )
+    code, _, errors = run(arguments(
+        world, tmp_path / "out", "distillation.loss_fn=own:loss", "reward.custom_reward_function.path=own.py",
+        "trainer.total_training_steps=1", "trainer.save_freq=0", *HF,
+    ), cwd=tmp_path)  # fmt: skip
+    assert code == 0, errors
+    assert "user's file" not in "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "out").rglob("*.log"))
+    assert rows_of(tmp_path / "out")[1]["val/accuracy"] > 0
+
+
 def test_two_interrupts_while_it_loads_leave_no_process(world, tmp_path):
     process = start(arguments(world, tmp_path, *HF))
     started = psutil.Process(process.pid)

@@ -1,6 +1,8 @@
-"""The exit code of a run that was ended from outside."""
+"""The exit code of a run that was ended from outside, and its output where the locale lacks characters."""
 
+import io
 import signal
+import sys
 
 import pytest
 
@@ -57,3 +59,9 @@ def test_an_exit_that_ray_has_decided_on_is_an_error_with_its_reason(run, capsys
 
     assert run(end) == 1
     assert "error: Ray ended the run: the raylet died" in capsys.readouterr().err
+
+
+def test_a_character_that_the_locale_lacks_does_not_end_a_run_that_has_trained(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    assert run(lambda config, options, stopping: print("answers \u2014 caf\u00e9", flush=True)) == 0
+    assert sys.stdout.buffer.getvalue() == b"answers ? caf\xe9\n"

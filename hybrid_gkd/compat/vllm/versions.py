@@ -47,23 +47,6 @@ def untried(versions: tuple[tuple[int, int], ...]) -> str | None:
     return None if tried else f"this path was not tried with vLLM {version}"
 
 
-def detects_repetitions() -> bool:
-    """Whether the installed vLLM can end a response that goes round in circles; looks without importing it."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return False
-    return "repetition_detection" in (Path(spec.origin).parent / "sampling_params.py").read_text(encoding="utf-8")
-
-
-def repetition_detection(count: int | None) -> dict[str, Any]:
-    """An argument of vLLM's SamplingParams: a pattern of up to 32 tokens that comes `count` times in a row ends it."""
-    if count is None:
-        return {}
-    from vllm.sampling_params import RepetitionDetectionParams
-
-    return {"repetition_detection": RepetitionDetectionParams(max_pattern_size=32, min_count=count)}
-
-
 def with_methods(base: type, methods: type) -> type:
     """A subclass of a class of vLLM with the methods of another, and `base` itself as their attribute `vllm`.
 

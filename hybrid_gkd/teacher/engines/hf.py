@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hybrid_gkd.errors import ModelError, in_words
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
-from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, to_device
+from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack, packed_and_alone, to_device
 from hybrid_gkd.teacher.engines.base import Item, ScoringEngine, describe_model
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.types import TopK
@@ -49,17 +48,14 @@ class HFScoringEngine(ScoringEngine):
 
     @torch.inference_mode()
     def _check_packing(self) -> None:
-        """Raises ModelError when neighbours in a pack see each other, or the model refuses packs.
+        """Raises ModelError when neighbours in a pack see each other, or the model refuses packs."""
+        def states(sequences: list[np.ndarray]) -> Tensor:
+            found: Tensor = self._model.base_model(**self._batch(sequences))[0][0, -len(sequences[-1]) :]
+            return found.float()
 
-        Beside a short neighbour, and beside one that is longer than a length from which the model computes otherwise.
-        """
         longest = min(self.info.max_sequence_length, TOKENS_PER_FORWARD)
-        lengths = {5} | {min(limit + 1, longest) for limit in length_settings(self._model.config.to_dict())}
-        second = np.arange(min(9, longest)) % self.info.num_embeddings
-        (alone,) = self._model.base_model(**self._batch([second]))[0].float()
-        for length in sorted(lengths):
-            first = np.arange(length) % self.info.num_embeddings
-            together = self._model.base_model(**self._batch([first, second]))[0][0, -len(second) :].float()
+        config = self._model.config.to_dict()
+        for _, alone, together in packed_and_alone(states, config, longest=longest, num_ids=self.info.num_embeddings):
             # Neighbours that see each other are as far apart as two different hidden states.
             if (together - alone).norm() > 0.1 * alone.norm():
                 raise ModelError(f"{type(self._model).__name__} does not keep packed sequences apart")
@@ -141,17 +137,6 @@ class HFScoringEngine(ScoringEngine):
         if plain and hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
         return head(hidden)
-
-
-def length_settings(config: Mapping[str, Any]) -> set[int]:
-    """Fields of a config.json, at any depth, that are a number of tokens from which a layer computes otherwise."""
-    found = set[int]()
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= length_settings(value)
-        elif type(value) is int and value > 0 and re.search("window|chunk_size|original_max_position", str(name)):
-            found.add(value)
-    return found
 
 
 def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TopK]]]:

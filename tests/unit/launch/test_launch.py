@@ -595,3 +595,19 @@ def test_the_engine_may_not_be_made_for_longer_sequences_than_the_model_computes
     config = runnable(tmp_path, "actor_rollout_ref.rollout.max_model_len=4096")
     with pytest.raises(ConfigError, match=r"rollout\.max_model_len: .* has 2048 positions \(max_pos.*got 4096"):
         inputs.student(Facts(config))
+
+
+@pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
+def test_an_architecture_that_vllm_cannot_serve_is_refused_with_the_engine_that_can(tmp_path):
+    config, teacher = runnable(tmp_path), "actor_rollout_ref.teacher.model.path"
+    file = Path(config.actor_rollout_ref.model.path) / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8")) | {"architectures": ["RenamedForCausalLM"]}
+    file.write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"model\.path: vLLM .*RenamedForCausalLM .* neither .*rollout\.name=hf comp"):
+        inputs.student(Facts(config, engine="vllm"))
+    assert "parameters" in inputs.student(Facts(config, engine="hf"))
+    config.distillation.enabled, config.actor_rollout_ref.teacher.model.path = True, str(file.parent)
+    with pytest.raises(ModelError, match=rf"{teacher}: vLLM cannot serve .*; actor_rollout_ref\.teacher\.backend=hf"):
+        inputs.teacher(Facts(config))
+    config.actor_rollout_ref.teacher.backend = "hf"
+    assert "the run will start" in inputs.teacher(Facts(config))

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.config.loading import load_config
+from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.ppo import resuming
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, contents_of, data_state, learning_settings
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, contents_of, data_state, learning_settings, templates_of
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
 from hybrid_gkd.types import Task
 
@@ -30,7 +31,8 @@ def save(config, *steps):
     store = CheckpointStore(config.run_dir, keep=None)
     for step in steps:
         data = data_state(config, PROMPTS)
-        state = TrainerState(step=step, data=data, first_metrics={}, settings=settings_of(config))
+        settings, here = settings_of(config), os.getcwd()
+        state = TrainerState(step=step, data=data, first_metrics={}, settings=settings, working_dir=here)
         with store.writing(state) as folder:
             for name in ("actor", "huggingface"):
                 (folder / name).mkdir()
@@ -166,12 +168,12 @@ def test_a_reward_counts_where_it_is_trained_on():
 
 def test_answers_that_rewards_are_computed_from_count_like_prompts():
     before, after = (
-        contents_of([Task(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], answers=True)
+        contents_of([Task(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], [], answers=True)
         for answer in ("2", "3")
     )
     (change,) = changes(before, after)
     assert change.startswith("data.train_files (checksum of the answers): ")
-    assert "data.train_files (checksum of the answers)" not in contents_of([], answers=False)
+    assert "data.train_files (checksum of the answers)" not in contents_of([], [], answers=False)
 
 
 def test_every_key_of_the_tables_exists_and_survives_a_checkpoint(tmp_path):
@@ -181,3 +183,74 @@ def test_every_key_of_the_tables_exists_and_survives_a_checkpoint(tmp_path):
     save(config, 5)
     assert find(config).state.settings == settings
     assert not set(resuming.SAME_BATCHES) & settings.keys()
+
+
+def spellings(name):
+    here = os.getcwd()
+    return [f"./{name}", f"{name}/", f"{here}/{name}", f"../{os.path.basename(here)}/{name}", "link", f"~/{name}"]
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "actor_rollout_ref.teacher.model.path"])
+def test_another_spelling_of_a_folder_is_no_change(number, key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    save(make_config("out", f"{key}=model"), 5)
+    assert find(make_config("out", f"{key}={spellings('model')[number]}")).remarks == []
+
+
+def test_files_are_compared_as_files_and_splits_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(make_config("out", "data.train_files=[rows.jsonl,saved:train]"), 5)
+    assert find(make_config("out", "data.train_files=[./rows.jsonl,saved/:train]")).remarks == []
+    with pytest.raises(ConfigError, match=r"data\.train_files: .* -> \['rows\.jsonl', 'saved:test'\]"):
+        find(make_config("out", "data.train_files=[rows.jsonl,saved:test]"))
+
+
+def test_relative_paths_begin_in_the_folder_of_the_run_before(tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    save(make_config(tmp_path), 5)
+    monkeypatch.chdir(tmp_path / "below")
+    model = "actor_rollout_ref.model.path=../x"
+    rest = ["data.train_files=../x", "actor_rollout_ref.teacher.model.path=../teacher"]
+    assert find(make_config(tmp_path, model, *rest)).remarks == []
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_moved_model_is_listed_and_has_to_be_allowed(old, tmp_path):
+    """`old`: a checkpoint that has the path among the settings of the data alone."""
+    config, moved = make_config(tmp_path), "actor_rollout_ref.model.path=elsewhere/x"
+    data, settings = data_state(config, PROMPTS), settings_of(config)
+    if old:
+        data["actor_rollout_ref.model.path"] = settings.pop("actor_rollout_ref.model.path")
+    state = TrainerState(step=5, data=data, first_metrics={}, settings=settings)
+    with CheckpointStore(config.run_dir, keep=None).writing(state):
+        pass
+    assert find(config).remarks == []
+    with pytest.raises(ConfigError, match=r"allow_changed_config: (.|\n)*model\.path: x -> elsewhere/x\n"):
+        find(make_config(tmp_path, moved))
+    found = find(make_config(tmp_path, moved, "trainer.allow_changed_config=true"))
+    assert "actor_rollout_ref.model.path: x -> elsewhere/x" in found.remarks[0]
+
+
+def rows_of(system, tools=None):
+    chat = [{"role": "system", "content": system}, {"role": "user", "content": "1+1"}]
+    return Rows("where", "name", [chat], [tools], [None], [None], [None])
+
+
+@pytest.mark.parametrize("changed", [rows_of("Lie."), rows_of("Be kind.", [{"type": "function"}])])
+def test_all_that_a_prompt_has_counts(changed):
+    before, after = (contents_of([], [rows], answers=False) for rows in (rows_of("Be kind."), changed))
+    (change,) = changes(before, after)
+    assert change.startswith("data.train_files (checksum of the messages): ")
+    older = {name: value for name, value in before.items() if "messages" not in name}
+    assert changes(older, after) == []
+
+
+def test_chat_templates_count():
+    before, after = templates_of("{{ a }}", "x"), templates_of("{{ b }}", "y")
+    assert [change.partition(": ")[0] for change in changes(before, after)] == list(before)
+    assert templates_of(None, None).keys() == {"actor_rollout_ref.model.path (checksum of the chat template)"}

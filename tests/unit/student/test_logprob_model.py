@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -32,9 +33,10 @@ from transformers import (
 )
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
+from hybrid_gkd.models.packed_attention import PACKED_ATTENTION, pack
+from hybrid_gkd.student import logprob_model as logprob_model_module
 from hybrid_gkd.student.loading import build_model
-from hybrid_gkd.student.logprob_model import LogprobModel
+from hybrid_gkd.student.logprob_model import LogprobModel, check_packing
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -145,3 +147,42 @@ def test_dropout_can_be_overridden(tmp_path):
     with pytest.raises(ModelError, match="resid_pdrop"):
         LogprobModel(build_model(str(tmp_path), **options, override_config={}))
     LogprobModel(build_model(str(tmp_path), **options, override_config=NO_DROPOUT))
+
+
+LONG_ROPE = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.5 + 3 * i for i in range(4)],
+    "original_max_position_embeddings": 20,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=8), Qwen3MoeConfig(**SIZES, **EXPERTS),
+        PhimoeConfig(**SIZES, num_local_experts=4),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_the_same_log_probabilities_in_two_packings(config):
+    check_packing(logprob_model(config), config, longest=40, device=CPU)
+
+
+@pytest.mark.parametrize("longest", [20, 21, 40])
+def test_a_length_from_which_a_model_computes_otherwise_is_tried_as_far_as_sequences_reach(longest):
+    config = LlamaConfig(**SIZES | {"initializer_range": 0.5}, rope_parameters=LONG_ROPE)
+    model = logprob_model(config)
+    if longest == 20:
+        check_packing(model, config, longest=longest, device=CPU)
+        return
+    with pytest.raises(ModelError, match=r"llama: .* [\d.]+ nats .*behind one of 21 tokens; .* fewer than 21 tokens"):
+        check_packing(model, config, longest=longest, device=CPU)
+
+
+def test_attention_across_the_ends_of_sequences_is_found(monkeypatch):
+    config = LlamaConfig(**SIZES | {"initializer_range": 0.5})
+    model = logprob_model(config)
+    as_one = lambda sequences, device: pack([np.concatenate(sequences)], device)  # noqa: E731
+    monkeypatch.setattr(logprob_model_module, "pack", as_one)
+    with pytest.raises(ModelError, match=r"behind one of 5 tokens; .*: take another model$"):
+        check_packing(model, config, longest=40, device=CPU)

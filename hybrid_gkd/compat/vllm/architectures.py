@@ -1,0 +1,60 @@
+"""Which models vLLM can serve, asked before it is imported, which takes ten seconds.
+
+Read from `vllm/model_executor/models/registry.py`: the names of vLLM's own models are the keys of its tables. What is
+not among them runs by the code of transformers, if that lets its attention be replaced: vLLM asks the class for
+`is_backend_compatible` or `_can_set_attn_implementation`. Tried with vLLM 0.32; without the file, its tables or these
+methods nothing is refused here, and vLLM says what it cannot load.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+REGISTRY = Path("model_executor", "models", "registry.py")
+NOT_SERVED = ("_PREVIOUSLY", "_OOT")
+"""How the names of tables begin that list what vLLM has given up."""
+
+
+def cannot_be_served(hf_config: Any) -> str | None:
+    """Why neither vLLM nor its Transformers backend can load a model; None if one can, or it is not known."""
+    import transformers
+
+    own, names = known_architectures(), list(getattr(hf_config, "architectures", None) or [])
+    if not own or not names or own.intersection(names) or getattr(hf_config, "auto_map", None) or has_plugins():
+        return None
+    try:
+        model = getattr(transformers, names[0], None)
+        asked = [getattr(model, name, None) for name in ("is_backend_compatible", "_can_set_attn_implementation")]
+    except (ImportError, RuntimeError):  # a library that the model's code needs is missing
+        return None
+    if model is None:
+        return f"its architecture {names[0]} is one of neither vLLM nor transformers"
+    if None in asked or any(ask() for ask in asked if ask is not None):
+        return None
+    return f"vLLM has no {names[0]}, and the one of transformers does not let its attention be replaced"
+
+
+@functools.cache
+def known_architectures() -> frozenset[str]:
+    """Names of the architectures that vLLM has itself; empty where they cannot be read."""
+    spec = find_spec("vllm")
+    file = Path(spec.origin).parent / REGISTRY if spec is not None and spec.origin is not None else REGISTRY
+    if not file.is_file():
+        return frozenset()
+    tables = [
+        node for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
+        and not ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target).startswith(NOT_SERVED)
+    ]  # fmt: skip
+    keys = [key for table in tables if isinstance(table.value, ast.Dict) for key in table.value.keys]
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def has_plugins() -> bool:
+    """Whether a package of somebody else is installed that may add models to vLLM."""
+    return any(not entry.value.startswith("vllm.") for entry in entry_points(group="vllm.general_plugins"))
