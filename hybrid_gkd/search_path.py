@@ -47,8 +47,12 @@ def put_last(folder: str) -> None:
 
 
 def hides_a_module(folders: Iterable[str]) -> str | None:
-    """A file in one of the folders that Python would import for a module of the standard library; "" is here."""
+    """A file in one of the folders, which are not Python's own, that it would import for a module of the standard
+    library; "" is here."""
+    own = os.path.realpath(os.path.dirname(os.__file__))
     for folder in folders:
+        if os.path.realpath(folder) == own:
+            continue
         for name in sys.stdlib_module_names:
             for file in (f"{name}.py", os.path.join(name, "__init__.py")):
                 if os.path.isfile(path := os.path.join(folder, file)):

@@ -101,6 +101,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Latency", ("teacher/latency*",)),
         Panel("Time with a request, and waiting for it", ("timing/get_teacher_knowledge", "timing/wait_prev_teacher")),
         Panel("Queue", ("teacher/queue_length",)),
+        Panel("Scores that were kept", ("teacher/cache_hit_fraction",)),
         Panel("Retries", ("teacher/retries",)),
         Panel("Throughput", ("teacher/tokens_per_second",)),
         Panel("Load", ("teacher/engine_busy",)),
@@ -212,6 +213,8 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "actor/sft_loss": lambda run: run.data.response_key is not None
     and (run.sft_coef > 0 or run.trainer.warmup_steps_sft > 0),
     "training/given_fraction": lambda run: run.data.response_key is not None,
+    "teacher/cache_hit_fraction": lambda run: run.actor_rollout_ref.teacher.cache is not None
+    and run.data.response_key is not None,
     "response/ended_fraction": lambda run: run.actor_rollout_ref.rollout.end_repetitions is not None,
     "actor/ref_kl": lambda run: run.actor_rollout_ref.actor.use_kl_loss,
     "actor/importance/mean": lambda run: run.algorithm.rollout_is_threshold is not None,
