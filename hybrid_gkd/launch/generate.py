@@ -34,7 +34,7 @@ from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.inputs import check_data_sources, check_model_folder
 from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.models.spec import position_limit, read_config
-from hybrid_gkd.models.tokenizer import decode, load_tokenizer, stop_token_ids
+from hybrid_gkd.models.tokenizer import decode, load_tokenizer, num_token_ids, stop_token_ids
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.engine import generate as samples_of
@@ -160,7 +160,7 @@ def generate(options: argparse.Namespace) -> int:
             if functions is not None:
                 scorer = RewardScorer(functions, inputs.tokenizer, config)
                 stack.enter_context(contextlib.closing(scorer))
-            engine = load_engine(config, options, inputs.stop_token_ids)
+            engine = load_engine(config, options, inputs)
             draw(Recorder(options, inputs, file, scorer), engine, requests, options)
         print(summary(options, file, inputs.tasks), flush=True)
     return 0
@@ -264,7 +264,7 @@ def make_config(options: argparse.Namespace, longest_prompt: int) -> Config:
     return config
 
 
-def load_engine(config: Config, options: argparse.Namespace, ends: list[int]) -> RolloutEngine:
+def load_engine(config: Config, options: argparse.Namespace, inputs: Inputs) -> RolloutEngine:
     """vLLM with the weights of the folder. Raises ConfigError or ModelError."""
     vllm_compat.check_version()
     device = options.device
@@ -279,7 +279,10 @@ def load_engine(config: Config, options: argparse.Namespace, ends: list[int]) ->
     from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 
     try:
-        engine = VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=ends)
+        engine = VLLMRolloutEngine(
+            config, device=torch.device(device), stop_token_ids=inputs.stop_token_ids,
+            num_ids=num_token_ids(inputs.tokenizer),
+        )
     except ModelError:
         raise
     except Exception as error:  # whatever vLLM raises for a model or a device that it cannot use
