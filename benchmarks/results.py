@@ -59,7 +59,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
 CONSTANT = f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.lr=3e-4"  # at the recipe's 5e-4 they jump more
 ONE_STEP = f"{ACTOR}.ppo_mini_batch_size=null {ACTOR}.optim.betas=[0.9,0.95] {ACTOR}.optim.lr_warmup_steps=20"
-"""Of the stored runs, unlike the recipe: one optimizer step of a rollout."""
+"""The stored runs take one optimizer step per rollout, unlike the recipe."""
 PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=3e-5"
 AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
 WEIGHTED = "algorithm.rollout_is_threshold=2"

@@ -17,8 +17,8 @@ class DistillationConfig:
     enabled: bool = True
     """false needs no teacher: it trains with PPO on the reward, or on given answers by cross-entropy (SFT)."""
     on_policy_fraction: float | None = field(default=None, metadata=rules.SHARE)
-    """Of the tasks of a batch that have a given answer (data.response_key), the share that the student answers itself
-    (lambda in arXiv 2306.13649), drawn anew for each batch; null: none of them."""
+    """The share of the tasks with a given answer (data.response_key) that the student answers itself (lambda in arXiv
+    2306.13649), drawn anew for each batch; null: none of them."""
     sft_coef: float | None = field(default=None, metadata=rules.NOT_NEGATIVE)
     """Factor of the cross-entropy of given answers, beside the loss that teacher and rewards make; null: 0 with a
     teacher, which scores given answers like any other, and 1 without."""

@@ -28,22 +28,9 @@ def field_rules(section: Any, prefix: str = "") -> Rules:
 
 def rules_between_fields(config: Config) -> Rules:
     """The rules between fields, in the order in which they are reported."""
-    arr, data, longest = config.actor_rollout_ref, config.data, config.max_sequence_length
+    arr, longest = config.actor_rollout_ref, config.max_sequence_length
     fsdp_size, val_only = arr.actor.fsdp_config.fsdp_size, config.trainer.val_only
-    yield "data.train_files", data.train_files or val_only, "must name at least one file"
-    limits = [limit for _, limit in sorted(data.max_response_length_schedule.items())]
-    yield "data.max_response_length_schedule", limits == sorted(limits), "must not fall"
-    yield (
-        "data.max_response_length_schedule",
-        all(0 < limit <= data.max_response_length for limit in limits)
-        and all(step > 0 for step in data.max_response_length_schedule),
-        f"must give steps, from 1 on, limits from 1 to data.max_response_length ({data.max_response_length})",
-    )
-    number, weights = len(data.train_files or []), data.train_weights
-    yield "data.train_weights", weights is None or len(weights) == number or val_only, (
-        f"must give each of the {number} entries of data.train_files a weight"
-    )
-    yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
+    yield from _data(config)
     yield from _batches(config)
     yield from given_answers(config)
     yield (
@@ -92,6 +79,24 @@ def rules_between_fields(config: Config) -> Rules:
     yield from _kl_in_reward(config)
     yield from _critic(config)
     yield from _filter_groups(config)
+
+
+def _data(config: Config) -> Rules:
+    data, val_only = config.data, config.trainer.val_only
+    yield "data.train_files", data.train_files or val_only, "must name at least one file"
+    limits = [limit for _, limit in sorted(data.max_response_length_schedule.items())]
+    yield "data.max_response_length_schedule", limits == sorted(limits), "must not fall"
+    yield (
+        "data.max_response_length_schedule",
+        all(0 < limit <= data.max_response_length for limit in limits)
+        and all(step > 0 for step in data.max_response_length_schedule),
+        f"must give steps, from 1 on, limits from 1 to data.max_response_length ({data.max_response_length})",
+    )
+    number, weights = len(data.train_files or []), data.train_weights
+    yield "data.train_weights", weights is None or len(weights) == number or val_only, (
+        f"must give each of the {number} entries of data.train_files a weight"
+    )
+    yield "data.val_files", data.val_files or not val_only, "must name at least one file with trainer.val_only=true"
 
 
 def _filter_groups(config: Config) -> Rules:

@@ -49,8 +49,8 @@ class DataConfig:
     the assistant's. The same as prompt_key: a chat's messages behind the last of its user. Rows and files without one
     are answered by the student. See docs/given_answers.md."""
     loss_mask: Literal["answer", "assistant", "all"] = "answer"
-    """What is trained on where an answer is given: answer, the assistant's turns in it; assistant, its turns in the
-    prompt as well; all, every token."""
+    """The tokens that are trained on where an answer is given: those of the assistant's turns in the answer (answer),
+    of its turns in the prompt as well (assistant), or all."""
     excluded_spans_key: str | None = None
     """Column with parts of given answers that are not trained on, a list of [start, end) in characters of the text."""
     reward_fn_key: str = "data_source"
@@ -215,7 +215,7 @@ class Config:
 
     @property
     def on_policy_fraction(self) -> float:
-        """Of the tasks with a given answer, how many the student answers itself."""
+        """The share of the tasks with a given answer that the student answers itself."""
         given = self.distillation.on_policy_fraction
         return given if given is not None else 0.0 if self.data.response_key is not None else 1.0
 

@@ -98,7 +98,7 @@ class AnswerFile:
                 )
 
     def _lines(self, path: Path) -> list[dict[str, Any]]:
-        """What a file holds, after the end of a line that a killed process did not finish was taken away."""
+        """Return the lines of a file, without one that a killed process did not finish, which is cut off."""
         if not path.exists():
             return []
         if cut_unfinished_line(path):

@@ -58,7 +58,7 @@ class Facts:
     steps: int | None = None
     """Training steps of the whole run."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What decides the learning: `learning_settings`, and checksums of the training prompts and chat templates."""
+    """Settings that decide what is learned: `learning_settings`, and checksums of training prompts and templates."""
     resumption: Resumption | None = None
     """Checkpoint to continue from; None for a new run."""
     plan: RunPlan | None = None

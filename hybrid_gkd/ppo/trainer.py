@@ -258,7 +258,7 @@ class PPOTrainer:
     ) -> tuple[list[Sample], dict[str, float]]:
         """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too.
 
-        To what the student has written.
+        Given answers get neither.
         """
         section, prompts = self.config.algorithm, self.config.data.train_batch_size
         policy_loss = policy_loss and updates_per_step(prompts, self.config.actor_rollout_ref.actor) > 1

@@ -16,7 +16,7 @@ from hybrid_gkd.compat.vllm import runner, scheduler
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.compat.vllm.loading import load_llm
 from hybrid_gkd.compat.vllm.repetitions import repetition_detection
-from hybrid_gkd.config import Config
+from hybrid_gkd.config import Config, RolloutConfig
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models.spec import overrides_for_engine, read_config
 from hybrid_gkd.offload.budget import LARGEST_SHARE, EngineRoom
@@ -53,9 +53,8 @@ class VLLMRolloutEngine(RolloutEngine):
         hf_config = read_config(model.path, model.trust_remote_code, model.override_config)
         rows = hf_config.get_text_config().vocab_size
         num_ids = rows if num_ids is None else num_ids
-        if num_ids < rows and rollout.engine_kwargs.vllm.get(SHARDED_SAMPLING):
-            rule = f"must not be set where a model has rows that are no tokens ({num_ids} are), which it draws from"
-            raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{SHARDED_SAMPLING}", rule, True)
+        if num_ids < rows:
+            _refuse_sharded_sampling(rollout, num_ids)
         arguments: dict[str, Any] = {
             "model": model.path,
             "skip_tokenizer_init": True,
@@ -210,6 +209,13 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def wake_kv_cache(self) -> None:
         self.llm.wake_up(tags=["kv_cache"])
+
+
+def _refuse_sharded_sampling(rollout: RolloutConfig, num_ids: int) -> None:
+    """Raises ConfigError where vLLM would draw from rows that are no tokens, past `mask_logits`."""
+    if rollout.engine_kwargs.vllm.get(SHARDED_SAMPLING):
+        rule = f"must not be set where a model has rows that are no tokens ({num_ids} are), which it draws from"
+        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{SHARDED_SAMPLING}", rule, True)
 
 
 def _share(configured: float | None, room: EngineRoom | None) -> float:
