@@ -107,11 +107,13 @@ class ModelError(HybridGKDError): ...
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Begin the message of a ModelError of the block with a key of the configuration."""
+    """Begin the message of a ModelError or TeacherError of the block with a key of the configuration."""
     try:
         yield
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
+    except TeacherError as error:
+        raise TeacherError(f"{key}: {error}") from error
 
 
 class CheckpointError(HybridGKDError): ...

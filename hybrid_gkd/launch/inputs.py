@@ -155,7 +155,7 @@ def teacher(facts: Facts) -> str:
     if not config.distillation.enabled:
         return "none is needed"
     if section.cache is not None:
-        with contextlib.closing(ScoreStore(section.cache)) as store:
+        with naming("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
             stored = len(store)
         if section.is_stored:
             return f"none is asked: {stored} answers are scored in {section.cache}"

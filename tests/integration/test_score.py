@@ -180,3 +180,9 @@ def test_a_run_trains_on_a_store_without_any_teacher(folder, service, tmp_path):
     found = [json.loads(line) for line in metrics]
     assert [row["teacher/cache_hit_fraction"] for row in found] == [1.0] * 3
     assert found[-1]["actor/kl_loss"] < found[0]["actor/kl_loss"]
+
+
+def test_a_cache_that_cannot_be_opened_is_named_by_its_key(folder):
+    facts = Facts(config_of(folder, "actor_rollout_ref.teacher.cache=/proc/nowhere"))
+    with pytest.raises(TeacherError, match=r"^actor_rollout_ref\.teacher\.cache: /proc/nowhere: cannot be opened"):
+        inputs.teacher(facts)
