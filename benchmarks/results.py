@@ -1,26 +1,27 @@
-"""What distillation is worth on the task of gpu_demo: one list of runs, their curves, and docs/results.md from these.
+"""Compare ways to train a student on the task of gpu_demo, and write docs/results.md from the stored runs.
 
-    python benchmarks/results.py run --minutes 25     # the runs that are missing, as many as fit; a GPU, else small
-    python benchmarks/results.py list                 # what is stored and what is missing
+    python benchmarks/results.py run --minutes 25     # the missing runs, as many as fit; on a GPU, else small
+    python benchmarks/results.py search --minutes 25  # rates and numbers of optimizer steps, a third as long
+    python benchmarks/results.py list                 # the stored and the missing runs
     python benchmarks/results.py report               # docs/results.md and its pictures, from the stored runs alone
 
-`run` makes the models first where they are not there yet. Each finished run is a small CSV in benchmarks/results, with
-the models, the device and the command at its head; one that has not ended when the minutes are over is stored as far
-as it came, and made anew the next time. What a run says is a log beside it, which goes when it is stored. All runs
-of a folder must have the same models, which another type of GPU or other libraries do not make: then take the models
-along (--models FOLDER).
+A run is a method in a regime: many prompts, 512 prompts, or a warm start by SFT. `search` trains every method of a
+regime with each of its settings, one seed; `run` takes the best stored setting and three seeds. All rates fall to 0 by
+a cosine, so that only the end of a run is a result. Supervised runs read the data's solutions or the teacher's
+completions, which are written once (`python -m hybrid_gkd.teacher generate`).
 
-Every run begins at the same student and trains at a constant rate, so that each point of its curve is a run that ends
-there. All train for the same minutes, TRL's for three times as many; those of the program and TRL's for the recipe's
-steps at most. `--together 4` makes four runs at a time on each GPU; they have to share its memory, and slow each other
-down alike:
+Models are made first where they are missing. A finished run is a small CSV in benchmarks/results with the models, the
+device and the settings at its head; the log of a failed run stays beside it. All runs of a folder must have the same
+models, which another type of GPU or other libraries do not make: then use the folder again (--models FOLDER).
 
-    python benchmarks/results.py run --together 4 actor_rollout_ref.rollout.gpu_memory_utilization=0.1 \\
-        actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=4000000000 \\
+`--together 8` trains eight runs at a time on each GPU; they share its memory, and slow each other down alike:
+
+    python benchmarks/results.py run --together 8 actor_rollout_ref.rollout.gpu_memory_utilization=0.05 \\
+        actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2000000000 \\
         actor_rollout_ref.teacher.backend=hf
 
-Minutes are those of training steps: generation, scoring, update, publish; not loading, validation and saving. Those of
-training on the teacher's answers begin with the time that the teacher takes to write them.
+Minutes are those of training steps: generation, scoring, update, publish; not loading, validation and saving. Runs on
+the teacher's completions also count the time that the teacher took for those they use.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ import contextlib
 import csv
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,78 +43,189 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, device_name, tail
-from results_report import COLUMNS, Stored, is_validation, read, read_all, report
+from results_report import COLUMNS, is_validation, read, read_all, report
 
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.demo.folders import DemoPaths
+from hybrid_gkd.demo.folders import DemoPaths, Row, write_rows
 from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.use import visible_device
-from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 
 STORED = ROOT / "benchmarks" / "results"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-GROUPS = f"data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8"  # as many answers as the recipe, eight to a prompt
-CONSTANT = f"{ACTOR}.optim.lr_scheduler_type=constant {ACTOR}.optim.lr=3e-4"  # at the recipe's 5e-4 they jump more
-ONE_STEP = f"{ACTOR}.ppo_mini_batch_size=null {ACTOR}.optim.betas=[0.9,0.95] {ACTOR}.optim.lr_warmup_steps=20"
-"""The stored runs take one optimizer step per rollout, unlike the recipe."""
-PPO = f"distillation.enabled=false {GROUPS} {ACTOR}.optim.lr=3e-5"
-AHEAD, FURTHER = "trainer.scheduler=one_step_off", "trainer.scheduler=two_step_off"
-WEIGHTED = "algorithm.rollout_is_threshold=2"
+WARM_UP = f"{ACTOR}.optim.lr_warmup_steps=0 {ACTOR}.optim.lr_warmup_steps_ratio=0.1"
+"""Of the optimizer steps, as the methods take different numbers of them."""
 SEEDS = ("data.seed", f"{ROLLOUT}.seed", "trainer.seed")
+STEPS = {"cuda": 110, "cpu": 20}
+"""Training steps of a run, each of a rollout batch: 5.1M tokens of completions on a GPU."""
+BATCH = {"cuda": 256, "cpu": 32}
+"""Prompts of a rollout, as in the recipe."""
+SEARCH_FRACTION = 1 / 3
+"""Length of a run of the search."""
+FEW = 512
+"""Prompts of the regime with few."""
 LOOK_EVERY = 1.0
-"""Seconds."""
-STOPPED = "stopped after"
-"""At the head of a run that did not come to its end: it is made anew."""
-VALIDATIONS = 8
-"""Of a run that comes to its last step; each takes seconds that train nothing."""
+"""Seconds between two looks at a run's metrics."""
+VALIDATIONS = 5
+"""Validations of a run after the first; each takes seconds that train nothing."""
 MOST_ROWS = 60
-"""Of a stored run, validations aside."""
+"""Rows of a stored run, validations aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the search chooses."""
+
+    rate: float
+    mini_batch: int
+    """Tasks of an optimizer step."""
+    length: float = 1.0
+    """Training steps as a fraction of those of the other runs."""
+
+    def __str__(self) -> str:
+        length = "" if self.length == 1 else f", {self.length:g} as long"
+        return f"rate {self.rate:g}, mini-batch {self.mini_batch}{length}"
+
+    @property
+    def slug(self) -> str:
+        """For the name of a file."""
+        return f"{self.rate:g}-{self.mini_batch}-{self.length:g}"
+
+    def overrides(self, steps: int) -> list[str]:
+        """Configuration of a run that would have so many training steps at length 1."""
+        return [
+            f"{ACTOR}.optim.lr={self.rate:g}", f"{ACTOR}.ppo_mini_batch_size={self.mini_batch}",
+            f"trainer.total_training_steps={max(1, round(self.length * steps))}",
+        ]  # fmt: skip
+
+
+def grid(
+    rates: tuple[float, ...], mini_batches: tuple[int, ...], lengths: tuple[float, ...] = (1.0,)
+) -> tuple[Setting, ...]:
+    """All combinations; the first is taken where no search is stored."""
+    return tuple(Setting(*each) for each in itertools.product(rates, mini_batches, lengths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """How a student is trained."""
+class Method:
+    """A way to train a student."""
 
     title: str
-    how: str
-    """"program", "sft" on the answers of the data or of the teacher, or "trl"."""
     overrides: str = ""
-    """Of config/gpu_demo.yaml; of an "sft" run, whose answers."""
-    seeds: int = 1
-    times: float = 1.0
-    """As long as the others, so many times."""
+    """Of config/gpu_demo.yaml."""
+    given: str | None = None
+    """Whose completions the rows have: "data", "teacher", or None."""
+    settings: tuple[Setting, ...] = grid((5e-4, 1e-3, 3e-4), (32, 64))
+    how: str = "program"
+    """"program" or "trl"."""
 
 
-RUNS = {
-    "sft_data": Run(title="SFT on the data's solutions", how="sft", overrides="data", seeds=3),
-    "sft_teacher": Run(title="SFT on the teacher's answers", how="sft", overrides="teacher", seeds=3),
-    "grpo": Run(title="GRPO", how="program", overrides=PPO, seeds=3),
-    "opd": Run(title="on-policy distillation", how="program", seeds=3),
-    "opd_rewards": Run(
-        title="distillation with rewards", how="program", seeds=3,
-        overrides=f"distillation.use_task_rewards=true {GROUPS} distillation.distillation_loss_coef=10",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Prompts and the student at the start, for all of its methods."""
+
+    title: str
+    overrides: str = ""
+    prompts: int | None = None
+    """None: all that there are."""
+    kept: bool = False
+    """Whether the student of a finished run is kept beside the models, for measurements."""
+    methods: dict[str, Method]
+
+
+SFT_COSINE = f"{ACTOR}.optim_sft.lr_scheduler_type=cosine {ACTOR}.optim_sft.lr_warmup_steps_ratio=0.1"
+SFT, GIVEN = "distillation.enabled=false", "data.response_key=given"
+GRPO = Method(
+    title="GRPO", overrides=f"distillation.enabled=false data.train_batch_size=${{by_device:32,4}} {ROLLOUT}.n=8",
+    settings=grid((1e-4, 3e-5, 3e-4), (32, 8)),
+)  # fmt: skip
+MANY = {
+    "opd": Method(title="on-policy distillation"),
+    "sft_teacher": Method(title="SFT on the teacher's completions", overrides=f"{SFT} {GIVEN}", given="teacher"),
+    "sft_teacher_long": Method(
+        title="SFT on the teacher's completions, four passes", overrides=f"{SFT} {GIVEN}", given="teacher",
+        settings=grid((1e-3, 5e-4, 3e-4), (64, 32), (4.0,)),
     ),
-    "ppo_gae": Run(
-        title="PPO with GAE", how="program", overrides=f"{PPO} algorithm.adv_estimator=gae critic.optim.lr=2e-4"
+    "sft_data": Method(title="SFT on the data's solutions", overrides=f"{SFT} {GIVEN}", given="data"),
+    "off_policy": Method(title="off-policy distillation", overrides=GIVEN, given="teacher"),
+    "mixed": Method(
+        title="half on-policy, half off-policy", given="teacher",
+        overrides=f"{GIVEN} distillation.on_policy_fraction=0.5",
     ),
-    "opd_reverse": Run(title="reverse KL", how="program", overrides="distillation.loss_mode=reverse_kl"),
-    "opd_jsd": Run(title="JSD", how="program", overrides="distillation.loss_mode=jsd"),
-    "opd_k1": Run(title="K = 1", how="program", overrides="distillation.topk=1"),
-    "opd_k8": Run(title="K = 8", how="program", overrides="distillation.topk=8"),
-    "opd_stale1": Run(title="one batch ahead", how="program", overrides=AHEAD),
-    "opd_stale2": Run(title="two batches ahead", how="program", overrides=FURTHER),
-    "opd_stale1_is": Run(title="one ahead, importance weights", how="program", overrides=f"{AHEAD} {WEIGHTED}"),
-    "opd_stale2_is": Run(title="two ahead, importance weights", how="program", overrides=f"{FURTHER} {WEIGHTED}"),
-    "opd_bf16": Run(title="bf16 master weights", how="program", overrides=f"{ACTOR}.fsdp_config.model_dtype=bf16"),
-    "trl": Run(title="TRL, transformers generation", how="trl", times=3.0),
-}  # fmt: skip
-"""`opd` is also the row of forward KL, K = 64, no staleness and fp32 master weights."""
+    "grpo": GRPO,
+    "trl": Method(title="TRL's on-policy distillation", how="trl", settings=grid((5e-4,), (32,))),
+}
+LENGTHS = (0.3, 1.0)
+"""Supervised training needs fewer passes over few prompts."""
+FEW_METHODS = {name: MANY[name] for name in ("opd", "mixed", "off_policy", "sft_teacher", "sft_data", "grpo")} | {
+    name: replace(MANY[name], settings=grid((3e-4, 1e-4, 1e-3), (32,), LENGTHS))
+    for name in ("off_policy", "sft_teacher", "sft_data")
+}
+WARM_METHODS = {
+    "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
+    "sft_teacher": Method(title="then more SFT", overrides=f"{SFT} {GIVEN}"),
+    "grpo": replace(GRPO, title="then GRPO", overrides=f"{GRPO.overrides} {GIVEN} distillation.on_policy_fraction=1"),
+}
+COMPRESS_METHODS = {
+    "opd": replace(MANY["opd"], settings=grid((3e-4, 1e-3, 1e-4), (32, 128))),
+    "off_policy": replace(MANY["off_policy"], settings=grid((3e-4, 1e-3, 1e-4), (32, 128), (2.5,))),
+    # A warm start that lasts as long as the run, so that the teacher measures the divergence in validations.
+    "sft_teacher": Method(
+        title=MANY["sft_teacher"].title, given="teacher", settings=grid((3e-4, 1e-3, 1e-4), (32, 128), (3.0,)),
+        overrides=f"{GIVEN} trainer.warmup_steps_sft=${{trainer.total_training_steps}} {SFT_COSINE} "
+        f"{ACTOR}.optim_sft.lr=${{{ACTOR}.optim.lr}}",
+    ),
+}
+REGIMES = {
+    "many": Regime(title="Many prompts", methods=MANY),
+    "few": Regime(title="512 prompts", prompts=FEW, methods=FEW_METHODS),
+    "warm": Regime(
+        title="Warm start on the teacher's completions",
+        overrides=f"trainer.warmup_steps_sft=${{by_device:20,4}} {ACTOR}.optim_sft.lr=5e-4 {SFT_COSINE}",
+        methods={name: replace(method, given="teacher") for name, method in WARM_METHODS.items()},
+    ),
+    # Another task: its models come from results_compress.py, and its runs are stored in a folder of their own.
+    "compress": Regime(
+        title="A pretrained model without some of its layers", kept=True, methods=COMPRESS_METHODS,
+        overrides=f"reward.answer_key=null data.max_prompt_length=256 data.max_response_length=256 "
+        f"data.train_batch_size=${{by_device:128,8}} {ROLLOUT}.val_kwargs.temperature=1 "
+        f"{ACTOR}.ppo_max_token_len_per_gpu=${{by_device:32768,4096}} data.filter_overlong_prompts=true",
+    ),
+}
+RUNS = {f"{key}-{name}": (regime, method) for key, regime in REGIMES.items() for name, method in regime.methods.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training: a method in a regime, with a setting and a seed."""
+
+    name: str
+    setting: Setting
+    seed: int = 0
+    searched: bool = False
+    """Whether it is one of the search."""
+
+    @property
+    def regime(self) -> Regime:
+        return RUNS[self.name][0]
+
+    @property
+    def method(self) -> Method:
+        return RUNS[self.name][1]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.setting})" if self.searched else f"{self.name} {self.seed}"
+
+    def file(self, results: Path) -> Path:
+        """The stored run."""
+        if self.searched:
+            return results / "search" / f"{self.name}-{self.setting.slug}.csv"
+        return results / f"{self.name}-{self.seed}.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +235,7 @@ class Settings:
     paths: DemoPaths
     device: str
     steps: int
-    minutes: float
-    """Of training at most, a run's `times` aside; supervised runs train as long. Then a run is ended and stored."""
+    """Training steps of a run of length 1."""
     results: Path
     overrides: tuple[str, ...] = ()
     """Of the recipe, for every run."""
@@ -133,6 +246,20 @@ class Settings:
     def places(self) -> int:
         """Runs at the same time."""
         return self.together * max(1, len(visible_gpus()))
+
+    def prompts(self, run: Run) -> Path:
+        """The training file of a run."""
+        number = run.regime.prompts or "all"
+        return self.paths.root / "results" / f"{run.method.given or 'prompts'}-{number}.jsonl"
+
+    def student_of(self, run: Run) -> Path:
+        """The student at the end of a run."""
+        return self.paths.root / "results" / f"{run.name}-{run.seed}"
+
+    @property
+    def written(self) -> Path:
+        """The teacher's completions of all prompts that a run uses, and beside it the seconds that each took."""
+        return self.paths.root / "results" / "written.jsonl"
 
 
 def models_key(paths: DemoPaths) -> str:
@@ -155,95 +282,85 @@ def in_words(paths: DemoPaths) -> dict[str, str]:
 
 def obstacle(run: Run, settings: Settings) -> str | None:
     """Why a run cannot be started here, or None."""
-    if run.how == "trl" and importlib.util.find_spec("trl") is None:
+    if run.method.how == "trl" and importlib.util.find_spec("trl") is None:
         return "needs TRL, which is not installed (pip install trl)"
-    if run.how == "program":
-        try:
-            load_config(program_overrides(run, 0, settings, Path("unused")), config_name="gpu_demo")
-        except HybridGKDError as error:
-            return f"this version does not take its configuration: {error}"
     return None
 
 
-def own_overrides(run: Run) -> str:
+def overrides_of(run: Run, settings: Settings) -> list[str]:
     """What a run differs in from the recipe and from other runs, at the head of its file."""
-    return f"{CONSTANT} {run.overrides}".rstrip()
+    fraction = SEARCH_FRACTION if run.searched else 1.0
+    own = f"{run.regime.overrides} {run.method.overrides}".split()
+    return [*own, *run.setting.overrides(round(fraction * settings.steps)), *settings.overrides]
 
 
-def program_overrides(run: Run, seed: int, settings: Settings, folder: Path) -> list[str]:
+def program_overrides(run: Run, settings: Settings, folder: Path) -> list[str]:
     """Of config/gpu_demo.yaml, for a run of the program itself."""
-    paths = settings.paths
+    paths, own = settings.paths, overrides_of(run, settings)
+    steps = max(1, round(run.setting.length * settings.steps * (SEARCH_FRACTION if run.searched else 1)))
     return [
-        f"data.train_files={paths.train}", f"data.val_files={paths.val}", f"trainer.device={settings.device}",
-        f"actor_rollout_ref.model.path={paths.student}", f"actor_rollout_ref.teacher.model.path={paths.teacher}",
-        *CONSTANT.split(), *ONE_STEP.split(), f"trainer.total_training_steps={settings.steps}",
-        f"trainer.test_freq={max(1, settings.steps // VALIDATIONS)}", "trainer.save_freq=0", "trainer.logger=[]",
-        "trainer.experiment_name=run", f"trainer.default_local_dir={folder}", *(f"{key}={seed}" for key in SEEDS),
-        *run.overrides.split(), *settings.overrides,
+        f"data.train_files={settings.prompts(run)}", f"data.val_files={paths.val}",
+        f"trainer.device={settings.device}", f"actor_rollout_ref.model.path={paths.student}",
+        f"actor_rollout_ref.teacher.model.path={paths.teacher}", f"trainer.test_freq={max(1, steps // VALIDATIONS)}",
+        f"trainer.save_freq={-1 if run.regime.kept else 0}", "trainer.logger=[]", "trainer.experiment_name=run",
+        f"trainer.default_local_dir={folder}", *WARM_UP.split(), *(f"{key}={run.seed}" for key in SEEDS), *own,
     ]  # fmt: skip
 
 
-def run_command(name: str, seed: int, settings: Settings, folder: Path) -> list[str]:
-    """What trains one run, in a process of its own, with which the card is free again."""
-    run = RUNS[name]
-    if run.how == "program":
-        overrides = program_overrides(run, seed, settings, folder)
+def run_command(run: Run, settings: Settings, folder: Path) -> list[str]:
+    """Command of a run, which has a process of its own, with which the card is free again."""
+    if run.method.how == "program":
+        overrides = program_overrides(run, settings, folder)
         return [sys.executable, "-m", "hybrid_gkd", "--config-name", "gpu_demo", *overrides]
-    script, own = {
-        "sft": ("results_sft.py", ["--answers", run.overrides, "--minutes", str(settings.minutes)]),
-        "trl": ("results_trl.py", []),
-    }[run.how]
     return [
-        sys.executable, str(Path(__file__).with_name(script)), *CONSTANT.split(), *ONE_STEP.split(),
-        *settings.overrides, *own, "--models", str(settings.paths.root), "--steps", str(settings.steps),
-        "--seed", str(seed), "--device", settings.device, "--out", str(folder),
+        sys.executable, str(Path(__file__).with_name("results_trl.py")), *overrides_of(run, settings), "--models",
+        str(settings.paths.root), "--seed", str(run.seed), "--device", settings.device, "--out", str(folder),
     ]  # fmt: skip
 
 
-def train(name: str, seed: int, settings: Settings, place: int, deadline: float, over: threading.Event) -> bool:
-    """Train and store one run, the `place`-th of those at the same time; False if it is not at its end at the deadline.
+def train(run: Run, settings: Settings, place: int, deadline: float, over: threading.Event) -> bool:
+    """Train and store one run, the `place`-th of those at the same time; False if the deadline ended it.
 
-    Then it is stored as far as it came, if it was validated since its beginning and came further than what is stored.
     Raises CalledProcessError if it failed, with the end of its log.
     """
-    file = settings.results / f"{name}-{seed}.csv"
+    file = run.file(settings.results)
     head = {  # before the training, which would be lost with an error here
-        "run": name, "seed": seed, "models": models_key(settings.paths), "device": device_name(settings.device),
-        "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "overrides": " ".join([own_overrides(RUNS[name]), *settings.overrides]), "together": settings.together,
+        "run": run.name, "seed": run.seed, "models": models_key(settings.paths),
+        "device": device_name(settings.device), "code": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "setting": run.setting, "overrides": " ".join(overrides_of(run, settings)), "together": settings.together,
         **in_words(settings.paths),
     }  # fmt: skip
-    answers, log = answers_per_step(name, settings), file.with_suffix(".log")
-    minutes = settings.minutes * RUNS[name].times
+    answers, written, log = answers_per_step(run, settings), seconds_written(run, settings), file.with_suffix(".log")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     if gpus := visible_gpus():
         environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     # A process that ended with the run may write into it for another moment.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder, rows, stopped = Path(temporary), list[dict[str, float]](), False
-        command = run_command(name, seed, settings, folder)
+        command = run_command(run, settings, folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as out:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, start_new_session=True, stdout=out, stderr=subprocess.STDOUT
             )
         try:
-            while process.poll() is None and minutes_of(rows) < minutes and not stopped:
+            while process.poll() is None and not stopped:
                 stopped = over.wait(LOOK_EVERY) or time.monotonic() > deadline
-                said, rows = len(rows), curve_so_far(folder, answers)
-                say_validations(f"{name} {seed}", rows[said:])
+                said, rows = len(rows), curve_so_far(folder, answers, written)
+                say_validations(str(run), rows[said:])
             code = process.poll()
-            stopped = stopped and code is None and minutes_of(rows) < minutes
         finally:
             stop(process)
+        if code is None:
+            return False
         if code:
             raise subprocess.CalledProcessError(code, command, tail(log))
-        rows = curve_so_far(folder, answers)
-    before = minutes_of(read(file).rows) if file.exists() else 0.0  # of a run that was stopped earlier
-    if not stopped or (any(is_validation(row) and row["step"] > 0 for row in rows) and minutes_of(rows) > before):
-        store(file, head | ({STOPPED: f"{minutes_of(rows):.2f} minutes"} if stopped else {}), thinned(rows))
-        log.unlink()
-    return not stopped
+        if run.regime.kept and not run.searched:
+            (exported,) = folder.rglob("huggingface")
+            shutil.move(exported, settings.student_of(run))
+        store(file, head, thinned(curve_so_far(folder, answers, written)))
+    log.unlink()
+    return True
 
 
 def say_validations(name: str, rows: list[dict[str, float]]) -> None:
@@ -253,16 +370,11 @@ def say_validations(name: str, rows: list[dict[str, float]]) -> None:
         print(f"{name}: step {row['step']:g}, {row['minutes']:.2f} minutes of training: {found}", flush=True)
 
 
-def curve_so_far(folder: Path, answers: int) -> list[dict[str, float]]:
+def curve_so_far(folder: Path, answers: int, written: tuple[float, int]) -> list[dict[str, float]]:
     """`curve` of what a run has written below its folder."""
     found = list(folder.rglob("metrics.jsonl"))
     lines = found[0].read_text(encoding="utf-8").split("\n")[:-1] if found else []  # the last one may be half written
-    return curve([json.loads(line) for line in lines], answers)
-
-
-def minutes_of(rows: list[dict[str, float]]) -> float:
-    """Of training."""
-    return rows[-1]["minutes"] if rows else 0.0
+    return curve([json.loads(line) for line in lines], answers, written)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -277,20 +389,34 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def answers_per_step(name: str, settings: Settings) -> int:
-    """Answers that a step of the program trains on; 0 for a run of another, which counts its tokens itself."""
-    if RUNS[name].how != "program":
+def answers_per_step(run: Run, settings: Settings) -> int:
+    """Completions that a step of the program trains on; 0 for TRL, which counts its tokens itself."""
+    if run.method.how != "program":
         return 0
-    config = load_config(program_overrides(RUNS[name], 0, settings, Path("unused")), config_name="gpu_demo")
+    config = load_config(program_overrides(run, settings, Path("unused")), config_name="gpu_demo")
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
 
 
-def curve(metrics: list[dict[str, float]], answers: int) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl with minutes of training and answer tokens trained on so far."""
+def seconds_written(run: Run, settings: Settings) -> tuple[float, int]:
+    """Seconds that the teacher took for each completion of a run's rows, and their number; zeros without them."""
+    if run.method.given != "teacher":
+        return 0.0, 0
+    with open(settings.prompts(run), encoding="utf-8") as file:
+        rows = sum(1 for _ in file)
+    return float(settings.written.with_suffix(".seconds").read_text(encoding="utf-8")), rows
+
+
+def curve(metrics: list[dict[str, float]], answers: int, written: tuple[float, int]) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl with minutes of training and tokens of completions trained on so far.
+
+    A completion of the teacher is paid for when it is first used.
+    """
     rows, minutes, tokens = [], 0.0, 0.0
+    each, left = written
     for row in metrics:
         if answers and row["step"] > 0:
-            minutes += row["timing/step"] / 60
+            used = min(left, round(answers * row.get("training/given_fraction", 1.0)))
+            minutes, left = minutes + (row["timing/step"] + each * used) / 60, left - used
             tokens += row["response_length/mean"] * answers
         mine = {"minutes": minutes, "answer_tokens": tokens} if answers else {}
         rows.append({key: value for key, value in (row | mine).items() if key in COLUMNS})
@@ -325,71 +451,117 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def wanted(only: list[str], seeds: list[int] | None) -> list[tuple[str, int]]:
-    """Runs in the order in which they are made: the longest first, since the others are made beside it.
+def wanted(what: str, only: list[str], seeds: list[int], results: Path) -> list[Run]:
+    """The runs of a search, or each method's best setting with every seed; a seed before the next."""
+    if what == "search":
+        return [Run(name, setting, searched=True) for name in only for setting in RUNS[name][1].settings]
+    best = {name: chosen(name, results) for name in only}
+    return [Run(name, best[name], seed) for seed in seeds for name in only]
 
-    Then those of several seeds before those of one, and a seed before the next, so that each part is a comparison.
-    """
-    found = [(name, seed) for name in only for seed in (range(RUNS[name].seeds) if seeds is None else seeds)]
-    order = {name: (-run.times, run.seeds == 1, index) for index, (name, run) in enumerate(RUNS.items())}
-    return sorted(found, key=lambda item: (*order[item[0]][:2], item[1], order[item[0]]))
+
+def chosen(name: str, results: Path) -> Setting:
+    """The setting that was best in the stored search, or the first where none is stored."""
+    settings = RUNS[name][1].settings
+    ends = {
+        setting: read(file).quality
+        for setting in settings if (file := Run(name, setting, searched=True).file(results)).exists()
+    }  # fmt: skip
+    return max(ends, key=lambda setting: ends[setting]) if ends else settings[0]
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Train what is missing, as much as the minutes hold."""
+    """Train the missing runs, as many as the minutes hold."""
     deadline = time.monotonic() + 60 * args.minutes
     device = args.device or visible_device()
     paths = DemoPaths.under(args.models.absolute()) if args.models else build_gpu_demo(device)
-    steps = args.steps or load_config([f"trainer.device={device}"], config_name="gpu_demo").trainer.total_training_steps
     settings = Settings(
-        paths=paths, device=device, steps=steps, minutes=args.minutes_each, results=args.results.absolute(),
+        paths=paths, device=device, steps=args.steps or STEPS[device], results=args.results.absolute(),
         overrides=tuple(args.overrides), together=args.together,
     )  # fmt: skip
-    train_missing(wanted(args.only, args.seeds), settings, stored_runs(settings), deadline)
+    check_models(settings)
+    runs = wanted(args.what, args.only, args.seeds, settings.results)
+    missing = [run for run in runs if not is_stored(run, settings)]
+    write_prompts(missing, settings)
+    train_missing(missing, settings, deadline)
 
 
-def stored_runs(settings: Settings) -> set[tuple[str, int]]:
-    """Names and seeds of what is there. Raises SystemExit: runs of other models."""
-    found, models = read_all(settings.results), models_key(settings.paths)
-    if other := sorted({str(each.head["models"]) for each in found} - {models}):
+def check_models(settings: Settings) -> None:
+    """Raises SystemExit: the folder holds runs of other models."""
+    models = models_key(settings.paths)
+    if other := sorted({str(each.head["models"]) for each in read_all(settings.results)} - {models}):
         raise SystemExit(
             f"{settings.results} holds runs of other models ({', '.join(other)}, here {models}), which cannot be "
             "compared: --models takes the folder of theirs, --results another folder for these"
         )
-    return whole(found)
 
 
-def whole(found: list[Stored]) -> set[tuple[str, int]]:
-    """Names and seeds of the runs that came to their end, with the overrides that they would have now."""
-    ended = [each for each in found if STOPPED not in each.head and each.name in RUNS]
-    now = {name: own_overrides(run) for name, run in RUNS.items()}
-    return {(each.name, each.seed) for each in ended if each.head["overrides"].startswith(now[each.name])}
+def is_stored(run: Run, settings: Settings) -> bool:
+    """Whether a run is there with the overrides that it would have now."""
+    file = run.file(settings.results)
+    return file.exists() and read(file).head["overrides"] == " ".join(overrides_of(run, settings))
 
 
-def train_missing(
-    runs: list[tuple[str, int]], settings: Settings, there: set[tuple[str, int]], deadline: float
-) -> None:
-    """Run after run, until they are all there or the time is over; one that fails does not keep the others.
+def write_prompts(runs: list[Run], settings: Settings) -> None:
+    """Write the training files of these runs where they are missing, with the teacher's completions first."""
+    with open(settings.paths.train, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in itertools.islice(file, settings.steps * BATCH[settings.device])]
+    written: list[dict[str, Any]] = []
+    if any(run.method.given == "teacher" for run in runs):
+        written = write_completions(rows, settings)
+    for run in runs:
+        file = settings.prompts(run)
+        if not file.exists():
+            own = written if run.method.given == "teacher" else rows
+            if run.method.given == "data":
+                own = [row | {"given": row["answer"]} for row in rows]
+            write_rows(file, own[: run.regime.prompts])
+
+
+def write_completions(rows: list[Row], settings: Settings) -> list[dict[str, Any]]:
+    """The rows with the teacher's completions, cut ones left out, which are drawn once; stores the seconds of each."""
+    prompts, out = settings.written.with_suffix(".prompts.jsonl"), settings.written
+    seconds = out.with_suffix(".seconds")
+    if not seconds.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(prompts, rows)
+        config = load_config([f"trainer.device={settings.device}"], config_name="gpu_demo")
+        command = [
+            sys.executable, "-m", "hybrid_gkd.teacher", "generate", str(prompts), "--ckpt-path",
+            str(settings.paths.teacher), "--out", str(out), "--response-key", "given", "--device", settings.device,
+            "--max-tokens", str(config.data.max_response_length),
+        ]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT)
+        began = None
+        while process.poll() is None:  # the first completion ends what is loading
+            if began is None and out.exists() and out.stat().st_size:
+                began = time.monotonic()
+            time.sleep(0.1)
+        if process.returncode or began is None:
+            raise SystemExit(f"the teacher's completions: exit code {process.returncode}")
+        seconds.write_text(f"{(time.monotonic() - began) / len(rows):.6f}\n", encoding="utf-8")
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def train_missing(runs: list[Run], settings: Settings, deadline: float) -> None:
+    """Train run after run, until all are stored or the time is over; a failure does not keep the others.
 
     Beside others it may have found too little memory: it has a second turn when all have had one. Raises SystemExit
     with the names of those that failed then.
     """
-    missing = []
-    for name, seed in runs:
-        if (name, seed) in there:
-            continue
-        if reason := obstacle(RUNS[name], settings):
-            print(f"{name}: skipped: {reason}", flush=True)
+    able = []
+    for run in runs:
+        if reason := obstacle(run, settings):
+            print(f"{run}: skipped: {reason}", flush=True)
         else:
-            missing.append((name, seed))
-    failed = train_at_once(missing, settings, deadline)
+            able.append(run)
+    failed = train_at_once(able, settings, deadline)
     if failed and settings.together > 1:
         failed = train_at_once(failed, settings, deadline)
     if failed:
-        raise SystemExit(f"failed: {', '.join(f'{name} {seed}' for name, seed in failed)}")
+        raise SystemExit(f"failed: {', '.join(map(str, failed))}")
 
 
-def train_at_once(runs: list[tuple[str, int]], settings: Settings, deadline: float) -> list[tuple[str, int]]:
+def train_at_once(runs: list[Run], settings: Settings, deadline: float) -> list[Run]:
     """Train as many at a time as there are places; those that failed."""
     waiting, over = iter(runs), threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, which ends the runs
@@ -406,56 +578,64 @@ def train_at_once(runs: list[tuple[str, int]], settings: Settings, deadline: flo
 
 
 def train_in_turn(
-    waiting: Iterator[tuple[str, int]], settings: Settings, place: int, deadline: float, over: threading.Event
-) -> list[tuple[str, int]]:
-    """Train what is waiting, one after another; those that failed."""
-    longest, failed = 0.0, list[tuple[str, int]]()
-    for name, seed in waiting:
+    waiting: Iterator[Run], settings: Settings, place: int, deadline: float, over: threading.Event
+) -> list[Run]:
+    """Train the waiting runs, one after another; those that failed."""
+    longest, failed = 0.0, list[Run]()
+    for run in waiting:
         began = time.monotonic()
         if began + longest > deadline:
-            print(f"{name} {seed}: not begun, the longest run so far took {longest / 60:.1f} minutes", flush=True)
+            print(f"{run}: not begun, the longest run so far took {longest / 60:.1f} minutes", flush=True)
             break
-        print(f"{name} {seed}: {(deadline - began) / 60:.1f} minutes are left", flush=True)
+        print(f"{run}: {(deadline - began) / 60:.1f} minutes are left", flush=True)
         try:
-            if not train(name, seed, settings, place, deadline, over):
-                print(f"{name} {seed}: stopped before its end; it is made anew the next time", flush=True)
+            if not train(run, settings, place, deadline, over):
+                print(f"{run}: stopped before its end; it is made anew the next time", flush=True)
                 break
         except subprocess.CalledProcessError as error:
-            print(f"{name} {seed}: failed with exit code {error.returncode}: {error.output}", flush=True)
-            failed.append((name, seed))
+            print(f"{run}: failed with exit code {error.returncode}: {error.output}", flush=True)
+            failed.append(run)
         longest = max(longest, time.monotonic() - began)
     return failed
 
 
 def list_all(args: argparse.Namespace) -> None:
     """Print the state of every run."""
-    there = whole(read_all(args.results))
-    for name, run in RUNS.items():
-        stored = [seed for seed in range(run.seeds) if (name, seed) in there]
-        print(f"{name:16} {len(stored)} of {run.seeds} stored; {run.title}")
+    for name, (_, method) in RUNS.items():
+        searched = sum(Run(name, each, searched=True).file(args.results).exists() for each in method.settings)
+        best = chosen(name, args.results)
+        stored = [seed for seed in args.seeds if Run(name, best, seed).file(args.results).exists()]
+        print(
+            f"{name:22} {searched} of {len(method.settings)} settings searched; seeds {stored} of {args.seeds} stored "
+            f"({best})"
+        )
 
 
 def main() -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "list", "report"))
+    parser.add_argument("what", choices=("run", "search", "list", "report"))
     parser.add_argument("overrides", nargs="*", help="run: configuration keys for every run, dotted.key=value")
     parser.add_argument("--results", type=Path, default=STORED, help="folder of the stored runs (%(default)s)")
     parser.add_argument("--minutes", type=float, default=60.0, help="run: then end, also what is under way")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="run: these; keys come before")
-    parser.add_argument("--seeds", nargs="+", type=int, help="run: these (default: as many as the list has)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="run: these (%(default)s)")
     parser.add_argument("--models", type=Path, help="run: a folder that python -m hybrid_gkd.demo gpu_demo has made")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="run: default is what there is")
-    parser.add_argument("--steps", type=int, help="run: of the program (default: the recipe's)")
-    parser.add_argument("--minutes-each", type=float, default=4.0, help="run: training time of a run at most")
+    parser.add_argument("--steps", type=int, help="run: training steps (default: those of 5.1M tokens on a GPU)")
     parser.add_argument("--together", type=int, default=1, help="run: so many at a time on each visible GPU")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="report: where it is written (%(default)s)")
     args = parser.parse_intermixed_args()
     if args.what == "report":
-        titles = {name: run.title for name, run in RUNS.items()}
-        report(read_all(args.results), titles, args.docs, args.results / "conclusions.md")
+        titles = {
+            regime: (REGIMES[regime].title, {f"{regime}-{name}": method.title for name, method in each.methods.items()})
+            for regime, each in REGIMES.items()
+        }
+        report(args.results, titles, args.docs)
+    elif args.what == "list":
+        list_all(args)
     else:
-        {"run": run_all, "list": list_all}[args.what](args)
+        run_all(args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""TRL's on-policy distillation for benchmarks/results.py: the same models, prompts, loss and rate in TRL's trainer.
+"""TRL's on-policy distillation for benchmarks/results.py: the same models, prompts, loss and rate in its trainer.
 
-    python benchmarks/results_trl.py --models FOLDER --seed 0 --steps 150 --device cuda --out FOLDER
-    python benchmarks/results_trl.py --config-name demo --models FOLDER --seed 0 --steps 80 --device cpu --out FOLDER
+    python benchmarks/results_trl.py --models FOLDER --seed 0 --device cuda --out FOLDER
+    python benchmarks/results_trl.py --config-name demo --models FOLDER --seed 0 --device cpu --out FOLDER
 
 DistillationTrainer with the forward KL over the whole vocabulary, which is what it has nearest to the recipe, and
 generation by transformers, as TRL takes other versions of vLLM than this program: compare it at equal tokens, not at
@@ -19,23 +19,29 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peers_trl import forward_kl
-from results_sft import share_right
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DistillationTrainer
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths, Row
+from hybrid_gkd.demo.models import greedy_answers
+from hybrid_gkd.scoring.builtin_rewards import gsm8k
 
 VALIDATIONS = 20
+
+
+def steps_of(config: Config) -> int:
+    """Optimizer steps of the program's run: TRL takes one for each generation."""
+    return config.trainer.total_training_steps * config.data.train_batch_size // config.mini_batch_size
 
 
 class Recorder(TrainerCallback):
     """Times the steps, counts the answers' tokens and validates between steps."""
 
     def __init__(self, args: argparse.Namespace, config: Config, tokenizer: Any, val: list[Row], log: Any):
-        self.every = max(1, args.steps // VALIDATIONS)
-        self.limit, self.size = config.data.max_response_length, config.data.train_batch_size
+        self.every = max(1, steps_of(config) // VALIDATIONS)
+        self.limit, self.size = config.data.max_response_length, config.mini_batch_size
         self.tokenizer, self.val, self.log = tokenizer, val, log
         self.seconds, self.tokens, self.began = 0.0, 0.0, 0.0
 
@@ -46,7 +52,9 @@ class Recorder(TrainerCallback):
             copy = AutoModelForCausalLM.from_config(model.config)
             copy.load_state_dict(model.state_dict())
             copy = copy.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
-            return share_right(copy, self.tokenizer, self.val, self.limit)
+            answers = greedy_answers(copy, self.tokenizer, self.val, limit=self.limit)
+            right = (gsm8k(text, row["answer"]) for text, row in zip(answers, self.val, strict=True))
+            return sum(right) / len(self.val)
 
     def say(self, step: int, **metrics: float) -> None:
         """One row of metrics."""
@@ -79,7 +87,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--config-name", default="gpu_demo", help="in config/ (%(default)s)")
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_intermixed_args()
     config = load_config([f"trainer.device={args.device}", *args.overrides], config_name=args.config_name)
@@ -94,10 +101,11 @@ def main() -> None:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (paths.student, paths.teacher)
     )
     settings = forward_kl(
-        args.device, output_dir=str(args.out / "trl"), seed=args.seed, max_steps=args.steps,
-        per_device_train_batch_size=config.data.train_batch_size, max_completion_length=config.data.max_response_length,
+        args.device, output_dir=str(args.out / "trl"), seed=args.seed, max_steps=steps_of(config),
+        lr_scheduler_type="cosine",
+        per_device_train_batch_size=config.mini_batch_size, max_completion_length=config.data.max_response_length,
         learning_rate=optim.lr, adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], weight_decay=optim.weight_decay,
-        warmup_steps=optim.lr_warmup_steps, max_grad_norm=config.actor_rollout_ref.actor.grad_clip,
+        warmup_steps=round(0.1 * steps_of(config)), max_grad_norm=config.actor_rollout_ref.actor.grad_clip,
     )  # fmt: skip
     with open(args.out / "metrics.jsonl", "w", encoding="utf-8") as log:
         DistillationTrainer(
