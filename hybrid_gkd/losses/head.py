@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_gkd.losses import head_torch
+from hybrid_gkd.losses.token_weights import RowStatistics
 
 CHUNK_BYTES = 2**31
 """Most memory of a chunk's logits beyond that of the weight's gradient, which is made when they are gone: 8,600 rows of
@@ -132,6 +133,30 @@ def logprobs_of_ids(
     with torch.no_grad():
         head_loss(hidden, weight, ids, keep, temperature=temperature, chunk_rows=chunk_rows, num_ids=num_ids)
     return result
+
+
+@torch.no_grad()
+def row_statistics(
+    hidden: Tensor, weight: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None,
+    num_ids: int | None = None,
+) -> RowStatistics:
+    """Entropy and most likely token of softmax(hidden @ weight[:N].T / temperature), without gradient.
+
+    Costs one of the three matrix products of `head_loss`. Arguments: as there.
+    """
+    chunk_rows = chunk_rows or _even_chunk_rows(hidden, weight, needs_weight_gradient=False)
+    num_ids = len(weight) if num_ids is None else num_ids
+    dtype = head_torch.compute_dtype(hidden)
+    found = RowStatistics(*(hidden.new_empty(len(hidden), dtype=each) for each in (dtype, torch.int64, dtype)))
+    with torch.autocast(hidden.device.type, enabled=False):
+        kernels, buffer = _kernels(hidden), _logits_buffer(hidden, weight, chunk_rows)
+        for start in range(0, len(hidden), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])[:, :num_ids]
+            found.top_ids[rows] = logits.argmax(1)
+            logprobs, _, entropy = kernels.row_statistics(logits, found.top_ids[rows, None], temperature, True)
+            found.top_logprobs[rows], found.entropy[rows] = logprobs[:, 0], entropy
+    return found
 
 
 class _AttachGradients(torch.autograd.Function):
