@@ -36,6 +36,8 @@ CHUNK_BYTES = 2**31
 """Most memory of a chunk's logits beyond that of the weight's gradient, which is made when they are gone: 8,600 rows of
 a vocabulary of 152k in bfloat16 at a hidden size of 1,536. A single chunk needs no float32 sum of that gradient, which
 costs every further chunk a pass over it, and may take its place: 10,100 rows."""
+STATISTICS_BYTES = 2**29
+"""Memory of a chunk's logits in `row_statistics`, which adds up nothing over its chunks: 1,700 rows of that vocabulary."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
@@ -144,7 +146,7 @@ def row_statistics(
 
     Costs one of the three matrix products of `head_loss`. Arguments: as there.
     """
-    chunk_rows = chunk_rows or _even_chunk_rows(hidden, weight, needs_weight_gradient=False)
+    chunk_rows = chunk_rows or max(1, STATISTICS_BYTES // (len(weight) * weight.element_size()))
     num_ids = len(weight) if num_ids is None else num_ids
     dtype = head_torch.compute_dtype(hidden)
     found = RowStatistics(*(hidden.new_empty(len(hidden), dtype=each) for each in (dtype, torch.int64, dtype)))
