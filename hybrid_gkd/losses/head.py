@@ -37,7 +37,7 @@ CHUNK_BYTES = 2**31
 a vocabulary of 152k in bfloat16 at a hidden size of 1,536. A single chunk needs no float32 sum of that gradient, which
 costs every further chunk a pass over it, and may take its place: 10,100 rows."""
 STATISTICS_BYTES = 2**29
-"""Memory of a chunk's logits in `row_statistics`, which adds up nothing over its chunks: 1,700 rows of that vocabulary."""
+"""Memory of a chunk's logits in `row_statistics`, which adds up nothing over its chunks: 1,700 such rows."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
