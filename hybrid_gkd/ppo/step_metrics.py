@@ -70,7 +70,7 @@ def step_metrics(
             metrics[f"{update}/other"] = max(0.0, measured[update] - known)
     compute, peak = measured.get("timing/update_actor/compute", 0.0), peak_flops(devices)
     if compute and peak and not spec().has_experts:
-        trained = [Weighting(config).before_scoring(sample) for sample in rollout.samples]
+        trained = [*map(Weighting(config).before_scoring, rollout.samples)]
         flops = training_flops(spec(), [s.num_tokens for s in trained], sum(s.num_trained for s in trained))
         metrics["perf/mfu"] = config.actor_rollout_ref.actor.ppo_epochs * flops / compute / peak
     return metrics
