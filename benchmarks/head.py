@@ -42,7 +42,8 @@ from torch import Tensor
 
 from hybrid_gkd.config import ActorConfig, DistillationConfig
 from hybrid_gkd.losses.head import head_loss, row_statistics
-from hybrid_gkd.losses.token_weights import highest, num_selected
+from hybrid_gkd.losses.selection import highest
+from hybrid_gkd.losses.token_weights import num_selected
 from hybrid_gkd.student.actor import make_objective
 
 GIB = 2**30

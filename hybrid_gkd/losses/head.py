@@ -23,14 +23,13 @@ Shapes: T rows (packed response tokens), D hidden size, V rows of the matrix, N 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_gkd.losses import head_torch
-from hybrid_gkd.losses.token_weights import RowStatistics
 
 CHUNK_BYTES = 2**31
 """Most memory of a chunk's logits beyond that of the weight's gradient, which is made when they are gone: 8,600 rows of
@@ -42,6 +41,17 @@ OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], metrics {name: [r]})."""
+
+
+class RowStatistics(NamedTuple):
+    """The student's distribution at the given rows."""
+
+    entropy: Tensor
+    """float32 [T], nats."""
+    top_ids: Tensor
+    """int64 [T], the most likely tokens."""
+    top_logprobs: Tensor
+    """float32 [T], their log-probabilities."""
 
 
 def head_loss(

@@ -1,6 +1,6 @@
 """The terms of a loss, divergences (`distillation.loss_mode`, `actor.kl_loss_type`), token weights, policy losses.
 
-A new one is a row here and a function: of a term in terms.py, else in divergence.py, token_weights.py or policy.py.
+A new one is a row here and a function: of a term in terms.py, else in the file that its row names.
 
 The configuration checks, the objective and the table in docs/losses.md follow from it. Needs no torch: the functions
 are imported when they are first used.
@@ -92,11 +92,11 @@ class TokenWeights:
 
 
 UNIFORM = "uniform"
-_WEIGHTS = "hybrid_gkd.losses.token_weights"
+_SELECTION = "hybrid_gkd.losses.selection"
 TOKEN_WEIGHTS: Mapping[str, TokenWeights] = {
-    "position": TokenWeights(f"{_WEIGHTS}:position", "completion", {"fraction": 0.3}),
-    "student_entropy": TokenWeights(f"{_WEIGHTS}:student_entropy", "student", {"fraction": 0.5}),
-    "confident_wrong": TokenWeights(f"{_WEIGHTS}:confident_wrong", "student", {"fraction": 0.1}),
+    "position": TokenWeights("hybrid_gkd.losses.token_weights:position", "completion", {"fraction": 0.3}),
+    "student_entropy": TokenWeights(f"{_SELECTION}:student_entropy", "student", {"fraction": 0.5}),
+    "confident_wrong": TokenWeights(f"{_SELECTION}:confident_wrong", "student", {"fraction": 0.1}),
 }
 """distillation.token_weights -> its row; uniform has none."""
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from hybrid_gkd.config import ActorConfig, Config, DistillationConfig
 from hybrid_gkd.errors import naming
 from hybrid_gkd.losses import table, terms
-from hybrid_gkd.losses.head import LossFunction
+from hybrid_gkd.losses.head import LossFunction, RowStatistics
 from hybrid_gkd.losses.objective import Objective
-from hybrid_gkd.losses.token_weights import RowStatistics, highest, num_selected
+from hybrid_gkd.losses.selection import highest
+from hybrid_gkd.losses.token_weights import num_selected
 from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import (
     LogprobModel,

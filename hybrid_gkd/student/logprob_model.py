@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from hybrid_gkd.compat.transformers import mixes_in_attention_only
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids, row_statistics
+from hybrid_gkd.losses.head import LossFunction, RowStatistics, head_loss, logprobs_of_ids, row_statistics
 from hybrid_gkd.losses.terms import QUARTERS
-from hybrid_gkd.losses.token_weights import RowStatistics
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, packed_and_alone, to_device
 from hybrid_gkd.models.spec import changed_logits

@@ -12,19 +12,10 @@ import torch
 from documented import example
 
 from hybrid_gkd.errors import ConfigError, TrainingError
-from hybrid_gkd.losses.head import row_statistics
+from hybrid_gkd.losses.head import RowStatistics, row_statistics
+from hybrid_gkd.losses.selection import confident_wrong, highest, student_entropy
 from hybrid_gkd.losses.table import TOKEN_WEIGHTS, token_weights
-from hybrid_gkd.losses.token_weights import (
-    KEY,
-    RowStatistics,
-    TokenSignals,
-    check_token_weights,
-    confident_wrong,
-    evaluate,
-    highest,
-    num_selected,
-    student_entropy,
-)
+from hybrid_gkd.losses.token_weights import KEY, TokenSignals, check_token_weights, evaluate, num_selected
 from hybrid_gkd.testing import make_sample, tiny_config
 from hybrid_gkd.types import TopK
 from hybrid_gkd.workers.aggregation import with_loss_weights
