@@ -125,6 +125,7 @@ class GKDTrainer(PPOTrainer):
         return mean_metrics(updates) | self._end_metrics(samples) | weighting.metrics(whole, samples)
 
     def _end_metrics(self, samples: list[Sample]) -> dict[str, float]:
+        """Return `end_metrics` unless the ends are cut before the teacher scores them."""
         return {} if self._weighting.cuts_before else end_metrics(samples)
 
     def _train_mini_batch_as_scored(

@@ -105,7 +105,7 @@ def distillation_loss(config: Config) -> Rules:
 
 
 def _token_weights(config: Config) -> Rules:
-    """Rules of the weights of single tokens in the distillation term."""
+    """Yield the rules of weights of single tokens in the distillation term."""
     loss, key, name = config.distillation, "distillation.token_weights", config.distillation.token_weights
     yield key, name == UNIFORM or not loss.as_reward, "must be uniform with distillation.as_reward"
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode

@@ -152,7 +152,7 @@ def row_statistics(
     hidden: Tensor, weight: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None,
     num_ids: int | None = None,
 ) -> RowStatistics:
-    """Entropy and most likely token of softmax(hidden @ weight[:N].T / temperature), without gradient.
+    """Compute entropy and most likely token of softmax(hidden @ weight[:N].T / temperature), without gradient.
 
     Costs one of the three matrix products of `head_loss`. Arguments: as there.
     """

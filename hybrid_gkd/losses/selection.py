@@ -18,7 +18,7 @@ from hybrid_gkd.losses.head import RowStatistics
 
 
 def student_entropy(student: RowStatistics, _signals: Mapping[str, Tensor]) -> Tensor:
-    """The entropy of the student's distribution as a score, [R].
+    """Return the entropy of the student's distribution as a score, [R].
 
     Source: arXiv 2604.14084, in which half of the tokens teach as much as all of them.
     """
@@ -26,7 +26,7 @@ def student_entropy(student: RowStatistics, _signals: Mapping[str, Tensor]) -> T
 
 
 def confident_wrong(student: RowStatistics, signals: Mapping[str, Tensor]) -> Tensor:
-    """q(x) (1 - p(x)) as a score, [R]: x is the student's most likely token, q the student, p the teacher.
+    """Return q(x) (1 - p(x)) as a score, [R]: x is the student's most likely token, q the student, p the teacher.
 
     Where x is none of the teacher's candidates, p(x) is its upper bound: the least likely candidate's probability, or
     that of all tokens outside of them if this is less. Source: arXiv 2604.14084.
@@ -39,7 +39,7 @@ def confident_wrong(student: RowStatistics, signals: Mapping[str, Tensor]) -> Te
 
 
 def highest(scores: Tensor, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    """Rows with the highest scores [R] of each completion: `numbers` of its `lengths`, ascending, int64 [r].
+    """Return the rows with the highest scores [R] of each completion, ascending, int64 [r]: `numbers` of its `lengths`.
 
     Of equal scores the earlier row is taken.
     """

@@ -37,7 +37,7 @@ class TokenSignals:
 
 
 def position(signals: TokenSignals, *, fraction: float) -> np.ndarray:
-    """Weight 1 for the first ceil(fraction R) tokens of a completion, 0 for the others, float32 [R].
+    """Return weight 1 for the first ceil(fraction R) tokens of a completion, 0 for the others, float32 [R].
 
     Source: arXiv 2606.22600, in which the first 30 % of an answer teach nearly as much as all of it.
     """
@@ -45,12 +45,12 @@ def position(signals: TokenSignals, *, fraction: float) -> np.ndarray:
 
 
 def num_selected(fraction: float, count: int) -> int:
-    """ceil(fraction count), where a product such as 0.1 * 30 that is rounded up counts as 3."""
+    """Return ceil(fraction count); 0.1 * 30, which float64 rounds up, counts as 3."""
     return math.ceil(fraction * count - 1e-9)
 
 
 def evaluate(row: TokenWeights, signals: TokenSignals) -> np.ndarray:
-    """Weights of a completion, float32 [R]. Raises ConfigError: they are not one finite value of at least 0 a token."""
+    """Return the weights of a completion, float32 [R]. Raises ConfigError unless each is finite and at least 0."""
     weights = np.asarray(row.function(signals, **row.options))
     if weights.shape != (signals.length,):
         rule = f"must return one weight per token, [{signals.length}]; got {list(weights.shape)}"

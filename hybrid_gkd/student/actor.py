@@ -46,7 +46,7 @@ SHOWN_CANDIDATES = 5
 HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
 """What the head calls them -> what they are reported as."""
 HEAD_ROWS = "rows of the head"
-"""Name of their number, where the head computes selected ones."""
+"""Name of the number of rows that the head computes, where it is not that of trained tokens."""
 
 
 def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool = False) -> Objective:
@@ -158,9 +158,10 @@ class Actor(TrainedModel):
     def _select(
         self, micro_batch: tuple[Sample, ...], signals: dict[str, Tensor], student: RowStatistics
     ) -> tuple[Tensor | None, LossFunction]:
-        """See `select` of `LogprobModel.forward`; the signals [R, ...] become those of the selected rows [r, ...].
+        """Select rows by the student's distribution, as `LogprobModel.forward` needs it; reduce the signals to them.
 
-        Where another term needs all rows, the others get the factor 0 in the distillation term instead.
+        Where another term needs all rows, the signals stay, and rows that are not selected get the factor 0 in the
+        distillation term.
         """
         assert self.selection is not None
         scores, counted = self.selection.function(student, signals), signals.get("weights/distillation")

@@ -204,7 +204,7 @@ def count_tokens(
 
 
 def count_rows(quarters: Tensor, *, quarter: int | None = None) -> Tensor:
-    """How many rows there are, or are in a quarter, of those [r] that each is in, float64 []."""
+    """Return the number of rows, or of those in a quarter, float64 []; `quarters` [r] says which one each is in."""
     return (quarters >= 0 if quarter is None else quarters == quarter).sum(dtype=torch.float64)
 
 
