@@ -2,6 +2,7 @@
 
     python benchmarks/head.py
     python benchmarks/head.py --tokens 2048 --hidden-sizes 2048
+    python benchmarks/head.py --selected 0.3
 
 Forward and backward from bf16 hidden states and the output embedding to their gradients, for a forward KL to a
 teacher's top k. Ours reports entropy, masses, both divergences and top-k overlap, as in training; the others compute
@@ -19,11 +20,17 @@ contestants:
                log-probabilities
     liger      the algorithm of its chunked losses, not its package: chunks of 1024 rows, float32 logits, gradients in
                the forward, compiled loss, weight gradient added up in bf16; on the same cuBLAS products
+
+With --selected also this package's head on that fraction of the rows (distillation.token_weights):
+
+    selected   the rows are known before, as with position
+    two_stage  they follow from the student's entropy, which a first pass computes for all rows
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import random
 import statistics
@@ -34,7 +41,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_gkd.config import ActorConfig, DistillationConfig
-from hybrid_gkd.losses.head import head_loss
+from hybrid_gkd.losses.head import head_loss, row_statistics
+from hybrid_gkd.losses.selection import highest
+from hybrid_gkd.losses.token_weights import num_selected
 from hybrid_gkd.student.actor import make_objective
 
 GIB = 2**30
@@ -75,6 +84,19 @@ def ours(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> Tensor
     loss, _ = head_loss(hidden, weight, ids, loss_fn, with_entropy=True, overlap_topk=topk, tail_topk=topk)
     loss.backward()
     return loss.detach()
+
+
+def selected(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor, *, fraction: float) -> Tensor:
+    """The training path where the first rows are selected."""
+    rows = torch.arange(num_selected(fraction, len(hidden)), device=hidden.device)
+    return ours(hidden[rows], weight, ids[rows], teacher[rows])
+
+
+def two_stage(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor, *, fraction: float) -> Tensor:
+    """The training path where the rows of the highest entropies are selected."""
+    entropy = row_statistics(hidden, weight).entropy
+    rows = highest(entropy, [len(hidden)], [num_selected(fraction, len(hidden))])
+    return ours(hidden[rows], weight, ids[rows], teacher[rows])
 
 
 def autograd(hidden: Tensor, weight: Tensor, ids: Tensor, teacher: Tensor) -> None:
@@ -124,6 +146,10 @@ CONTESTANTS: dict[str, Callable[..., object]] = {
 }  # fmt: skip
 
 
+OURS = ("head_loss", "selected", "two_stage")
+"""Those that may have a float32 weight gradient."""
+
+
 def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Every contestant's milliseconds, their ratio to the bare products' in the same repetition, and peak GiB."""
     order = random.Random(0)
@@ -150,7 +176,7 @@ def measure(num_rows: int, hidden_size: int, names: list[str], args: argparse.Na
             took = start.elapsed_time(end) / calls[name]
             if repeat == args.warmup - 1:
                 calls[name] = max(1, round(1000 * args.seconds / took))
-                expected = gradients + (4 * weight.numel() if name == "head_loss" else 0)
+                expected = gradients + (4 * weight.numel() if name in OURS else 0)
                 peaks[name] = (torch.cuda.max_memory_allocated() - before - expected) / GIB
             elif repeat >= args.warmup:
                 times[name].append(took)
@@ -171,13 +197,18 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn (%(default)s)")
+    parser.add_argument("--selected", type=float, help="also measure the head on this fraction of the rows")
     args = parser.parse_args()
+    of_selected = ["selected", "two_stage"] if args.selected else []
+    for function in (selected, two_stage) if args.selected else ():
+        CONTESTANTS[function.__name__] = functools.partial(function, fraction=args.selected)
     lines = [
         f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, V = {args.vocabulary}, K = {args.topk}, bf16; "
         "milliseconds, (times the bare products: ratio of the medians, median of the ratios), "
         "peak GiB beyond inputs and gradients",
     ]
-    for num_rows, names in ((args.tokens, args.contestants), (args.long, ["bare", "head_loss"])):
+    tables = ((args.tokens, [*args.contestants, *of_selected]), (args.long, ["bare", "head_loss", *of_selected]))
+    for num_rows, names in tables:
         lines += ["", f"| T = {num_rows}, d | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
         for hidden_size in args.hidden_sizes:
             figures = measure(num_rows, hidden_size, names, args)

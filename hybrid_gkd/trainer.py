@@ -22,6 +22,7 @@ from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.steps import distillation_factor
+from hybrid_gkd.ppo.token_weights import Weighting
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
@@ -54,7 +55,8 @@ class GKDTrainer(PPOTrainer):
         """By the step of the rollout: several may be under way at a time."""
         self._kept: list[tuple[int, list[Pair]]] = []
         """Steps and finished samples that are sent when the next generation begins."""
-        self._updates_beside_teacher = self.group.size == 1 or not shares_gpu
+        self._weighting = Weighting(self.config)
+        self._updates_beside_teacher = (self.group.size == 1 or not shares_gpu) and not self._weighting.needs_scores
         """Whether an update may begin while the teacher still scores, see `_train_as_scored`."""
         if not self.config.actor_rollout_ref.teacher.is_stored:
             self.validators.append(self._held_out_divergence)
@@ -97,14 +99,18 @@ class GKDTrainer(PPOTrainer):
         """Train on each mini-batch as soon as its samples are scored, while the teacher scores the rest.
 
         Where an update crosses GPUs on which the teacher computes, it waits for all scores: each GPU takes turns by
-        itself, and all would wait in every collective for the last one's.
+        itself, and all would wait in every collective for the last one's. So it does where weights of tokens depend on
+        the scores: their sum has to be known before the first backward pass.
         """
+        whole, weighting = samples, self._weighting
+        samples = [weighting.before_scoring(sample) for sample in samples]
         if not self._updates_beside_teacher:
             with self.clock.span("wait_prev_teacher"):
                 found = self._take_scores(scores, len(scores))
             with self.clock.span("update_actor"):
-                samples = [sample.with_signals(teacher=found[sample.id]) for sample in samples]
-                return self.train(samples) | end_metrics(samples)
+                scored = [sample.with_signals(teacher=found[sample.id]) for sample in samples]
+                samples = [weighting.after_scoring(sample) for sample in scored]
+                return self.train(samples) | self._end_metrics(scored) | weighting.metrics(whole, samples)
         updates: list[dict[str, float]] = []
         mini_batches, epochs = self.batches.mini_batches(samples), self.config.actor_rollout_ref.actor.ppo_epochs
         for number, mini_batch in enumerate(mini_batches, start=1):
@@ -116,7 +122,11 @@ class GKDTrainer(PPOTrainer):
         if epochs > 1:
             with self.clock.span("update_actor"):
                 updates += self.train_mini_batches(mini_batches * (epochs - 1))
-        return mean_metrics(updates) | end_metrics(samples)
+        return mean_metrics(updates) | self._end_metrics(samples) | weighting.metrics(whole, samples)
+
+    def _end_metrics(self, samples: list[Sample]) -> dict[str, float]:
+        """Return `end_metrics` unless the ends are cut before the teacher scores them."""
+        return {} if self._weighting.cuts_before else end_metrics(samples)
 
     def _train_mini_batch_as_scored(
         self, mini_batch: list[Sample], scores: Scores, *, last: bool
@@ -186,6 +196,7 @@ class GKDTrainer(PPOTrainer):
         """Send samples of a step's rollout to the teacher without waiting for it, unless it is a warm-up by SFT."""
         if step <= self.config.trainer.warmup_steps_sft:
             return
+        pairs = [(task, self._weighting.before_scoring(sample)) for task, sample in pairs]
         with working_for(step):
             self._pending[step] |= self.teacher.start(pairs)
 

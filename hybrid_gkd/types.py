@@ -87,6 +87,10 @@ class TopK:
     sampled_logprobs: np.ndarray
     """[R], of the trained token itself."""
 
+    def only(self, kept: np.ndarray) -> TopK:
+        """Return the rows of `kept`, bool [R]."""
+        return TopK(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
+
 
 Arrays = list[np.ndarray]
 """One array for each sample."""
@@ -105,6 +109,7 @@ SIGNALS = {
     "weights/<term>": "[R] the same for one term, in the place of `weights`, where its samples are not all samples",
     "sampled_weights": "[R] further factors of terms of the sampled token: its part of the importance weight",
     "teacher_weights": "[R] further factors of the distillation term",
+    "token_weights": "[R] weights of tokens in the distillation term, which is divided by their sum",
     "sft": "[R] factor of the cross-entropy of each token of a given answer",
 }
 """Names of the signals that terms, critic and metrics read. A sample that lacks one has weight 0 where it is read."""
@@ -194,6 +199,18 @@ class Sample:
     def with_signals(self, **signals: Signal) -> Sample:
         """Return a copy that also has these signals."""
         return replace(self, signals={**self.signals, **signals})
+
+    def only(self, kept: np.ndarray) -> Sample:
+        """Return a copy in which the trained tokens are those of `kept`, bool [R]; what follows the last one is cut."""
+        positions = self.positions[kept]
+        end = positions[-1] + 1 if len(positions) else self.prompt_length
+        signals = {
+            name: each.only(kept) if isinstance(each, TopK) else each[kept] for name, each in self.signals.items()
+        }
+        return replace(
+            self, tokens=self.tokens[:end], loss_mask=np.isin(np.arange(end), positions), versions=self.versions[kept],
+            logprobs=None if self.logprobs is None else self.logprobs[kept], signals=signals,
+        )
 
 
 Pair = tuple[Task, Sample]

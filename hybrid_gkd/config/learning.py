@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybrid_gkd.config import metadata as rules
-from hybrid_gkd.losses.table import DIVERGENCES
+from hybrid_gkd.losses.table import DIVERGENCES, TOKEN_WEIGHTS, UNIFORM, TokenWeights, token_weights
 
 
 @dataclass
@@ -53,6 +53,19 @@ class DistillationConfig:
     loss_max_clamp: float | None = field(default=None, metadata=rules.POSITIVE)
     """Limit a token's divergence to plus or minus this, nats. A token beyond it has no gradient any more. With
     use_policy_gradient it is the advantage that is limited. actor/distillation/clamp_share says how many tokens are."""
+    token_weights: str = field(default=UNIFORM, metadata=rules.names(UNIFORM, *TOKEN_WEIGHTS, or_own=True))
+    """Weights of the tokens in the loss, see docs/losses.md: all the same (uniform), or a selection: the beginning of
+    each completion (position), where the student's entropy is highest (student_entropy), where the student is certain
+    of a token that the teacher finds unlikely (confident_wrong). Or module:name or file.py:name of a function."""
+    token_weights_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of token_weights by name: the fraction of each completion's tokens that is selected, by default
+    {fraction: 0.3} with position, 0.5 with student_entropy, 0.1 with confident_wrong; anything for a function of your
+    own."""
+
+    @property
+    def weighting(self) -> TokenWeights | None:
+        """The row of token_weights with its arguments; None where all tokens count the same."""
+        return token_weights(self.token_weights, self.token_weights_kwargs) if self.enabled else None
 
 
 ADV_ESTIMATORS = {

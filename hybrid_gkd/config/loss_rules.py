@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hybrid_gkd.config.schema import Config
-from hybrid_gkd.losses.table import DIVERGENCES
+from hybrid_gkd.losses.table import DIVERGENCES, TOKEN_WEIGHTS, UNIFORM, policy_loss
 
 Rules = Iterator[tuple[str, object, str]]
 """Dotted key, whether its rule holds, the rule in words."""
@@ -100,4 +100,25 @@ def distillation_loss(config: Config) -> Rules:
         ),
         f"must be actor_rollout_ref.rollout.temperature ({temperature}) with a policy loss, which is "
         "about the policy that the responses were sampled from",
+    )
+    yield from _token_weights(config)
+
+
+def _token_weights(config: Config) -> Rules:
+    """Yield the rules of weights of single tokens in the distillation term."""
+    loss, key, name = config.distillation, "distillation.token_weights", config.distillation.token_weights
+    yield key, name == UNIFORM or not loss.as_reward, "must be uniform with distillation.as_reward"
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    of_sequences = policy_loss(loss_mode).of_sequences and (loss.use_task_rewards or loss.use_policy_gradient)
+    yield (
+        key, not of_sequences or name not in TOKEN_WEIGHTS or TOKEN_WEIGHTS[name].needs != "student",
+        f"must not depend on the student's distribution with {ARR}.actor.policy_loss.loss_mode={loss_mode}",
+    )
+    given = loss.token_weights_kwargs
+    yield f"{key}_kwargs", name != UNIFORM or not given, f"must be left out with {key}=uniform, which has no arguments"
+    fraction = given.get("fraction", 1.0)
+    allowed = given.keys() <= {"fraction"} and isinstance(fraction, int | float) and 0 < fraction <= 1
+    yield (
+        f"{key}_kwargs", name not in TOKEN_WEIGHTS or allowed,
+        f"must give {key}={name} no argument but a fraction above 0 and at most 1",
     )

@@ -24,7 +24,7 @@ from hybrid_gkd.config.learning import (
     RewardModelConfig,
 )
 from hybrid_gkd.config.models import ActorConfig, ActorRolloutRefConfig, CriticConfig, CriticModelConfig, ModelConfig
-from hybrid_gkd.losses.table import KL_LOSSES, weighted_divergences
+from hybrid_gkd.losses.table import KL_LOSSES, policy_loss, weighted_divergences
 
 BATCHES_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 """trainer.scheduler -> how many batches generation is ahead of the update, and so the largest staleness."""
@@ -247,6 +247,20 @@ class Config:
         estimated = actor.use_kl_loss and KL_LOSSES[actor.kl_loss_type].signal == "sampled"
         divergences = weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn)
         return self.has_advantages or estimated or any(row.signal == "sampled" for _, row in divergences)
+
+    @property
+    def needs_rollout_logprobs(self) -> bool:
+        """Whether the rollout engine returns log-probabilities: for corrections, or token weights of the user's own."""
+        row = self.distillation.weighting
+        return self.algorithm.compares_logprobs or (row is not None and row.needs == "teacher")
+
+    @property
+    def distils_alone(self) -> bool:
+        """Whether distillation is the only term of the loss: tokens of weight 0 in it need not be computed then."""
+        loss, actor = self.distillation, self.actor_rollout_ref.actor
+        of_sequences = loss.use_policy_gradient and policy_loss(actor.policy_loss.loss_mode).of_sequences
+        others = self.has_advantages or self.sft_coef or actor.use_kl_loss or actor.entropy_coeff or of_sequences
+        return loss.enabled and not others
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -34,6 +34,7 @@ from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.losses.divergence import check_loss_fn
 from hybrid_gkd.losses.policy import check_policy_loss
 from hybrid_gkd.losses.table import policy_loss, user_divergence
+from hybrid_gkd.losses.token_weights import check_token_weights
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.ppo.advantages import check_estimator, load_estimator
 from hybrid_gkd.ppo.resuming import learning_settings
@@ -140,10 +141,13 @@ def device(facts: Facts) -> str:
 
 
 def loss(facts: Facts) -> str:
-    """A loss of the user's own computes row by row, and advantages of their own are one for each token."""
+    """A loss of the user's own computes row by row, and advantages and weights of their own are one for each token."""
     section = facts.config.distillation
     if section.enabled and section.loss_fn is not None:
         check_loss_fn(user_divergence(section.loss_fn).function, tail=section.tail)
+    if section.enabled and is_import_path(section.token_weights):
+        assert section.weighting is not None
+        check_token_weights(section.weighting, topk=section.topk)
     on_rewards = section.use_task_rewards or section.as_reward or not section.enabled
     if on_rewards and is_import_path(facts.config.algorithm.adv_estimator):
         estimator = load_estimator(facts.config.algorithm.adv_estimator)

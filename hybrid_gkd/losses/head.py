@@ -23,7 +23,7 @@ Shapes: T rows (packed response tokens), D hidden size, V rows of the matrix, N 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +35,23 @@ CHUNK_BYTES = 2**31
 """Most memory of a chunk's logits beyond that of the weight's gradient, which is made when they are gone: 8,600 rows of
 a vocabulary of 152k in bfloat16 at a hidden size of 1,536. A single chunk needs no float32 sum of that gradient, which
 costs every further chunk a pass over it, and may take its place: 10,100 rows."""
+STATISTICS_BYTES = 2**29
+"""Memory of a chunk's logits in `row_statistics`, which adds up nothing over its chunks: 1,700 such rows."""
 OVERLAP_ROWS = 32
 """At most so many rows, evenly spaced, are searched for the student's own top k."""
 LossFunction = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """(log-probabilities [r, K], the slice of rows they are of) -> (loss [r], metrics {name: [r]})."""
+
+
+class RowStatistics(NamedTuple):
+    """The student's distribution at the given rows."""
+
+    entropy: Tensor
+    """float32 [T], nats."""
+    top_ids: Tensor
+    """int64 [T], the most likely tokens."""
+    top_logprobs: Tensor
+    """float32 [T], their log-probabilities."""
 
 
 def head_loss(
@@ -132,6 +145,30 @@ def logprobs_of_ids(
     with torch.no_grad():
         head_loss(hidden, weight, ids, keep, temperature=temperature, chunk_rows=chunk_rows, num_ids=num_ids)
     return result
+
+
+@torch.no_grad()
+def row_statistics(
+    hidden: Tensor, weight: Tensor, *, temperature: float = 1.0, chunk_rows: int | None = None,
+    num_ids: int | None = None,
+) -> RowStatistics:
+    """Compute entropy and most likely token of softmax(hidden @ weight[:N].T / temperature), without gradient.
+
+    Costs one of the three matrix products of `head_loss`. Arguments: as there.
+    """
+    chunk_rows = chunk_rows or max(1, STATISTICS_BYTES // (len(weight) * weight.element_size()))
+    num_ids = len(weight) if num_ids is None else num_ids
+    dtype = head_torch.compute_dtype(hidden)
+    found = RowStatistics(*(hidden.new_empty(len(hidden), dtype=each) for each in (dtype, torch.int64, dtype)))
+    with torch.autocast(hidden.device.type, enabled=False):
+        kernels, buffer = _kernels(hidden), _logits_buffer(hidden, weight, chunk_rows)
+        for start in range(0, len(hidden), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            logits = torch.mm(hidden[rows], weight.T, out=buffer[: len(hidden[rows])])[:, :num_ids]
+            found.top_ids[rows] = logits.argmax(1)
+            logprobs, _, entropy = kernels.row_statistics(logits, found.top_ids[rows, None], temperature, True)
+            found.top_logprobs[rows], found.entropy[rows] = logprobs[:, 0], entropy
+    return found
 
 
 class _AttachGradients(torch.autograd.Function):

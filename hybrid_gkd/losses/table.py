@@ -1,6 +1,6 @@
-"""The terms of a loss, the divergences of `distillation.loss_mode` and `actor.kl_loss_type`, the policy losses.
+"""The terms of a loss, divergences (`distillation.loss_mode`, `actor.kl_loss_type`), token weights, policy losses.
 
-A new one is a row here and a function: of a term in terms.py, else in divergence.py or policy.py.
+A new one is a row here and a function: of a term in terms.py, else in the file that its row names.
 
 The configuration checks, the objective and the table in docs/losses.md follow from it. Needs no torch: the functions
 are imported when they are first used.
@@ -74,6 +74,39 @@ KL_LOSSES: Mapping[str, Divergence] = {
     "full": Divergence(f"{_HERE}:reverse_kl", "topk", ("tail",)),
 }
 """Between student and reference policy, which takes the teacher's place; full is on its top k and the tail."""
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """One row: the function of weights in the distillation term, and its arguments."""
+
+    import_path: str
+    needs: Literal["completion", "teacher", "student"]
+    """The completion alone; also the teacher's scores of it; the student's distributions, in its forward pass."""
+    options: Mapping[str, Any]
+    """Keyword arguments, `distillation.token_weights_kwargs` in the place of the defaults."""
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        return load_object("distillation.token_weights", self.import_path)
+
+
+UNIFORM = "uniform"
+_SELECTION = "hybrid_gkd.losses.selection"
+TOKEN_WEIGHTS: Mapping[str, TokenWeights] = {
+    "position": TokenWeights("hybrid_gkd.losses.token_weights:position", "completion", {"fraction": 0.3}),
+    "student_entropy": TokenWeights(f"{_SELECTION}:student_entropy", "student", {"fraction": 0.5}),
+    "confident_wrong": TokenWeights(f"{_SELECTION}:confident_wrong", "student", {"fraction": 0.1}),
+}
+"""distillation.token_weights -> its row; uniform has none."""
+
+
+def token_weights(name: str, kwargs: Mapping[str, Any]) -> TokenWeights | None:
+    """Return the row of `distillation.token_weights` with its arguments; None where all tokens count the same."""
+    if name == UNIFORM:
+        return None
+    row = TOKEN_WEIGHTS.get(name, TokenWeights(name, "teacher", {}))
+    return TokenWeights(row.import_path, row.needs, {**row.options, **kwargs})
 
 
 @dataclass(frozen=True)

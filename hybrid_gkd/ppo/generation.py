@@ -115,7 +115,7 @@ class Generation:
         open_tasks = tuple(task for task in tasks if task.index not in answered)
         requests = self._requests(open_tasks, section.n, batch=number)
         limit = response_limit(self.config.data, step)
-        sampling = self._sampling(section, limit, logprobs=self.config.algorithm.compares_logprobs)
+        sampling = self._sampling(section, limit, logprobs=self.config.needs_rollout_logprobs)
         greedy: tuple[Sample, ...] = ()
         for begins in self.on_generate if open_tasks else ():
             begins()

@@ -9,6 +9,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.guards import repeated_fraction
+from hybrid_gkd.ppo.token_weights import Weighting
 from hybrid_gkd.types import Rollout, drawn
 
 PEAK_FLOPS: dict[str, float] = {
@@ -69,7 +70,8 @@ def step_metrics(
             metrics[f"{update}/other"] = max(0.0, measured[update] - known)
     compute, peak = measured.get("timing/update_actor/compute", 0.0), peak_flops(devices)
     if compute and peak and not spec().has_experts:
-        flops = training_flops(spec(), [s.num_tokens for s in rollout.samples], int(lengths.sum()))
+        trained = [*map(Weighting(config).before_scoring, rollout.samples)]
+        flops = training_flops(spec(), [s.num_tokens for s in trained], sum(s.num_trained for s in trained))
         metrics["perf/mfu"] = config.actor_rollout_ref.actor.ppo_epochs * flops / compute / peak
     return metrics
 

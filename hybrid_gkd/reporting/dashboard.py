@@ -68,6 +68,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             "actor/distillation/overlap_ratio", "actor/distillation/student_mass", "actor/distillation/teacher_mass",
         )),
         Panel("Tokens beyond loss_max_clamp", ("actor/distillation/clamp_share",)),
+        Panel("Tokens selected by distillation.token_weights", ("actor/distillation/selected_fraction",)),
         Panel("Entropy", ("actor/entropy",)),
         Panel("Gradient norm", ("actor/grad_norm",)),
         Panel("Learning rate", ("actor/lr",)),
@@ -207,6 +208,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "actor/distillation/coef": (
         lambda run: _distils(run) and run.distillation.distillation_loss_coef_schedule != "constant"
     ),
+    "actor/distillation/selected": lambda run: run.distillation.weighting is not None,
     "actor/distillation/": _distils,
     "actor/kl_loss/": lambda run: _distils(run) and _several_updates(run),
     "actor/kl_loss": _distils,

@@ -36,6 +36,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/distillation/teacher_entropy": ("nats/token", "Entropy of the teacher on its top k and the tail"),
     "actor/distillation/entropy_gap": ("nats/token", "The student's entropy on the same minus the teacher's"),
     "actor/distillation/clamp_share": ("fraction", "Tokens with a divergence or advantage beyond loss_max_clamp"),
+    "actor/distillation/selected_fraction": (
+        "fraction", "Response tokens with a weight above 0 (distillation.token_weights). Where distillation is the "
+        "only term of the loss, the other metrics of tokens are means over these"
+    ),
     "actor/distillation/coef": ("", "Factor of the distillation (distillation_loss_coef_schedule)"),
     "actor/distillation/overlap_ratio": ("fraction", "Part of the teacher's top k in the student's, sampled"),
     "actor/distillation/student_mass": ("fraction", "The student's probability of the teacher's top k"),

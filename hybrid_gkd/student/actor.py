@@ -17,13 +17,17 @@ from torch import Tensor
 from hybrid_gkd.config import ActorConfig, Config, DistillationConfig
 from hybrid_gkd.errors import naming
 from hybrid_gkd.losses import table, terms
+from hybrid_gkd.losses.head import LossFunction, RowStatistics
 from hybrid_gkd.losses.objective import Objective
+from hybrid_gkd.losses.selection import highest
+from hybrid_gkd.losses.token_weights import num_selected
 from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import (
     LogprobModel,
     by_sample,
     check_packing,
     concat,
+    count_rows,
     count_tokens,
     join_signals,
     pack_samples,
@@ -41,6 +45,8 @@ SHOWN_CANDIDATES = 5
 """Of teacher and student, at a token of a held-out answer."""
 HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
 """What the head calls them -> what they are reported as."""
+HEAD_ROWS = "rows of the head"
+"""Name of the number of rows that the head computes, where it is not that of trained tokens."""
 
 
 def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool = False) -> Objective:
@@ -83,6 +89,11 @@ class Actor(TrainedModel):
         given = config.data.response_key is not None
         self.objective = make_objective(config.distillation, arr.actor, given=given)
         self.optim_sft, self.sft_updates = arr.actor.optim_sft, config.sft_updates
+        row = config.distillation.weighting
+        self.selection = row if row is not None and row.needs == "student" else None
+        """Token weights that need the student's distribution."""
+        self.skips_rows = config.distils_alone
+        """Rows that are not selected are left out of the head: no other term needs them."""
         self.topk = config.distillation.topk if config.distillation.enabled else 0
         self.ref_topk = config.ref_topk
         self.sampling_temperature = arr.rollout.temperature
@@ -116,6 +127,9 @@ class Actor(TrainedModel):
             options["prepare"] = lambda sampled: self.objective.loss_fn(
                 self.objective.with_sequence_ratios(signals, numbers, sampled)
             )
+        selects = self.selection is not None and "teacher.logprobs" in signals
+        if selects:
+            options["select"] = functools.partial(self._select, micro_batch, signals)
         quarters = [quarter_of_tokens(sample.num_trained) for sample in micro_batch]
         signals["quarter"] = concat([np.zeros(0), *quarters], self.device)
         loss, sums = self.model(
@@ -123,9 +137,12 @@ class Actor(TrainedModel):
             with_overlap=topk > 0, overlap_mask=signals.get("has.teacher"), **options,
         )
         counts = {
-            _count(name, names): count_tokens(micro_batch, names, self.device, quarter=_quarter(name))
+            _count(name, names): count_rows(signals["quarter"], quarter=_quarter(name)) if selects and self.skips_rows
+            else count_tokens(micro_batch, names, self.device, quarter=_quarter(name))
             for name, names in self.objective.reported.items()
         }
+        if self.selection is not None:
+            counts[HEAD_ROWS] = count_rows(signals["quarter"])
         return loss, {HEAD_METRICS.get(name, name): value for name, value in sums.items()} | counts
 
     def _signals(self, micro_batch: tuple[Sample, ...], sampled_ids: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
@@ -137,6 +154,27 @@ class Actor(TrainedModel):
         if self.objective.uses_sampled or not columns:
             columns.append(sampled_ids[:, None])
         return torch.cat(columns, 1), topk, signals
+
+    def _select(
+        self, micro_batch: tuple[Sample, ...], signals: dict[str, Tensor], student: RowStatistics
+    ) -> tuple[Tensor | None, LossFunction]:
+        """Select rows by the student's distribution, as `LogprobModel.forward` needs it; reduce the signals to them.
+
+        Where another term needs all rows, the signals stay, and rows that are not selected get the factor 0 in the
+        distillation term.
+        """
+        assert self.selection is not None
+        scores, counted = self.selection.function(student, signals), signals.get("weights/distillation")
+        if counted is not None:
+            scores = scores.masked_fill(counted == 0, -math.inf)
+        numbers = [num_selected(self.selection.options["fraction"], _num_counted(sample)) for sample in micro_batch]
+        rows = highest(scores, [sample.num_trained for sample in micro_batch], numbers)
+        if self.skips_rows:
+            signals.update({name: value[rows] for name, value in signals.items()})
+            return rows, self.objective.loss_fn(signals)
+        factors = torch.zeros_like(scores).index_fill_(0, rows, 1)
+        signals["teacher_weights"] = signals.get("teacher_weights", 1) * factors
+        return None, self.objective.loss_fn(signals)
 
     def check_packing(self, longest: int) -> None:
         """See `check_packing` in logprob_model.py. Raises ModelError, for the key of the model's path."""
@@ -193,13 +231,20 @@ class Actor(TrainedModel):
     def _reported(self) -> dict[str, str | None]:
         overlap = {HEAD_METRICS["overlap_ratio"]: "overlap_rows"} if self.topk else {}
         of_signals = {name: _count(name, signals) for name, signals in self.objective.reported.items()}
-        return {"actor/loss": None, "actor/entropy": None, **of_signals, **overlap}
+        of_entropy = None if self.selection is None else HEAD_ROWS
+        return {"actor/loss": None, "actor/entropy": of_entropy, **of_signals, **overlap}
 
 
 def _count(metric: str, signals: tuple[str, ...]) -> str:
     """Name of the number of tokens that have one of the signals, and are in the quarter that the metric is of."""
     quarter = _quarter(metric)
     return f"tokens with {' or '.join(signals)}" + ("" if quarter is None else f" in quarter {quarter}")
+
+
+def _num_counted(sample: Sample) -> int:
+    """Return how many of the trained tokens have a weight other than 0 in the distillation term."""
+    name = "weights/distillation"
+    return int(np.count_nonzero(sample.array(name))) if name in sample.signals else sample.num_trained
 
 
 def _quarter(metric: str) -> int | None:

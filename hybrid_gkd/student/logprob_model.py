@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hybrid_gkd.compat.transformers import mixes_in_attention_only
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.losses.head import LossFunction, head_loss, logprobs_of_ids
+from hybrid_gkd.losses.head import LossFunction, RowStatistics, head_loss, logprobs_of_ids, row_statistics
 from hybrid_gkd.losses.terms import QUARTERS
 from hybrid_gkd.losses.topk import TopLogprobs, top_logprobs
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, packed_and_alone, to_device
@@ -53,12 +53,15 @@ class LogprobModel(nn.Module):
         temperature: float, topk: int = 0, with_overlap: bool = True, entropy_weights: Tensor | None = None,
         prepare: Callable[[Tensor], LossFunction] | None = None, choose: bool = False,
         overlap_mask: Tensor | None = None,
+        select: Callable[[RowStatistics], tuple[Tensor | None, LossFunction]] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]] | TopLogprobs:
         """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
         With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's. `prepare` makes the loss
         function from the log-probabilities [R] of the last ids, for one that depends on those of other rows. With
-        `choose` the `topk` most likely ids, and the log-probabilities of `ids` [R, 1] beside them.
+        `choose` the `topk` most likely ids, and the log-probabilities of `ids` [R, 1] beside them. `select` makes the
+        loss function from the student's distribution at all rows, and chooses those [r] that the loss is computed of
+        (None: all of them): one further matrix product of all rows, and three of those.
         """
         hidden = hidden_states(self.model, batch, rows)
         weight = self.model.get_output_embeddings().weight
@@ -67,6 +70,11 @@ class LogprobModel(nn.Module):
             return _top_logprobs(hidden, weight, ids[:, 0], k=topk, **how)
         if prepare is not None:
             loss_fn = prepare(logprobs_of_ids(hidden, weight, ids[:, -1:], **how)[:, 0])
+        if select is not None:
+            selected, loss_fn = select(row_statistics(hidden, weight, **how))
+            if selected is not None:
+                hidden, ids = hidden[selected], ids[selected]
+                overlap_mask = None if overlap_mask is None else overlap_mask[selected]
         if loss_fn is None:
             return logprobs_of_ids(hidden, weight, ids, **how), {}
         return head_loss(
@@ -193,6 +201,11 @@ def count_tokens(
         lengths = [-(-(quarter + 1) * length // QUARTERS) + (-quarter * length // QUARTERS) for length in lengths]
     number = float(sum(lengths))
     return torch.full((), number, dtype=torch.float64, device=device)
+
+
+def count_rows(quarters: Tensor, *, quarter: int | None = None) -> Tensor:
+    """Return the number of rows, or of those in a quarter, float64 []; `quarters` [r] says which one each is in."""
+    return (quarters >= 0 if quarter is None else quarters == quarter).sum(dtype=torch.float64)
 
 
 def hidden_states(model: Any, batch: PackedBatch, rows: Tensor) -> Tensor:

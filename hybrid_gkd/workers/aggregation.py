@@ -8,11 +8,14 @@ Shapes: R_i trained tokens of sample i, B samples and N tokens of a mini-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
-from hybrid_gkd.losses.table import TERMS
+from hybrid_gkd.losses.table import TERMS, TokenWeights
+from hybrid_gkd.losses.token_weights import num_selected
 from hybrid_gkd.types import Sample
 
 
@@ -32,34 +35,57 @@ def with_loss_weights(config: Config, samples: list[Sample], mode: str | None = 
     A term that only some of the samples have a signal of is a mean over those alone: its factors are `weights/<term>`,
     0 for the others. What none of them has yet may be on its way to all.
 
+    With `distillation.token_weights` the distillation term is divided by the sum of the weights in the place of the
+    number of tokens; weights that are known already are in its factors.
+
     Raises TrainingError: no token is left in any term.
     """
-    actor = config.actor_rollout_ref.actor
+    actor, row = config.actor_rollout_ref.actor, config.distillation.weighting
     mode, constant = mode or actor.loss_agg_mode, actor.loss_scale_factor or config.data.max_response_length
     ones = [np.ones(sample.num_trained, np.float32) for sample in samples]
     weights = [s.array("weights") if "weights" in s.signals else one for s, one in zip(samples, ones, strict=True)]
     num_tokens, kept = sum(map(len, weights)), [int(np.count_nonzero(each)) for each in weights]
-    counted = {} if mode == "token-mean" and sum(kept) == num_tokens else {"weights": kept}
-    left = [sum(kept)] if actor.entropy_coeff else []
+    counted: dict[str, Sequence[float]] = {} if mode == "token-mean" and sum(kept) == num_tokens else {"weights": kept}
+    left: list[float] = [sum(kept)] if actor.entropy_coeff else []
     for term, signal in (TERMS | ({"reference": "reference_topk"} if config.ref_topk else {})).items():
         known = [signal in sample.signals for sample in samples]
+        sums: Sequence[float] = kept
+        if term == "distillation" and row is not None:
+            sums, known = _sums(row, samples, weights), known if any(known) else [True] * len(samples)
         if any(known):
-            own = [number if has else 0 for number, has in zip(kept, known, strict=True)]
+            own = [number if has else 0 for number, has in zip(sums, known, strict=True)]
             left.append(sum(own))
-            if any(len(each) for each, has in zip(weights, known, strict=True) if not has):
+            some_lack_it = any(len(each) for each, has in zip(weights, known, strict=True) if not has)
+            if some_lack_it or sums is not kept:
                 counted[f"weights/{term}"] = own
     if not any(left or kept):
         raise TrainingError(f"none of the {num_tokens} trained tokens of a mini-batch has a weight above 0")
     if not counted:
         return samples
     factors = {name: _factors(own, mode, num_tokens, constant) for name, own in counted.items()}
-    return [
-        sample.with_signals(**{name: weights[i] * each[i] for name, each in factors.items()})
-        for i, sample in enumerate(samples)
-    ]
+    found = []
+    for i, sample in enumerate(samples):
+        own_factors = {name: weights[i] * each[i] for name, each in factors.items()}
+        if "token_weights" in sample.signals:
+            own_factors["weights/distillation"] *= sample.array("token_weights")
+        found.append(sample.with_signals(**own_factors))
+    return found
 
 
-def _factors(kept: list[int], mode: str, num_tokens: int, constant: float) -> list[np.float32]:
+def _sums(row: TokenWeights, samples: list[Sample], weights: list[np.ndarray]) -> list[float]:
+    """Return the sum of the token weights of each sample, over its tokens whose `weights` [R_i] are not 0."""
+    sums = list[float]()
+    for sample, each in zip(samples, weights, strict=True):
+        kept = each != 0
+        if row.needs == "student":
+            sums.append(num_selected(row.options["fraction"], int(kept.sum())))
+        else:
+            own = sample.array("token_weights") if "token_weights" in sample.signals else np.ones(len(each))
+            sums.append(float(own[kept].sum(dtype=np.float64)))
+    return sums
+
+
+def _factors(kept: Sequence[float], mode: str, num_tokens: int, constant: float) -> list[np.float32]:
     """Of each sample, from its tokens that count; 0 for one without any."""
     num_kept, num_samples = sum(kept), sum(number > 0 for number in kept)
     denominators: dict[str, list[float]] = {

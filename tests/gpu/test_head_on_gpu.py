@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_gkd.losses.divergence import forward_kl, reverse_kl
-from hybrid_gkd.losses.head import head_loss
+from hybrid_gkd.losses.head import head_loss, row_statistics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -204,3 +204,16 @@ def test_rows_that_are_no_tokens_are_not_there(dtype, chunk_rows):
     for mine, other in zip((*got[:2], got[2][:num_ids], *got[3].values()), (*want[:3], *want[3].values()), strict=True):
         assert (mine - other).norm() <= RELATIVE_ERROR[dtype][0] * other.norm()
     assert (got[2][num_ids:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", RELATIVE_ERROR)
+def test_statistics_of_rows_are_those_of_the_logits_as_they_are_rounded(dtype):
+    """Over several chunks, of a matrix with rows that are no tokens."""
+    hidden, weight, _, _ = inputs(700, 896, 151936, 4, dtype)
+    found = row_statistics(hidden, weight, temperature=0.8, chunk_rows=256, num_ids=151669)
+    logits = (hidden @ weight.T)[:, :151669].detach().double()
+    logprobs = (logits / 0.8).log_softmax(1)
+    top = logprobs.gather(1, found.top_ids[:, None])[:, 0]
+    torch.testing.assert_close(top, logprobs.amax(1), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.top_logprobs.double(), top, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.entropy.double(), -(logprobs.exp() * logprobs).sum(1), rtol=1e-3, atol=1e-3)

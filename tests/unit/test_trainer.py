@@ -511,3 +511,63 @@ def test_seeds_differ_by_sample_and_step_and_are_the_same_on_every_run():
     assert seeds[1] == request_seeds(0, 1, 100)
     assert seeds[1] != request_seeds(1, 1, 100)
     assert all(0 <= seed < 2**31 for seed in seeds[0])
+
+
+def test_the_teacher_and_the_student_read_what_is_selected_by_position():
+    """The first half of each completion, which is one token here; validations and metrics of lengths see the whole."""
+    seen = []
+    teacher = LocalTeacher(lambda reading: (seen.append(reading), scores(reading))[1])
+    options = ("distillation.token_weights=position", "distillation.token_weights_kwargs.fraction=0.5")
+    trainer, group, rollout = make(GKDTrainer, *options, teacher=teacher)
+    trainer.generation.on_finished[0](1, pairs(rollout)[2:])
+    metrics = trainer._update_actor(rollout)
+    assert {reading.name for reading in seen} == {str(sample.id) for sample in rollout.samples}
+    for reading in seen:
+        assert reading.positions.tolist() == [len(reading.token_ids) - 1]
+    assert trained(group) == [0, 1, 2, 3, 4, 5]
+    for sample in group.trained[-1]:
+        assert sample.num_trained == 1
+        assert sample.num_tokens == sample.prompt_length + 1
+        assert "token_weights" not in sample.signals
+    assert metrics["actor/distillation/selected_fraction"] == pytest.approx(6 / 9)
+    assert "teacher/end_logprob" not in metrics
+
+
+def test_a_store_has_the_scores_of_whole_completions(tmp_path):
+    seen = []
+    teacher = LocalTeacher(lambda reading: (seen.append(reading), scores(reading))[1])
+    options = ("distillation.token_weights=position", "distillation.token_weights_kwargs.fraction=0.5")
+    cache = f"actor_rollout_ref.teacher.cache={tmp_path}"
+    trainer, group, rollout = make(GKDTrainer, *options, cache, teacher=teacher)
+    metrics = trainer._update_actor(rollout)
+    assert sorted(len(reading.positions) for reading in seen) == [1, 1, 1, 2, 2, 2]
+    assert [sample.num_trained for sample in group.trained[-1]] == [1] * 6
+    assert metrics["actor/distillation/selected_fraction"] == pytest.approx(6 / 9)
+
+
+def later_tokens(signals, *, factor):
+    """Weights of one's own, from the positions and the teacher's scores."""
+    assert signals.teacher.ids.shape == (signals.length, 1)
+    return factor * (signals.positions > 0)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_weights_of_ones_own_are_computed_when_all_is_scored(alone):
+    """So that their sum is known before the first backward pass. Beside another term no token is cut."""
+    teacher = LocalTeacher(scores)
+    options = [f"distillation.token_weights={__file__}:later_tokens", "distillation.token_weights_kwargs.factor=2"]
+    options += [] if alone else ["actor_rollout_ref.actor.use_kl_loss=true"]
+    trainer, group, rollout = make(GKDTrainer, *options, teacher=teacher)
+    metrics = trainer._update_actor(rollout)
+    assert group.accumulated == []
+    samples = group.trained[-1]
+    numbers = [[], [2]] if alone else [[0], [0, 2]]
+    for sample, number in zip(samples, numbers * 3, strict=True):
+        assert sample.num_trained == len(number)
+        assert ([] if alone and not number else sample.array("token_weights").tolist()) == number
+        (share,) = {part.num_tokens for parts in group.updates[-1] for part in parts}
+        factor = share / 6  # by the sum of the weights
+        np.testing.assert_allclose(sample.array("weights/distillation"), np.array(number) * factor, rtol=1e-6)
+    assert metrics["actor/distillation/selected_fraction"] == pytest.approx(3 / 9)
+    assert metrics["teacher/end_logprob"] == pytest.approx(-0.5)
+    assert trainer.config.needs_rollout_logprobs

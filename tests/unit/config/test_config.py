@@ -196,6 +196,41 @@ def test_a_loss_of_ones_own_stands_alone(overrides, parts):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["token_weights=first"], ["distillation.token_weights", "uniform, position", "module:name", "first"]),
+        (["token_weights_kwargs={fraction: 0.5}"], ["token_weights_kwargs", "left out with", "uniform", "0.5"]),
+        (["token_weights=position", "token_weights_kwargs={fraction: 0}"], ["kwargs", "fraction above 0", "0"]),
+        (["token_weights=position", "token_weights_kwargs={fraction: 1.5}"], ["kwargs", "at most 1", "1.5"]),
+        (["token_weights=position", "token_weights_kwargs={share: 0.5}"], ["kwargs", "no argument but", "share"]),
+        (["token_weights=position", "token_weights_kwargs={fraction: half}"], ["kwargs", "fraction above 0", "half"]),
+        (["token_weights=position", "as_reward=true"], ["distillation.token_weights", "as_reward", "position"]),
+        (
+            ["token_weights=student_entropy", "loss_mode=k1", "use_policy_gradient=true"],
+            ["distillation.token_weights", "loss_mode=gspo", "student_entropy"],
+        ),
+    ],
+)
+def test_token_weights_that_cannot_be_computed_are_refused(overrides, parts):
+    more = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"] if "loss_mode=gspo" in parts else []
+    with pytest.raises(HybridGKDError) as caught:
+        load_config([*OWN, *more, *(f"distillation.{override}" for override in overrides)])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_token_weights_have_their_arguments_and_are_alone_or_not():
+    config = load_config([*OWN, "distillation.token_weights=m:f", "distillation.token_weights_kwargs={power: 2}"])
+    assert config.distillation.weighting.options == {"power": 2}
+    assert config.distils_alone
+    config = load_config([*OWN, "distillation.token_weights=confident_wrong"])
+    assert config.distillation.weighting.options == {"fraction": 0.1}
+    for other in ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01"):
+        assert not load_config([*OWN, other]).distils_alone
+    assert load_config(OWN).distillation.weighting is None
+
+
 def test_recipes_build_on_others_by_their_defaults_list(tmp_path):
     (tmp_path / "base.yaml").write_text("data: {train_batch_size: 7, seed: 5}\n", encoding="utf-8")
     (tmp_path / "mine.yaml").write_text("defaults: [base]\ndata: {seed: 6}\n", encoding="utf-8")

@@ -1,0 +1,81 @@
+"""Weights of single tokens in the distillation term, from completions and the teacher's scores. Needs no torch.
+
+Names are in table.py; weights that need the student's distribution are in selection.py.
+
+Shapes: R trained tokens of a completion, K teacher candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_gkd.errors import ConfigError
+from hybrid_gkd.losses.table import TokenWeights
+from hybrid_gkd.types import TopK
+
+KEY = "distillation.token_weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSignals:
+    """What a function of weights reads of one completion."""
+
+    token_ids: np.ndarray
+    """int32 [R], the trained tokens."""
+    positions: np.ndarray
+    """int64 [R], their numbers within the completion: 0 to R - 1."""
+    length: int
+    """R."""
+    logprobs: np.ndarray | None = None
+    """float32 [R], log-probabilities of the tokens under the student that wrote them; None for a given answer."""
+    teacher: TopK | None = None
+    """The teacher's candidates, the mass outside of them, and its log-probabilities of the tokens; None for
+    `position`."""
+
+
+def position(signals: TokenSignals, *, fraction: float) -> np.ndarray:
+    """Return weight 1 for the first ceil(fraction R) tokens of a completion, 0 for the others, float32 [R].
+
+    Source: arXiv 2606.22600, in which the first 30 % of an answer teach nearly as much as all of it.
+    """
+    return (signals.positions < num_selected(fraction, signals.length)).astype(np.float32)
+
+
+def num_selected(fraction: float, count: int) -> int:
+    """Return ceil(fraction count); 0.1 * 30, which float64 rounds up, counts as 3."""
+    return math.ceil(fraction * count - 1e-9)
+
+
+def evaluate(row: TokenWeights, signals: TokenSignals) -> np.ndarray:
+    """Return the weights of a completion, float32 [R]. Raises ConfigError unless each is finite and at least 0."""
+    weights = np.asarray(row.function(signals, **row.options))
+    if weights.shape != (signals.length,):
+        rule = f"must return one weight per token, [{signals.length}]; got {list(weights.shape)}"
+        raise ConfigError(KEY, rule, show_value=False)
+    weights = weights.astype(np.float32)
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise ConfigError(KEY, "must return finite weights of at least 0", show_value=False)
+    return weights
+
+
+def check_token_weights(row: TokenWeights, *, topk: int) -> None:
+    """Try out a function of the user's on a completion of five tokens. Raises ConfigError if it fails."""
+    rng = np.random.default_rng(0)
+    each = np.log(rng.dirichlet(np.ones(topk + 1), 5).astype(np.float32))
+    teacher = TopK(
+        ids=np.tile(np.arange(topk, dtype=np.int32), (5, 1)), logprobs=-np.sort(-each[:, :topk], 1),
+        tail_logprobs=each[:, topk], sampled_logprobs=each[:, 0],
+    )
+    signals = TokenSignals(
+        token_ids=np.arange(5, dtype=np.int32), positions=np.arange(5), length=5, logprobs=each[:, 0], teacher=teacher
+    )
+    try:
+        evaluate(row, signals)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        rule = f"raised {type(error).__name__} when it was tried: {error}"
+        raise ConfigError(KEY, rule, show_value=False) from error

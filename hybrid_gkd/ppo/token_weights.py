@@ -1,0 +1,62 @@
+"""The weights of single tokens in the distillation term, where the trainer can compute them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid_gkd.config import Config
+from hybrid_gkd.losses.token_weights import TokenSignals, evaluate, num_selected
+from hybrid_gkd.types import Sample, TopK
+
+
+class Weighting:
+    """Weighs the tokens of samples as `distillation.token_weights` says.
+
+    Where distillation is the only term of the loss, tokens of weight 0 are not trained on, and what follows the last
+    selected one is cut: neither the student nor, where the weights are known before, the teacher computes them.
+    Otherwise the weights are the signal `token_weights`. Those that need the student's distribution are computed in
+    its forward pass; here only their number is known.
+    """
+
+    def __init__(self, config: Config):
+        self._row, self._selects = config.distillation.weighting, config.distils_alone
+        needs = None if self._row is None else self._row.needs
+        # A store has the scores of whole completions.
+        if needs == "completion" and self._selects and config.actor_rollout_ref.teacher.cache is not None:
+            needs = "teacher"
+        self.needs_scores, self._before = needs == "teacher", needs == "completion"
+        self.cuts_before = self._before and self._selects
+        """The teacher scores the selected tokens alone."""
+
+    def before_scoring(self, sample: Sample) -> Sample:
+        """Return a sample as the teacher is to score it."""
+        return self._weighed(sample) if self._before else sample
+
+    def after_scoring(self, sample: Sample) -> Sample:
+        """Return a sample that has the teacher's scores as it is to be trained on."""
+        return self._weighed(sample) if self.needs_scores else sample
+
+    def metrics(self, before: list[Sample], after: list[Sample]) -> dict[str, float]:
+        """Return the fraction of the trained tokens that have a weight above 0, of samples without and with weights."""
+        if self._row is None:
+            return {}
+        if self._row.needs == "student":
+            selected = [num_selected(self._row.options["fraction"], sample.num_trained) for sample in before]
+        else:
+            selected = [
+                int(np.count_nonzero(s.array("token_weights"))) if "token_weights" in s.signals else s.num_trained
+                for s in after
+            ]
+        num_tokens = sum(sample.num_trained for sample in before)
+        return {"actor/distillation/selected_fraction": float(sum(selected) / num_tokens)}
+
+    def _weighed(self, sample: Sample) -> Sample:
+        assert self._row is not None
+        scores = sample.signals.get("teacher")
+        weights = evaluate(self._row, TokenSignals(
+            token_ids=sample.trained_ids, positions=np.arange(sample.num_trained), length=sample.num_trained,
+            logprobs=sample.logprobs, teacher=scores if isinstance(scores, TopK) else None,
+        ))  # fmt: skip
+        if self._selects:
+            sample, weights = sample.only(weights > 0), weights[weights > 0]
+        return sample if (weights == 1).all() else sample.with_signals(token_weights=weights)
