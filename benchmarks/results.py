@@ -165,7 +165,7 @@ LENGTHS = (0.3, 1.0)
 FEW_METHODS = {name: MANY[name] for name in ("opd", "mixed", "off_policy", "sft_teacher", "sft_data", "grpo")} | {
     name: replace(MANY[name], settings=grid((3e-4, 1e-4, 1e-3), (32,), LENGTHS))
     for name in ("off_policy", "sft_teacher", "sft_data")
-}
+} | {name: replace(MANY[name], settings=grid((3e-4, 1e-3, 1e-4), (32, 64))) for name in ("opd", "mixed")}
 WARM_METHODS = {
     "opd": Method(title="then on-policy distillation", overrides=f"{GIVEN} distillation.on_policy_fraction=1"),
     "sft_teacher": Method(title="then more SFT", overrides=f"{SFT} {GIVEN}"),
