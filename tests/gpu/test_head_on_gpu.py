@@ -202,7 +202,7 @@ def test_rows_that_are_no_tokens_are_not_there(dtype, chunk_rows):
     alone = weight.detach()[:num_ids].clone().requires_grad_()
     want = run(hidden, alone, ids, teacher, chunk_rows=chunk_rows)
     for mine, other in zip((*got[:2], got[2][:num_ids], *got[3].values()), (*want[:3], *want[3].values()), strict=True):
-        assert (mine - other).norm() <= RELATIVE_ERROR[dtype][0] * other.norm()
+        assert (mine - other).norm() <= 2 * RELATIVE_ERROR[dtype][0] * other.norm()  # each of the two is rounded
     assert (got[2][num_ids:] == 0).all()
 
 
