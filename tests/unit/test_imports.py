@@ -51,6 +51,7 @@ FORBIDDEN = {
     "reporting": {"torch", "ray", "vllm", "wandb", "hybrid_gkd.workers"},
     "testing": {"torch", "ray", "vllm", "transformers"},
     "launch": {"vllm", "wandb"},
+    "launch.presence": {"torch", "vllm", "ray", "transformers"},
 }
 NEEDS_TRITON = {
     "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.compat.vllm.runner_triton",
