@@ -73,7 +73,7 @@ def examine_config(
     given = [(each.partition("=")[0], _parse_override(each)) for each in overrides or []]
     _merge_source(merged, given, problems, of_verl)
     try:
-        missing = sorted(OmegaConf.missing_keys(merged))
+        missing = _missing_keys(merged)
     except OmegaConfBaseException as error:  # a reference to a key that there is not
         return None, [*problems, _unresolved(merged, error)]
     for key in missing:
@@ -92,6 +92,15 @@ def examine_config(
     if whole:
         problems += broken_rules(config, wrong={error.key for error in problems})
     return config, problems
+
+
+def _missing_keys(merged: DictConfig) -> list[str]:
+    """Return the dotted keys without a value, sorted. Raises OmegaConfBaseException for a reference that fails.
+
+    OmegaConf's own search takes a third of the loading time, so it runs only where a text has a mark of either.
+    """
+    text = str(OmegaConf.to_container(merged))
+    return sorted(OmegaConf.missing_keys(merged)) if "???" in text or "${" in text else []
 
 
 def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
