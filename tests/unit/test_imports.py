@@ -118,6 +118,7 @@ def test_there_is_no_circle():
     assert not in_circles(imports_of_all())
 
 
+@pytest.mark.slow
 def test_there_is_none_among_the_benchmarks():
     edges = {}
     for file in (ROOT.parent / "benchmarks").glob("*.py"):
@@ -194,6 +195,7 @@ def defined_in(module):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["benchmarks", "tests/gpu"])
 def test_what_cannot_run_here_imports_names_that_exist(folder):
     for file in sorted((ROOT.parent / folder).glob("*.py")):

@@ -21,6 +21,7 @@ def program(cwd, *arguments, pythonpath=ROOT, python=(sys.executable,)):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", [(sys.executable,), (sys.executable, "-P")])
 def test_what_lies_in_the_working_folder_takes_no_module_s_place(python, tmp_path):
     for name in ("tokenize", "logging", "secrets", "omegaconf"):
@@ -30,6 +31,7 @@ def test_what_lies_in_the_working_folder_takes_no_module_s_place(python, tmp_pat
     assert "no such folder; got './student'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pythonpath", [f"{ROOT}:.", f":{ROOT}", "{folder}:" + ROOT])
 def test_a_folder_that_python_looks_into_first_is_refused_by_the_file_s_name(pythonpath, tmp_path):
     (tmp_path / "logging").mkdir()

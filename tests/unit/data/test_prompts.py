@@ -400,6 +400,7 @@ def test_a_parquet_file_without_rows(tmp_path, num_groups):
         load(tmp_path / "a.parquet")
 
 
+@pytest.mark.slow
 def test_a_folder_of_files_is_read_by_the_datasets_library(tmp_path, monkeypatch):
     """Splits by the names of the files, `train` where none is asked for; a folder without data is named."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

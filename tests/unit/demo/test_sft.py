@@ -66,6 +66,7 @@ def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer
     assert right == {"held_out_accuracy": 0.75, "held_out_template_accuracy": 0.5}
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(tokenizer, folder):
     rows = make_data(replace(RECIPES["cpu"], num_train=3, num_val=2), 0)[0]
     samples = encode(rows, tokenizer)

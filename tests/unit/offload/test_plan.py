@@ -122,6 +122,7 @@ def test_seven_billion_with_adapters_fit_on_one_card_without_any_offload(tmp_pat
     assert memory(config(), spec, "cpu").phases(None)["update"]["frozen_params"] == 4 * spec.parameters
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_small_unless_it_is_to_be_merged(tmp_path):
     spec, lora = seven_b_with_adapters(tmp_path, 32), "actor_rollout_ref.model.lora_rank=32"
     checkpoint = "actor_rollout_ref.actor.checkpoint"
@@ -237,6 +238,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "GPU 0"
 
 
+@pytest.mark.slow
 def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_caches(tmp_path, monkeypatch):
     teacher, rollout = "actor_rollout_ref.teacher", "actor_rollout_ref.rollout"
     model = make_tiny_model(tmp_path, tied=True)
@@ -328,6 +330,7 @@ def test_a_card_has_to_hold_the_phases_of_its_own_worker_alone():
         check_free_memory(memory(separate, SEVEN_B), small)
 
 
+@pytest.mark.slow
 def test_the_update_holds_what_fsdp_gathers():
     """All of it for all micro-batches without `reshard_after_forward`, on one GPU too; else embedding and head."""
     for gpus in (1, 2):
@@ -344,6 +347,7 @@ def test_the_update_holds_what_fsdp_gathers():
         memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B).check(135 * GIB)
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
     def tokens(*overrides):
         given = config("data.max_prompt_length=500", "data.max_response_length=524", *overrides)
@@ -359,6 +363,7 @@ def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
     assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_mini_batch_size=2") == 2048
 
 
+@pytest.mark.slow
 def test_forward_passes_over_a_batch_are_counted_where_they_take_more_than_the_update(tmp_path):
     """The reference and the reward model have nothing else; beside an update of small mini-batches they may be more."""
     models, hidden, intermediate, layers, vocabulary = {}, 64, 256, 3, 1000
@@ -437,6 +442,7 @@ def saved_bytes(model, batch):
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "hidden", "intermediate", "heads", "kv_heads"),
     [(Qwen2Config, 64, 128, 4, 2), (Qwen2Config, 64, 320, 4, 4), (LlamaConfig, 128, 192, 8, 1)],
@@ -586,6 +592,7 @@ def test_size_counts_tied_embeddings_once(tmp_path):
         assert model_spec(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
 
 
+@pytest.mark.slow
 def test_an_engine_in_float32_takes_twice_as_much():
     wide = config(*OFFLOAD, "actor_rollout_ref.rollout.dtype=float32", COMPUTED)
     for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float16", 2), ("float32", 4)):
@@ -676,6 +683,7 @@ def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_m
     assert on_cpu["largest phase"] >= 4 * master
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_path):
     model = f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}"
 

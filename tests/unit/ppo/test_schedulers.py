@@ -158,6 +158,7 @@ def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(schedul
     assert_trained(group, range(1, 5))
 
 
+@pytest.mark.slow
 def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_there(tmp_path):
     """Losses rise by one a step here; other validations than those before and after training are neither."""
     group = RecordingGroup()
@@ -207,6 +208,7 @@ def kept(folder):
     return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_known_after_a_resume(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     often = (*BEST, "trainer.save_freq=2")
@@ -223,6 +225,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_known_after_a_resume(
     assert (kept(tmp_path), trainer.best.step) == ([7, 8], 7)
 
 
+@pytest.mark.slow
 def test_without_a_save_frequency_only_the_best_and_the_last_are_saved(tmp_path):
     _, group, _ = fit("sync", 4, tmp_path, *BEST, "trainer.save_freq=-1", group=falling(2.0, 1.0, 1.5, 3.0))
     assert group.saved == [1, 2, 4]
@@ -230,6 +233,7 @@ def test_without_a_save_frequency_only_the_best_and_the_last_are_saved(tmp_path)
     assert group.saved == [4]
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_by_another_metric_or_that_is_gone_is_not_known_any_more(tmp_path):
     fit("sync", 2, tmp_path, *BEST, "trainer.save_freq=1", group=falling(1.0, 2.0))
     again = dict(resume_from=tmp_path / "global_step_2", group=falling(1.0, 2.0, 3.0))
@@ -241,6 +245,7 @@ def test_a_best_checkpoint_by_another_metric_or_that_is_gone_is_not_known_any_mo
     assert trainer.best.step == 3
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
@@ -251,6 +256,7 @@ def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
     assert staleness == [min(step - 4, BATCHES_AHEAD[scheduler]) for step in range(4, 8)]
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_a_batch_without_scores_ends_the_run_and_the_state_before_it_is_saved(scheduler, pools, tmp_path):
@@ -387,6 +393,7 @@ def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):
     assert group.saved == [2]
 
 
+@pytest.mark.slow
 @DEPTHS
 @POOLS
 def test_a_requested_stop_ends_with_the_step_in_hand_which_is_saved_and_continued_from(
@@ -446,6 +453,7 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
     assert trainer.tracking.by_step[1]["memory/update/actor_params_gb"] == 1
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_step_or_after_a_save_leaves_nothing_out(tmp_path):
     group = RecordingGroup()
     trainer, _, _ = fit(

@@ -125,6 +125,7 @@ def texts(tree):
             yield node.value
 
 
+@pytest.mark.slow
 def test_every_timeout_has_the_key_that_sets_it_and_every_such_key_its_timeout():
     named, keys = set(), set(keys_of(Config()))
     assigned = [node for tree in trees() for node in tree.body if isinstance(node, ast.Assign)]
@@ -143,6 +144,7 @@ def test_every_timeout_has_the_key_that_sets_it_and_every_such_key_its_timeout()
     assert named == {key for key in keys if key.endswith(("timeout", "grace_period"))}
 
 
+@pytest.mark.slow
 def test_no_message_states_the_seconds_of_a_deadline_without_its_key():
     """A `Timeout` in a message names it; a bare number of seconds is something that has happened."""
     stated = re.compile(r"(within|waited|not ready after|limit is|and no error in|answered) ?(\{[^}]*\}|%\S+) s\b")

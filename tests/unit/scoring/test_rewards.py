@@ -94,6 +94,7 @@ def test_math(response, answer, reward):
     assert math(response, answer) == reward
 
 
+@pytest.mark.slow
 def test_math_needs_an_expression_in_the_answer():
     with pytest.raises(DataError, match="needs an expression in every answer; got ''"):
         math("72", "")
@@ -155,6 +156,7 @@ def test_overlong_penalty_is_that_of_dapo(num_tokens, penalty):
     assert overlong_penalty(num_tokens, 20, OverlongBufferConfig(len=8, penalty_factor=0.5)) == penalty / 2
 
 
+@pytest.mark.slow
 def test_needs_no_torch():
     code = "import sys, hybrid_gkd.scoring.reward_pool, hybrid_gkd.ppo.advantages; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
