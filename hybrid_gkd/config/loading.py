@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.readings import OF_VERL
 from hybrid_gkd.config.models import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
-from hybrid_gkd.config.spelling import SpellingReader
+from hybrid_gkd.config.spelling import SpellingReader, is_single
 from hybrid_gkd.config.texts import is_text, keep_typed, typed
 from hybrid_gkd.errors import ConfigError, raise_all
 from hybrid_gkd.runtime.imports import load_object
@@ -199,39 +199,37 @@ def _merge_source(
     def below(key: str) -> Any:
         return of_verl if key == OF_VERL else OmegaConf.select(base, key, default=None)
 
-    reader, pieces = SpellingReader(given, below), list[tuple[str, Tree | ConfigError]]()
+    reader = SpellingReader(given, below)
     for (name, part), leaves in zip(parts, split, strict=True):
         if isinstance(part, ConfigError):
-            pieces.append((name, part))
+            problems.append(part)
             continue
-        of_part, as_given = list[tuple[str, Tree | ConfigError]](), True
+        pieces, as_given = list[Tree](), True
         for path, value in leaves:
             key = ".".join(map(str, path))
             try:
                 read = reader.read(key, value)
             except ConfigError as error:
-                pieces.append((name, error))
+                problems.append(error)
                 read = {}
             as_given = as_given and read == {key: value}
-            of_part += [(name, _nested(own.split("."), new)) for own, new in read.items()]
-        pieces += [(name, part)] if as_given else of_part
-    try:
-        OmegaConf.unsafe_merge(base, *(piece for _, piece in pieces if isinstance(piece, dict)))  # changes `base`
-        problems += [piece for _, piece in pieces if isinstance(piece, ConfigError)]
-    except (OmegaConfBaseException, TypeError):
-        for name, piece in pieces:
-            if isinstance(piece, ConfigError):
-                problems.append(piece)
-            else:
-                _merge(base, piece, problems, name)
+            pieces += [_nested(own.split("."), new) for own, new in read.items()]
+        for piece in [part] if as_given else pieces:
+            _merge(base, piece, problems, name)
     for line in reader.summary():
         logger.info("%s", line)
 
 
 def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str = "config") -> None:
     """Put the values of `extra` into `base`, all that fit; `key` is what a message names where the error has no key."""
+    leaves = list(_leaves(extra))
+    own, value = ".".join(map(str, leaves[0][0])), leaves[0][1]
+    plain = len(leaves) == 1 and isinstance(value, str | int | float) and value != MISSING
     try:
-        OmegaConf.unsafe_merge(base, extra)
+        if plain and is_single(own):
+            OmegaConf.update(base, own, value)  # a merge would walk over all of `base`
+        else:
+            OmegaConf.unsafe_merge(base, extra)
         return
     except ConfigKeyError as error:
         unknown = _full_key(error)
@@ -242,7 +240,6 @@ def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str 
         problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
     except TypeError as error:  # a part of a list, for example
         problem = ConfigError(key, str(error), show_value=False)
-    leaves = list(_leaves(extra))
     if len(leaves) > 1:
         for path, value in leaves:
             _merge(base, _nested(path, value), problems, key)
