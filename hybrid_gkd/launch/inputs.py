@@ -60,8 +60,7 @@ def student(facts: Facts) -> str:
         check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
     facts.spec = student_spec(config)
     facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
-    if config.distillation.enabled:
-        check_topk("distillation.topk", config.distillation.topk, facts)
+    check_topk(facts)
     return (
         f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
         f"vocabulary, of which {facts.stop_token_ids} end an answer"
@@ -88,7 +87,6 @@ def reference(facts: Facts) -> str:
     path = config.actor_rollout_ref.ref.model.path
     if not config.uses_reference:
         return "none is needed"
-    check_topk("actor_rollout_ref.ref.topk", config.ref_topk, facts)
     if not config.has_reference_model:
         return f"the student's {config.ref_model.path} without its LoRA adapters"
     if path is None:
@@ -363,12 +361,18 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
         raise ModelError(f"{what}, among them all that end an answer ({facts.stop_token_ids})")
     logger.warning("%s; tokens with the ids %d to %d are never drawn", what, rows, facts.num_ids - 1)
     facts.num_ids = rows
+    check_topk(facts)
 
 
-def check_topk(key: str, topk: int, facts: Facts) -> None:
-    """Raises ConfigError: there are fewer tokens."""
-    if topk > len(facts.tokenizer):
-        raise ConfigError(key, f"must be at most the {len(facts.tokenizer)} tokens of the vocabulary", topk)
+def check_topk(facts: Facts) -> None:
+    """Check that a position has as many candidates as are asked for. Raises ConfigError."""
+    assert facts.num_ids is not None
+    loss, rule = facts.config.distillation, f"must be at most the {facts.num_ids} tokens with a row in every model"
+    for key, topk in (
+        ("distillation.topk", loss.topk if loss.enabled else 0), ("actor_rollout_ref.ref.topk", facts.config.ref_topk),
+    ):
+        if topk > facts.num_ids:
+            raise ConfigError(key, rule, topk)
 
 
 def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: tuple[int | None, str]) -> None:

@@ -130,10 +130,16 @@ def test_a_teacher_without_a_row_for_what_ends_an_answer_is_refused(models):
 
 
 @pytest.mark.slow
-def test_more_candidates_than_tokens_are_refused(models):
-    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 260 tokens.*got 261"):
-        check(models, "student", "distillation.topk=261")
-    check(models, "student", "distillation.topk=260")
+def test_more_candidates_than_tokens_are_refused(models, tmp_path):
+    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 259 tokens.*got 260"):
+        check(models, "student", "distillation.topk=260")
+    check(models, "student", "distillation.topk=259")
+    teacher = make_tiny_model(tmp_path / "teacher", vocab_size=258)
+    paths = (f"data.train_files={tmp_path}/train.jsonl", f"actor_rollout_ref.teacher.model.path={teacher}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8")
+    plain = "actor_rollout_ref.teacher.chat_template='{{ messages[0].content }}'"
+    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 258 tokens.*got 259"):
+        check(models, "student", *paths, plain, "distillation.topk=259")
 
 
 @pytest.mark.slow
