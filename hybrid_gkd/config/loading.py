@@ -174,6 +174,8 @@ def _parse_override(override: str) -> Tree | ConfigError:
     own = key.lstrip("+")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", own):
         return ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
+    if not _is_utf8(value):
+        return ConfigError(key, "must be UTF-8 text, and the locale one of UTF-8 (LC_ALL, LANG)", value)
     try:
         if is_text(own):
             return _nested(own.split("."), typed(value, own))
@@ -184,6 +186,11 @@ def _parse_override(override: str) -> Tree | ConfigError:
         return parsed
     except Exception as error:  # the value is parsed as YAML, which has its own error types
         return ConfigError(key, f"the value is not valid YAML: {_reason(error)}", value)
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether no byte of an argument was left undecoded, for which Python has a surrogate."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _merge_source(
