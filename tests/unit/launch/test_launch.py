@@ -148,6 +148,7 @@ def runnable(folder, *overrides):
     )
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):

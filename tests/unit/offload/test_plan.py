@@ -80,6 +80,7 @@ def checkpoint_size(given, spec):
     return checkpoint_bytes(given.actor_rollout_ref.actor.checkpoint, trained_models(given, spec))
 
 
+@pytest.mark.slow
 def test_seven_billion_on_one_card_fit_with_offload_and_are_refused_without():
     memory(config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B).check(CARD)
     with pytest.raises(ConfigError, match=r"optimizer_offload.*phase rollout.*optimizer_state 56\.7.*has 140\.0"):
@@ -203,6 +204,7 @@ def test_a_share_that_cannot_hold_the_engine_is_refused_with_the_numbers():
         share_of(config(*OFFLOAD, COMPUTED), SEVEN_B, free=16 * GIB)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(tmp_path):
     teacher = make_tiny_model(tmp_path, tied=True)
     one_gpu = load_config(
@@ -274,6 +276,7 @@ def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_cach
     assert planned(total=60 * GIB)[1] is None  # the engine gets what is left beside teacher and 6 GiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "dtype", "backend", "has_vllm", "itemsize"),
     [
@@ -555,6 +558,7 @@ def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
     assert shares[0] - shares[1] == pytest.approx(small.parameters / CARD, abs=0.01)  # half of 2.9 GiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("0.5b", "1.5b")])
 def test_the_recipe_for_one_gpu_is_accepted(tmp_path, student, teacher):
     for name in (student, teacher):

@@ -148,6 +148,7 @@ def test_metrics_of_a_response():
         tiny_config(f"algorithm.filter_groups.metric={name}")
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_batches_are_refilled_with_groups_that_have_a_signal(scheduler, pools, tmp_path, caplog):

@@ -33,6 +33,7 @@ VALIDATED = {
     "val/num_prompts", *(f"val/{name}/q{quarter}" for name in ("forward_kl", "reverse_kl") for quarter in (1, 3)),
 }  # answers have two tokens
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
+STEPS = pytest.mark.parametrize("steps", [1, 2, 3, pytest.param(7, marks=pytest.mark.slow)])
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
 POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
 
@@ -85,7 +86,7 @@ def assert_trained(group, steps):
 
 
 @DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@STEPS
 def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, steps, tmp_path):
     depth = BATCHES_AHEAD[scheduler]
     trainer, group, failure = fit(scheduler, steps, tmp_path)
@@ -105,7 +106,7 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
 
 
 @DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@STEPS
 def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights(scheduler, steps, tmp_path):
     depth = BATCHES_AHEAD[scheduler]
     trainer, group, failure = fit(scheduler, steps, tmp_path, *OWN_POOL)
@@ -122,7 +123,7 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
 
 
 @DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@STEPS
 def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(scheduler, steps, tmp_path):
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup()
     step_of = {request_seeds(0, step, BATCH)[0]: step for step in range(1, steps + 1)}
@@ -150,6 +151,7 @@ def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(
     assert [event[:1] if event[0] == "generate" else event for event in events] == expected
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(scheduler, pools, tmp_path):
@@ -177,6 +179,7 @@ def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_
     assert not VALIDATED & never_again.last_metrics.keys()
 
 
+@pytest.mark.slow
 def test_val_only_validates_what_the_run_would_start_from_and_ends(tmp_path):
     """A new run, and a finished one with other settings for its batches, which do not matter here."""
     only = ("trainer.val_only=true", "trainer.val_before_train=false", "data.val_files=unused")
@@ -324,6 +327,7 @@ def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overr
     assert group.saved == saved
 
 
+@pytest.mark.slow
 @POOLS
 def test_a_failure_is_not_hidden_by_a_checkpoint_that_is_gone_and_leaves_no_gap_in_the_metrics(pools, tmp_path):
     group, tracking = RecordingGroup(), MetricRows()
@@ -365,6 +369,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_is_in_no_row(tmp_path):
     assert "actor/lr" not in tracking.by_step[2]
 
 
+@pytest.mark.slow
 def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(tmp_path, monkeypatch):
     asked = []
     spec = ModelSpec(
@@ -482,6 +487,7 @@ def test_a_disk_that_fills_ends_the_run_with_the_step_in_hand_saved(tmp_path, mo
     assert "lost" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
     group = RecordingGroup()
     group.can_save = lambda: False

@@ -112,6 +112,7 @@ def test_processes_without_their_library_say_how_to_install_it(monkeypatch):
         load_functions(RewardConfig(name="format", format="x"))
 
 
+@pytest.mark.slow
 def test_a_row_is_judged_as_its_data_set_needs():
     judge = BUILTIN_REWARDS["by_data_source"].make(RewardConfig())
     of_math = Response(text="0.5", answer=r"\frac{1}{2}", data_source="aime2024")

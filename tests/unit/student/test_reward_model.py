@@ -118,6 +118,7 @@ def test_a_context_that_is_too_short_is_refused_and_an_explicit_limit_is_kept(st
     assert "reads the student's tokens, at most 40" in said
 
 
+@pytest.mark.slow
 def test_a_head_that_is_missing_is_never_made_up(student, tmp_path):
     """Where the check cannot look, as at a model of the hub, loading refuses it."""
     folder = make_tiny_model(tmp_path, architecture=CLASSIFIERS[0])

@@ -242,6 +242,7 @@ def test_at_most_n_server_workers_requests_are_in_flight():
 FAULTS = [lose, damage, poison, error("failed"), error("busy"), error("expired")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*FAULTS, pytest.param(silence, marks=pytest.mark.slow)])
 def test_one_fault_is_repaired(fault):
     batch = make_readings()
@@ -352,6 +353,7 @@ def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
             submitter.submit(batch)
 
 
+@pytest.mark.slow
 def test_what_the_server_says_of_itself_is_counted():
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
