@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import atexit
 import fcntl
 import gc
 import os
@@ -29,10 +30,7 @@ LOCK_SECONDS = 600.0
 def pytest_collection_finish():
     gc.freeze()  # what has been imported and collected stays: to look through it takes a tenth of the unit tests
     gc.enable()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # after pytest's own last collection; else libraries report what is not freed as leaks
 
 
 @pytest.fixture

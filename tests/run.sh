@@ -12,6 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
 
 python=$(bash run_gkd.sh --install-only dev)
+# Compiled anew in each of hundreds of processes, package and tests take seconds; many containers ask for that.
+export PYTHONDONTWRITEBYTECODE=
 # The matrices are small: a second thread only takes a core from another test. Workers and teachers choose their own.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Threads of two runs at the same time that spin at a barrier keep the other's from coming to theirs.

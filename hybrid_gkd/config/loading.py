@@ -19,20 +19,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hybrid_gkd.compat.verl.readings import OF_VERL
 from hybrid_gkd.config.models import TeacherConfig
 from hybrid_gkd.config.rules import field_rules, rules_between_fields
 from hybrid_gkd.config.schema import Config
-from hybrid_gkd.config.spelling import SpellingReader
+from hybrid_gkd.config.spelling import SpellingReader, is_single
 from hybrid_gkd.config.texts import is_text, keep_typed, typed
 from hybrid_gkd.errors import ConfigError, raise_all
 from hybrid_gkd.runtime.imports import load_object
 
 logger = logging.getLogger(__name__)
 
+Tree = dict[Any, Any]
+"""Values of a YAML file or of one override, in nested dictionaries."""
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 VERL_RECIPE = CONFIG_DIR / "ppo_trainer.yaml"
 """What commands of verl start from."""
@@ -61,7 +63,7 @@ def examine_config(
     overrides: list[str] | None = None, *, config_name: str | None = None, config_path: str | Path = CONFIG_DIR
 ) -> tuple[Config | None, list[ConfigError]]:
     """The configuration and all that is wrong with it; what is wrong has its default. None if it cannot be resolved."""
-    merged, problems, recipes = pickle.loads(_defaults()), list[ConfigError](), list[tuple[Path, DictConfig]]()
+    merged, problems, recipes = pickle.loads(_defaults()), list[ConfigError](), list[tuple[Path, Tree]]()
     try:
         recipes = _read_recipe(Path(config_path), config_name) if config_name is not None else []
     except ConfigError as error:
@@ -72,26 +74,35 @@ def examine_config(
         _merge_source(merged, [("config", recipe)], problems, of_verl)
     given = [(each.partition("=")[0], _parse_override(each)) for each in overrides or []]
     _merge_source(merged, given, problems, of_verl)
-    try:
-        missing = sorted(OmegaConf.missing_keys(merged))
-    except OmegaConfBaseException as error:  # a reference to a key that there is not
-        return None, [*problems, _unresolved(merged, error)]
-    for key in missing:
-        OmegaConf.update(merged, key, "")
-        demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
-        rule = f"must be given; --config-name {demo} has models and data of its own"
-        problems += [ConfigError(key, rule, show_value=False, missing=True)] if whole else []
     for name in RESOLVERS:
         OmegaConf.register_resolver(name, functools.partial(_resolve, name), replace=True)
     try:
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        return None, [*problems, _unresolved(merged, error)]
+    except OmegaConfBaseException:
+        try:
+            missing = _fill_missing(merged)
+            config = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:  # a reference to a key that there is not
+            return None, [*problems, _unresolved(merged, error)]
+        problems += missing if whole else []
     assert isinstance(config, Config)
     problems += _normalise(config)
     if whole:
         problems += broken_rules(config, wrong={error.key for error in problems})
     return config, problems
+
+
+def _fill_missing(merged: DictConfig) -> list[ConfigError]:
+    """Make every missing value an empty text, and return an error for each. Takes as long as all the rest of loading.
+
+    Raises OmegaConfBaseException: a reference leads nowhere.
+    """
+    missing = sorted(OmegaConf.missing_keys(merged))
+    for key in missing:
+        OmegaConf.update(merged, key, "")
+    demo = "demo" if merged.distillation.enabled is not False else "ppo_demo"
+    rule = f"must be given; --config-name {demo} has models and data of its own"
+    return [ConfigError(key, rule, show_value=False, missing=True) for key in missing]
 
 
 def _unresolved(merged: DictConfig, error: OmegaConfBaseException) -> ConfigError:
@@ -125,7 +136,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[tuple[Path, DictConfig]]:
+def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[tuple[Path, Tree]]:
     """A YAML file behind those of its `defaults` list, each with its path."""
     file = _file(folder, name)
     if not file.is_file():
@@ -134,18 +145,17 @@ def _read_recipe(folder: Path, name: str, above: tuple[str, ...] = ()) -> list[t
     if name in above:
         raise ConfigError("--config-name", f"the defaults lists go in a circle: {' -> '.join([*above, name])}", name)
     try:
-        loaded: Any = OmegaConf.load(file)
-        if isinstance(loaded, DictConfig):
-            text = file.read_text(encoding="utf-8")
-            loaded = OmegaConf.create(keep_typed(OmegaConf.to_container(loaded), text))
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(file))
+        if isinstance(loaded, dict):
+            loaded = keep_typed(loaded, file.read_text(encoding="utf-8"))
     except Exception as error:  # yaml's own error types are not part of OmegaConf's interface
         raise ConfigError("--config-name", f"{file} is not valid YAML: {_reason(error)}", show_value=False) from None
-    if not isinstance(loaded, DictConfig):
+    if not isinstance(loaded, dict):
         raise ConfigError("--config-name", f"{file} must hold a mapping of sections", show_value=False)
-    defaults = OmegaConf.to_container(OmegaConf.create(loaded.pop("defaults", [])))
+    defaults = loaded.pop("defaults", [])
     if not isinstance(defaults, list) or not all(isinstance(base, str) for base in defaults):
         raise ConfigError("--config-name", f"{file}: defaults must be a list of names of files", defaults)
-    parts = list[tuple[Path, DictConfig]]()
+    parts = list[tuple[Path, Tree]]()
     for base in defaults if "_self_" in defaults else [*defaults, "_self_"]:
         where = folder if _file(folder, base).is_file() else CONFIG_DIR
         parts += [(file, loaded)] if base == "_self_" else _read_recipe(where, base, (*above, name))
@@ -156,7 +166,7 @@ def _file(folder: Path, name: str) -> Path:
     return folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
 
 
-def _parse_override(override: str) -> DictConfig | ConfigError:
+def _parse_override(override: str) -> Tree | ConfigError:
     key, equals, value = override.partition("=")
     if key.startswith("~"):
         rule = "nothing is deleted: every key has a value. Give the one that you want, null where it may be left out"
@@ -164,26 +174,33 @@ def _parse_override(override: str) -> DictConfig | ConfigError:
     own = key.lstrip("+")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", own):
         return ConfigError(override, "overrides have the form dotted.key=value", show_value=False)
+    if not _is_utf8(value):
+        return ConfigError(key, "must be UTF-8 text, and the locale one of UTF-8 (LC_ALL, LANG)", value)
     try:
         if is_text(own):
             return _nested(own.split("."), typed(value, own))
-        parsed = OmegaConf.from_dotlist([override.lstrip("+")])
-        section = OmegaConf.select(parsed, own) if value.lstrip().startswith("{") else None
-        if isinstance(section, DictConfig):
-            return _nested(own.split("."), keep_typed(OmegaConf.to_container(section), value, own))
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override.lstrip("+")]))
+        if value.lstrip().startswith("{"):
+            section = functools.reduce(operator.getitem, own.split("."), parsed)
+            return _nested(own.split("."), keep_typed(section, value, own))
         return parsed
     except Exception as error:  # the value is parsed as YAML, which has its own error types
         return ConfigError(key, f"the value is not valid YAML: {_reason(error)}", value)
 
 
+def _is_utf8(text: str) -> bool:
+    """Return whether no byte of an argument was left undecoded, for which Python has a surrogate."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _merge_source(
-    base: DictConfig, parts: list[tuple[str, DictConfig | ConfigError]], problems: list[ConfigError], of_verl: bool
+    base: DictConfig, parts: list[tuple[str, Tree | ConfigError]], problems: list[ConfigError], of_verl: bool
 ) -> None:
     """Put what a command line or a file gives into `base`, with what verl spells otherwise in our spelling.
 
     `of_verl`: numbers that verl counts otherwise are as verl counts them.
     """
-    split = [[] if isinstance(part, ConfigError) else list(_leaves(OmegaConf.to_container(part))) for _, part in parts]
+    split = [[] if isinstance(part, ConfigError) else list(_leaves(part)) for _, part in parts]
     given = [(".".join(map(str, path)), value) for leaves in split for path, value in leaves]
 
     def below(key: str) -> Any:
@@ -194,7 +211,7 @@ def _merge_source(
         if isinstance(part, ConfigError):
             problems.append(part)
             continue
-        pieces, as_given = list[DictConfig](), True
+        pieces, as_given = list[Tree](), True
         for path, value in leaves:
             key = ".".join(map(str, path))
             try:
@@ -210,10 +227,16 @@ def _merge_source(
         logger.info("%s", line)
 
 
-def _merge(base: DictConfig, extra: DictConfig, problems: list[ConfigError], key: str = "config") -> None:
+def _merge(base: DictConfig, extra: Tree, problems: list[ConfigError], key: str = "config") -> None:
     """Put the values of `extra` into `base`, all that fit; `key` is what a message names where the error has no key."""
+    leaves = list(_leaves(extra))
+    own, value = ".".join(map(str, leaves[0][0])), leaves[0][1]
+    plain = len(leaves) == 1 and isinstance(value, str | int | float) and value != MISSING
     try:
-        OmegaConf.unsafe_merge(base, extra)  # changes `base`, which merge would copy each time
+        if plain and is_single(own):
+            OmegaConf.update(base, own, value)  # a merge would walk over all of `base`
+        else:
+            OmegaConf.unsafe_merge(base, extra)
         return
     except ConfigKeyError as error:
         unknown = _full_key(error)
@@ -224,7 +247,6 @@ def _merge(base: DictConfig, extra: DictConfig, problems: list[ConfigError], key
         problem = ConfigError(_full_key(error, key), _reason(error), show_value=False)
     except TypeError as error:  # a part of a list, for example
         problem = ConfigError(key, str(error), show_value=False)
-    leaves = list(_leaves(OmegaConf.to_container(extra)))
     if len(leaves) > 1:
         for path, value in leaves:
             _merge(base, _nested(path, value), problems, key)
@@ -241,8 +263,8 @@ def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, tree
 
 
-def _nested(path: Sequence[Any], value: Any) -> DictConfig:
-    return OmegaConf.create(functools.reduce(lambda inner, name: {name: inner}, reversed(path), value))
+def _nested(path: Sequence[Any], value: Any) -> Tree:
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(path), value)
 
 
 def _full_key(error: OmegaConfBaseException, default: str = "config") -> str:

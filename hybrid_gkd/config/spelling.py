@@ -45,6 +45,12 @@ def is_own(key: str) -> bool:
     return key in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
 
 
+def is_single(key: str) -> bool:
+    """Return whether it is a key of `Config` without keys of the user's own below."""
+    keys, _ = _own()
+    return key in keys and f"{key}.*" not in keys
+
+
 def moved(key: str) -> str:
     """The key with the section that it has here; itself where that is the same."""
     old = next((section for section in SECTIONS if key.startswith(section)), None)

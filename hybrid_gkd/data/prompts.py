@@ -56,31 +56,40 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Names of the columns that are read."""
+class _Columns:
+    """Names of the columns that are read, as `read_rows` takes them."""
 
-    prompt: str = "prompt"
-    """A string (one user message) or a list of chat messages."""
-    answer: str | None = None
-    """Ground truth, perhaps dotted (`reward_model.ground_truth`); None reads none."""
-    data_source: str = DATA_SOURCE
-    extra_info: bool = False
-    """Whether the column of that name is read too, where a table has it."""
-    response: str | None = None
-    """Given answers; tables without the column have none. That of the prompt: its last messages of the assistant."""
-    excluded_spans: str | None = None
-    """Characters of given answers that are not trained on."""
+    prompt: str
+    answer: str | None
+    data_source: str
+    extra_info: bool
+    response: str | None
+    excluded_spans: str | None
 
 
 def read_rows(
-    entries: list[str], *, key: str, columns: Columns, weights: list[float] | None = None
-) -> list[Rows]:
-    """Every table that the configuration key names, which may be files, patterns, folders and hub data sets.
+    entries: list[str], *, key: str, prompt_key: str = "prompt", answer_key: str | None = None,
+    data_source_key: str = DATA_SOURCE, extra_info: bool = False, response_key: str | None = None,
+    excluded_spans_key: str | None = None, weights: list[float] | None = None,
+) -> list[Rows]:  # fmt: skip
+    """Read every table that the configuration key names: files, patterns, folders and hub data sets.
 
-    `weights`: of each entry; None: 1.
+    Args:
+        entries: what the key has.
+        key: the configuration key, for messages.
+        prompt_key: column of a string (one user message) or a list of chat messages.
+        answer_key: column of the ground truth, perhaps dotted (`reward_model.ground_truth`); None reads none.
+        data_source_key: column of where a row is from.
+        extra_info: whether the column of that name is read too, where a table has it.
+        response_key: column of given answers; tables without it have none. Where it is that of the prompt, they are its
+            last messages of the assistant.
+        excluded_spans_key: column of the characters of given answers that are not trained on.
+        weights: one for each entry; None: 1.
 
-    Raises DataError for whatever the user has to repair, for several tables together.
+    Raises:
+        DataError: whatever the user has to repair, for several tables together.
     """
+    columns = _Columns(prompt_key, answer_key, data_source_key, extra_info, response_key, excluded_spans_key)
     if not entries:
         raise DataError(f"{key}: must name at least one file; got {entries!r}")
     # All of them first: a long download must not delay the message.
@@ -151,7 +160,7 @@ def make_prompts(
     return prompts
 
 
-def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> Rows:
+def _read_rows(source: Source, where: str, columns: _Columns, weight: float) -> Rows:
     wanted = {columns.prompt, columns.data_source, TOOLS} | ({EXTRA_INFO} if columns.extra_info else set())
     wanted |= {name for name in (columns.response, columns.excluded_spans) if name is not None}
     wanted |= set() if columns.answer is None else {columns.answer, columns.answer.split(".")[0]}
@@ -175,7 +184,7 @@ def _read_rows(source: Source, where: str, columns: Columns, weight: float) -> R
     return Rows(where, source.name, chats, tools, answers, sources, infos, given, weight)
 
 
-def _chat_and_answer(values: dict[str, Any], columns: Columns, where: str) -> tuple[Chat, Answer | None]:
+def _chat_and_answer(values: dict[str, Any], columns: _Columns, where: str) -> tuple[Chat, Answer | None]:
     """Return a row's prompt, and its answer where one is given; `where` lacks the name of the column."""
     prompt, of_prompt = values.get(columns.prompt), f"{where}{columns.prompt!r}"
     if columns.response is None:

@@ -98,7 +98,7 @@ def load(options: argparse.Namespace) -> Config:
     config, problems = examine_config(overrides, config_name=name, config_path=options.config_path)
     demos = used_demos(config) if config is not None else {}
     if config is not None and (problems or demos):  # before minutes go into a demo
-        from hybrid_gkd.launch.inputs import check_presence  # imports torch
+        from hybrid_gkd.launch.presence import check_presence  # imports readers of all kinds of files
 
         call_all([lambda: raise_all(problems), lambda: check_presence(config, demos)])
     raise_all(problems)

@@ -25,13 +25,14 @@ import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
-from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
+from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, in_words
 from hybrid_gkd.launch.answers import ROW, SAMPLE, AnswerFile, Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
-from hybrid_gkd.launch.inputs import check_data_sources, check_model_folder
+from hybrid_gkd.launch.inputs import check_data_sources
+from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.fingerprint import fingerprint
 from hybrid_gkd.models.spec import position_limit, read_config
 from hybrid_gkd.models.tokenizer import decode, load_tokenizer, num_token_ids, stop_token_ids
@@ -174,11 +175,10 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     ends = stop_token_ids(path, tokenizer)
     if not ends:
         raise ModelError(f"--ckpt-path {path}: defines no end-of-sequence token, so that no answer would end")
-    columns = Columns(
-        prompt=options.prompt_key, answer=options.answer_key, data_source=options.reward_fn_key,
-        extra_info=":" in (options.reward or ""),
+    tables = read_rows(
+        options.files, key=key, prompt_key=options.prompt_key, answer_key=options.answer_key,
+        data_source_key=options.reward_fn_key, extra_info=":" in (options.reward or ""),
     )
-    tables = read_rows(options.files, key=key, columns=columns)
     tasks = make_prompts(
         tables, key=key, tokenizer=tokenizer, max_prompt_length=2**31, truncation="error",
         filter_overlong_prompts=False, apply_chat_template_kwargs=options.apply_chat_template_kwargs,

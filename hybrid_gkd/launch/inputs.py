@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ import torch
 from hybrid_gkd.compat.vllm.architectures import cannot_be_served
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
-from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
-from hybrid_gkd.data.tables import find_sources
+from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
+from hybrid_gkd.launch.presence import check_model_folder
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
@@ -63,8 +60,7 @@ def student(facts: Facts) -> str:
         check_served("actor_rollout_ref.model.path", model.path, config, given, "actor_rollout_ref.rollout.name=hf")
     facts.spec = student_spec(config)
     facts.num_ids = min(facts.spec.num_embeddings, num_token_ids(facts.tokenizer))
-    if config.distillation.enabled:
-        check_topk("distillation.topk", config.distillation.topk, facts)
+    check_topk(facts)
     return (
         f"{model.path}, {facts.spec.parameters / 1e6:.1f} M parameters, {len(facts.tokenizer)} tokens in its "
         f"vocabulary, of which {facts.stop_token_ids} end an answer"
@@ -91,7 +87,6 @@ def reference(facts: Facts) -> str:
     path = config.actor_rollout_ref.ref.model.path
     if not config.uses_reference:
         return "none is needed"
-    check_topk("actor_rollout_ref.ref.topk", config.ref_topk, facts)
     if not config.has_reference_model:
         return f"the student's {config.ref_model.path} without its LoRA adapters"
     if path is None:
@@ -201,19 +196,17 @@ def teacher_template(given: str | None) -> str | None:
 def files(facts: Facts) -> str:
     """Every row of every file has a prompt, and an answer where one is asked for."""
     section, reward = facts.config.data, facts.config.reward
-    columns = Columns(
-        prompt=section.prompt_key, answer=reward.answer_key, data_source=section.reward_fn_key,
+    read = functools.partial(
+        read_rows, prompt_key=section.prompt_key, answer_key=reward.answer_key, data_source_key=section.reward_fn_key,
         extra_info=reward.custom_reward_function.path is not None,
-    )
-    of_training = dataclasses.replace(
-        columns, response=section.response_key, excluded_spans=section.excluded_spans_key
     )
     facts.train_rows, facts.val_rows = call_all([
         lambda: [] if facts.config.trainer.val_only
-        else read_rows(
-            section.train_files, key="data.train_files", columns=of_training, weights=section.train_weights
+        else read(
+            section.train_files, key="data.train_files", response_key=section.response_key,
+            excluded_spans_key=section.excluded_spans_key, weights=section.train_weights,
         ),
-        lambda: read_rows(section.val_files, key="data.val_files", columns=columns) if section.val_files else [],
+        lambda: read(section.val_files, key="data.val_files") if section.val_files else [],
     ])  # fmt: skip
     facts.first_chat = next((table.messages[0] for table in facts.train_rows + facts.val_rows), None)
     parts = (f"{sum(len(t.messages) for t in tables)} rows" for tables in (facts.train_rows, facts.val_rows))
@@ -309,48 +302,6 @@ def left_over(config: Config, prompts: list[Task], steps: int) -> str:
     )
 
 
-def check_presence(config: Config, demos: Collection[Path] = ()) -> None:
-    """What the configuration names is there, but for what lies in `demos`, folders that may still have to be built.
-
-    Loads nothing, so that it can be said beside wrong keys. Raises ModelError, DataError.
-    """
-
-    def expected(path: str) -> bool:
-        return not any(Path(path).is_relative_to(demo) for demo in demos)
-
-    model, teacher, data = config.actor_rollout_ref.model, config.actor_rollout_ref.teacher, config.data
-    train_files, val_files = (list(filter(expected, files)) for files in (data.train_files, data.val_files))
-    looks: list[Callable[[], object]] = []
-    if expected(model.path):
-        looks.append(lambda: check_model_folder("actor_rollout_ref.model.path", model.path))
-    looks.append(lambda: config.trainer.val_only or find_sources(train_files, "data.train_files"))
-    looks.append(lambda: find_sources(val_files, "data.val_files"))
-    path = teacher.model.path
-    if config.distillation.enabled and teacher.server_ip is None and path is not None and expected(path):
-        looks.append(lambda: check_model_folder(TEACHER_PATH, path))
-    scores = config.reward_model.model.path
-    if config.uses_reward_model and scores is not None:
-        looks.append(lambda: check_model_folder(REWARD_MODEL_PATH, scores))
-    call_all(looks)
-
-
-def check_model_folder(key: str, path: str) -> None:
-    """A path that is no folder must at least look like a hub id. Raises ModelError."""
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
-    if os.path.isdir(path):
-        if os.path.isfile(os.path.join(path, "adapter_config.json")):
-            raise ModelError(
-                f"{key}: the folder holds a LoRA adapter and no model; name its base model here, and for a student the "
-                f"folder as actor_rollout_ref.model.lora_adapter_path; got {path!r}"
-            )
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ModelError(f"{key}: the folder has no config.json; got {path!r}")
-        if not any(file.suffix in WEIGHT_SUFFIXES for file in Path(path).iterdir()):
-            raise ModelError(f"{key}: the folder has no weights ({', '.join(WEIGHT_SUFFIXES)}); got {path!r}")
-    elif looks_local:
-        raise ModelError(f"{key}: no such folder; got {path!r}")
-
-
 def check_export(key: str, path: str) -> None:
     """Weights that a run has exported into a checkpoint are what it wrote. Raises ModelError or CheckpointError."""
     folder = Path(path).absolute()
@@ -410,12 +361,18 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
         raise ModelError(f"{what}, among them all that end an answer ({facts.stop_token_ids})")
     logger.warning("%s; tokens with the ids %d to %d are never drawn", what, rows, facts.num_ids - 1)
     facts.num_ids = rows
+    check_topk(facts)
 
 
-def check_topk(key: str, topk: int, facts: Facts) -> None:
-    """Raises ConfigError: there are fewer tokens."""
-    if topk > len(facts.tokenizer):
-        raise ConfigError(key, f"must be at most the {len(facts.tokenizer)} tokens of the vocabulary", topk)
+def check_topk(facts: Facts) -> None:
+    """Check that a position has as many candidates as are asked for. Raises ConfigError."""
+    assert facts.num_ids is not None
+    loss, rule = facts.config.distillation, f"must be at most the {facts.num_ids} tokens with a row in every model"
+    for key, topk in (
+        ("distillation.topk", loss.topk if loss.enabled else 0), ("actor_rollout_ref.ref.topk", facts.config.ref_topk),
+    ):
+        if topk > facts.num_ids:
+            raise ConfigError(key, rule, topk)
 
 
 def check_positions(who: str, path: str, lengths: DataConfig, needed: int, limit: tuple[int | None, str]) -> None:

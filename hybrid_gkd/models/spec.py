@@ -190,7 +190,8 @@ ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_
 def _override_rope(config: Any, name: str, value: Any) -> None:
     """Change `rope_parameters`; a scaling leaves base and share of the rotated dimensions as they are, if not given.
 
-    Raises ValueError: layers of several kinds have parameters of their own, and `value` does not say which.
+    Raises ValueError: layers of several kinds have parameters of their own, and `value` does not say which; KeyError: a
+    kind of scaling lacks a parameter.
     """
     before, scaling = config.rope_parameters, name in ("rope_scaling", "rope_parameters")
     kinds = [kind for kind, parameters in before.items() if isinstance(parameters, Mapping)]
@@ -209,6 +210,7 @@ def _override_rope(config: Any, name: str, value: Any) -> None:
     else:
         config.rope_parameters = changed(before, changes)
     config.standardize_rope_params()
+    config.validate_rope()
 
 
 def overrides_for_engine(config: Any, override_config: Mapping[str, Any]) -> dict[str, Any]:

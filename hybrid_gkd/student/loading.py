@@ -66,6 +66,8 @@ def build_model(
             )
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: cannot load {path!r}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:  # of a field that the architecture needs
+        raise ModelError(f"{key}: cannot load {path!r}: {in_words(error)}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     use_torch_norms(model)

@@ -130,6 +130,7 @@ def messages():
                 yield found.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_quoted_messages_are_those_of_the_code():
     """The first column of docs/troubleshooting.md; `...` is anything."""
     texts = "\n".join(messages())
@@ -168,6 +169,7 @@ def imported_modules(file):
             yield node.module
 
 
+@pytest.mark.slow
 def test_the_table_of_rooms_names_every_import():
     wrong, above = {}, set()
     for names, _, imports in table(ROOT / "docs" / "architecture.md", "## The rooms"):

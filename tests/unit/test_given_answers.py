@@ -65,6 +65,7 @@ def score(reading):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mini_batch", [4, 2])
 def test_sft_is_the_cross_entropy_that_transformers_computes(tmp_path, mini_batch):
     """A step's loss is what transformers says of the same rows as labels, which other trainers minimise; so are the
@@ -175,6 +176,7 @@ def test_advantages_are_of_what_the_student_has_written():
                 assert ("old_logprobs" in sample.signals) == (not given)
 
 
+@pytest.mark.slow
 def test_a_warm_up_by_sft_has_a_rate_of_its_own_and_no_teacher(tmp_path):
     student, asked = make_tiny_model(tmp_path / "student", layers=1), []
     optim, sft = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim_sft"
@@ -208,6 +210,7 @@ def test_the_rate_behind_a_warm_up_begins_low(tmp_path):
     np.testing.assert_allclose(rates[:5], [0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
+@pytest.mark.slow
 def test_the_teacher_and_the_cross_entropy_may_share_a_micro_batch(tmp_path):
     """Each term is a mean over the tokens that it is of."""
     student = make_tiny_model(tmp_path / "student", layers=1)
@@ -254,6 +257,7 @@ def test_what_does_not_go_together_is_named(overrides, message):
         configure("unused", *overrides)
 
 
+@pytest.mark.slow
 def test_the_divergence_of_each_quarter_and_of_the_first_and_last_update(tmp_path):
     """In a micro-batch with answers of all lengths, some without the teacher's scores."""
     student = make_tiny_model(tmp_path / "student", layers=1)

@@ -51,6 +51,7 @@ FORBIDDEN = {
     "reporting": {"torch", "ray", "vllm", "wandb", "hybrid_gkd.workers"},
     "testing": {"torch", "ray", "vllm", "transformers"},
     "launch": {"vllm", "wandb"},
+    "launch.presence": {"torch", "vllm", "ray", "transformers"},
 }
 NEEDS_TRITON = {
     "hybrid_gkd.losses.head_triton", "hybrid_gkd.losses.topk_triton", "hybrid_gkd.compat.vllm.runner_triton",
@@ -80,7 +81,9 @@ def imports_of(module):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hybrid_gkd")
 
 
-EDGES = {module: set(imports_of(module)) - {"hybrid_gkd"} for module in MODULES}
+@functools.cache
+def imports_of_all():
+    return {module: set(imports_of(module)) - {"hybrid_gkd"} for module in MODULES}
 
 
 def test_every_room_has_its_place():
@@ -92,13 +95,13 @@ def test_every_room_has_its_place():
 def test_imports_only_run_down():
     upwards = [
         f"{module} imports {other}"
-        for module, others in EDGES.items()
+        for module, others in imports_of_all().items()
         for other in others
         if ROOMS.index(room_of(other)) > ROOMS.index(room_of(module))
     ]
     assert not upwards
     for room, allowed in ONLY_IMPORTED_BY.items():
-        importers = {room_of(module) for module, others in EDGES.items() if room in map(room_of, others)}
+        importers = {room_of(module) for module, others in imports_of_all().items() if room in map(room_of, others)}
         assert importers - {room} <= allowed
 
 
@@ -112,9 +115,10 @@ def in_circles(edges):
 
 
 def test_there_is_no_circle():
-    assert not in_circles(EDGES)
+    assert not in_circles(imports_of_all())
 
 
+@pytest.mark.slow
 def test_there_is_none_among_the_benchmarks():
     edges = {}
     for file in (ROOT.parent / "benchmarks").glob("*.py"):
@@ -191,6 +195,7 @@ def defined_in(module):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["benchmarks", "tests/gpu"])
 def test_what_cannot_run_here_imports_names_that_exist(folder):
     for file in sorted((ROOT.parent / folder).glob("*.py")):

@@ -16,6 +16,7 @@ import answer_lengths  # type: ignore[import-not-found]
 import peers
 
 
+@pytest.mark.slow
 def test_a_prompt_decides_the_length_of_its_answer_in_any_engine(monkeypatch):
     prompts = np.random.default_rng(0).integers(0, 1000, (2000, 8)).tolist()
     lengths = [answer_lengths.answer_length(ids, 300, 1.0, 4096) for ids in prompts]

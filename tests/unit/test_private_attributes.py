@@ -78,10 +78,12 @@ def foreign(files, also_own=()):
                 yield f"{file}:{line}: {name}"
 
 
+@pytest.mark.slow
 def test_the_package_leaves_private_names_of_libraries_alone():
     assert not list(foreign(PACKAGE))
 
 
+@pytest.mark.slow
 def test_so_do_the_benchmarks():
     assert not list(foreign(BENCHMARKS, {name for file in PACKAGE for name in defined(file)}))
 

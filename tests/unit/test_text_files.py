@@ -32,6 +32,7 @@ def leaves_open(call):
     return not any(isinstance(mode, str) and len(mode) <= 3 and "b" in mode for mode in modes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["hybrid_gkd", "benchmarks", "tests"])
 def test_no_encoding_is_left_to_the_locale(folder):
     found = {file: unsaid(file.read_text(encoding="utf-8")) for file in sorted((ROOT / folder).rglob("*.py"))}

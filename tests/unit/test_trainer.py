@@ -327,6 +327,7 @@ def test_remax_compares_with_the_greedy_answer_to_the_prompt():
 AS_REWARD = ["distillation.as_reward=true", "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0"]
 
 
+@pytest.mark.slow
 def test_the_teacher_as_a_reward_of_each_token():
     """log p = -0.5 and log q = log 0.5 for all tokens: log-ratios are equal, so whitened they are 0 but for rewards."""
     group, metrics = update_at_once(*AS_REWARD)
@@ -381,6 +382,7 @@ def test_the_teacher_as_a_reward_beside_the_greedy_answer():
         np.testing.assert_allclose(item.array("advantages"), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_teacher_as_a_reward_for_a_critic_to_learn():
     """Its values are 1/4; of its warm-up only the critic learns."""
     overrides = ["distillation.as_reward=true", "algorithm.adv_estimator=gae", "algorithm.lam=0.5", REWARDS[1]]
@@ -424,6 +426,7 @@ def test_a_log_ratio_beyond_the_clamp_counts_as_the_limit():
         np.testing.assert_allclose(item.array("advantages"), 0.05 if item.id.number else -0.05, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "factors"), [("linear", [1, 0.75, 0.25]), ("cosine", [1, 0.8535534, 0.1464466])])
 def test_the_coefficient_falls_towards_0_with_the_steps(schedule, factors):
     for step, factor in zip((1, 2, 4), factors, strict=True):
@@ -497,6 +500,7 @@ def test_utilization_is_of_all_that_was_trained_and_of_all_gpus(devices, size, f
         assert metrics["perf/mfu"] == pytest.approx(flops / 0.5 / (2 * 989e12))
 
 
+@pytest.mark.slow
 def test_steps_come_from_epochs_unless_given():
     tasks = [Task(index=row, token_ids=np.zeros(1, np.int32), text="") for row in range(7)]
     assert total_steps(config("trainer.total_epochs=3"), tasks) == 7

@@ -119,6 +119,7 @@ def test_a_warmup_of_verls_training_steps_is_one_of_optimizer_steps(given, secti
     assert (line in caplog.messages) == (steps != 7)
 
 
+@pytest.mark.slow
 def test_a_warmup_in_another_recipe_and_in_a_stored_configuration_is_one_of_optimizer_steps(tmp_path):
     given = [f"{ARR}.actor.optim.lr_warmup_steps=7", "data.train_batch_size=64", f"{ARR}.actor.ppo_mini_batch_size=16"]
     config = load_config([*OWN, "distillation.enabled=false", "reward.answer_key=a", *given])

@@ -25,6 +25,7 @@ def test_every_recipe_loads(file):
     assert load_config(overrides, config_name=file.stem).data.train_batch_size > 0
 
 
+@pytest.mark.slow
 def test_a_recipe_for_users_has_nothing_of_the_demo():
     """Neither its lengths, nor its files; and the names that people's scripts have are the same recipe."""
     config = load_config([*OWN, "reward.answer_key=answer"], config_name="ppo")
@@ -51,6 +52,7 @@ def test_precedence_is_defaults_then_yaml_then_overrides(tmp_path):
     assert (config.data.train_batch_size, config.data.seed, config.data.prompt_key) == (7, 9, "prompt")
 
 
+@pytest.mark.slow
 def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
     config = load_config([*OWN, "actor_rollout_ref.actor.optim.lr=1e-4", "data.apply_chat_template_kwargs={a: 1}"])
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
@@ -241,6 +243,7 @@ def test_recipes_build_on_others_by_their_defaults_list(tmp_path):
         load_config(OWN, config_name="mine", config_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_every_loss_mode_loads():
     rewards = ["distillation.use_task_rewards=true", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=4"]
     for mode, *more in (

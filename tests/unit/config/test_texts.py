@@ -75,3 +75,10 @@ def test_files_with_weights():
 def test_weights_that_are_none_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config([*OWN, override])
+
+
+def test_a_text_that_is_not_utf_8_is_refused_by_its_key():
+    """Python hands undecoded bytes of the command line on as surrogates."""
+    given = "Grüße".encode("latin-1").decode(errors="surrogateescape")
+    with pytest.raises(ConfigError, match=r"trainer\.project_name: must be UTF-8 text, .*got 'Gr.udcfc.udcdfe'"):
+        load_config([*OWN, f"trainer.project_name={given}"])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
+from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_tokenizer
 from hybrid_gkd.errors import DataError
 
@@ -13,6 +13,7 @@ CHATML = (
     "{% for m in messages %}<|im|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
 )
+IN_PROMPT = {"prompt_key": "chat", "response_key": "chat"}
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}<|end|>{% endfor %}"
 
 
@@ -24,8 +25,8 @@ def tokenizer(template=CHATML):
 
 def load(tmp_path, rows, *, template=CHATML, columns=(), **changes):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    names = {"response": "response", "excluded_spans": "spans"} | dict(columns)
-    read = read_rows([str(tmp_path / "rows.jsonl")], key="data.train_files", columns=Columns(**names))
+    names = {"response_key": "response", "excluded_spans_key": "spans"} | dict(columns)
+    read = read_rows([str(tmp_path / "rows.jsonl")], key="data.train_files", **names)
     options = {
         "max_prompt_length": 512, "max_response_length": 512, "truncation": "error", "filter_overlong_prompts": False,
         "apply_chat_template_kwargs": {}, "tokenizer": tokenizer(template),
@@ -82,7 +83,7 @@ CHAT = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assi
 )
 def test_the_last_messages_of_a_chat_are_the_answer(tmp_path, mask, found):
     """Nothing predicts the first token."""
-    [task] = load(tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask=mask)
+    [task] = load(tmp_path, [{"chat": CHAT}], columns=IN_PROMPT, loss_mask=mask)
     assert task.text == "c"
     assert trained(task) == found
     whole = make_tokenizer().decode(np.concatenate([task.token_ids, task.response_ids]))
@@ -90,7 +91,7 @@ def test_the_last_messages_of_a_chat_are_the_answer(tmp_path, mask, found):
 
 
 def test_a_chat_that_ends_with_its_user_has_no_answer(tmp_path):
-    [task] = load(tmp_path, [{"chat": CHAT[:3]}], columns={"prompt": "chat", "response": "chat"})
+    [task] = load(tmp_path, [{"chat": CHAT[:3]}], columns=IN_PROMPT)
     assert (task.text, task.response_ids) == ("c", None)
 
 
@@ -144,10 +145,10 @@ def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "er\nc<|end|>\n<|im|>assistant\n"), ("right", None)])
 def test_a_cut_prompt_keeps_the_mask_of_what_is_left(tmp_path, side, kept):
-    [whole] = load(tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask="assistant")
+    [whole] = load(tmp_path, [{"chat": CHAT}], columns=IN_PROMPT, loss_mask="assistant")
     size = len(make_tokenizer()(kept, add_special_tokens=False).input_ids) if kept else 24
     [task] = load(
-        tmp_path, [{"chat": CHAT}], columns={"prompt": "chat", "response": "chat"}, loss_mask="assistant",
+        tmp_path, [{"chat": CHAT}], columns=IN_PROMPT, loss_mask="assistant",
         truncation=side, max_prompt_length=size,
     )  # fmt: skip
     length = len(whole.token_ids)

@@ -13,6 +13,7 @@ def total(costs, rank):
     return sum(costs[i] for micro in rank for i in micro)
 
 
+@pytest.mark.slow
 @given(
     lengths_of,
     st.integers(1, 5),
@@ -39,6 +40,7 @@ def test_covers_everything_once_within_the_limits_with_equal_counts(
     assert plan == plan_micro_batches(list(lengths), num_ranks, max_tokens, max_sequences, balance, quadratic)
 
 
+@pytest.mark.slow
 @given(lengths_of, st.integers(1, 9), st.integers(50, 120), st.sampled_from([0.0, 0.02, 0.5]))
 def test_ranks_cost_about_the_same_in_total_and_step_by_step(lengths, num_ranks, max_tokens, quadratic):
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, None, True, quadratic)
@@ -53,6 +55,7 @@ def test_ranks_cost_about_the_same_in_total_and_step_by_step(lengths, num_ranks,
         assert steps == sorted(steps, reverse=True)
 
 
+@pytest.mark.slow
 @given(lengths_of, st.integers(1, 5), st.integers(50, 120), st.sampled_from([0.0, 0.5]))
 def test_at_most_twice_the_micro_batches_that_the_tokens_need(lengths, num_ranks, max_tokens, quadratic):
     """A longest-first bin is opened only when all others are more than half full."""

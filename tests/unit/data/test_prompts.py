@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
+from hybrid_gkd.data.prompts import make_prompts, read_rows
 from hybrid_gkd.demo.sorting import make_tokenizer
 from hybrid_gkd.errors import DataError, SeveralErrors
 
@@ -17,9 +17,8 @@ TOKENIZER = make_tokenizer()  # a token per byte; the chat template adds three t
 
 
 def load(*files, **changes):
-    names = {"prompt_key": "prompt", "answer_key": "answer", "data_source_key": "data_source"}
-    names |= {name: name for name in ("extra_info", "response", "excluded_spans")}
-    columns = Columns(**{names[name]: changes.pop(name) for name in names if name in changes})
+    names = ("prompt_key", "answer_key", "data_source_key", "extra_info")
+    columns = {name: changes.pop(name) for name in names if name in changes}
     key = changes.pop("key", "data.train_files")
     arguments = {
         "tokenizer": TOKENIZER,
@@ -28,7 +27,7 @@ def load(*files, **changes):
         "filter_overlong_prompts": False,
         "apply_chat_template_kwargs": {},
     }
-    rows = read_rows([str(file) for file in files], key=key, columns=columns)
+    rows = read_rows([str(file) for file in files], key=key, **columns)
     return make_prompts(rows, key=key, **(arguments | changes))
 
 
@@ -401,6 +400,7 @@ def test_a_parquet_file_without_rows(tmp_path, num_groups):
         load(tmp_path / "a.parquet")
 
 
+@pytest.mark.slow
 def test_a_folder_of_files_is_read_by_the_datasets_library(tmp_path, monkeypatch):
     """Splits by the names of the files, `train` where none is asked for; a folder without data is named."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

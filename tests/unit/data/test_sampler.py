@@ -7,6 +7,7 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import DataError
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 5))
 def test_every_epoch_holds_every_prompt_once_and_a_batch_none_twice(num_prompts, batch_size, shuffle, seed):
@@ -50,6 +51,7 @@ def test_one_batch_may_be_the_whole_data_but_not_more():
         PromptSampler(3, 4, True, 0)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.floats(0.05, 1)), min_size=1, max_size=4), st.integers(1, 8),

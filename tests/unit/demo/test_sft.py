@@ -66,6 +66,7 @@ def test_training_makes_answers_sure_and_the_exported_model_gives_them(tokenizer
     assert right == {"held_out_accuracy": 0.75, "held_out_template_accuracy": 0.5}
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(tokenizer, folder):
     rows = make_data(replace(RECIPES["cpu"], num_train=3, num_val=2), 0)[0]
     samples = encode(rows, tokenizer)
@@ -85,6 +86,7 @@ def test_the_loss_does_not_depend_on_the_cut_and_is_that_of_a_plain_forward(toke
         assert loss == pytest.approx(total / count, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_is_exported_in_the_type_that_it_was_stored_in(tokenizer, tmp_path):
     models.make_model(SHAPE, tokenizer, 0).bfloat16().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -105,6 +107,7 @@ def test_batches_are_the_same_whoever_makes_them(tokenizer, monkeypatch):
     assert len({tuple(sample) for sample in tokens[0]}) > 2 * TRAINING.batch_size  # every step has new texts
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_training(tokenizer, folder):
     samples = encode(make_data(replace(RECIPES["cpu"], num_train=2, num_val=2), 0)[0], tokenizer)
     with alone(CPU):

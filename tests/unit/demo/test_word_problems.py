@@ -54,6 +54,7 @@ def solve(prompt):
     return has
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", RECIPES)
 def test_solutions_are_right_and_their_calculations_hold(device):
     for problem in islice(RECIPES[device].texts(0, seed=1), 400):
@@ -75,6 +76,7 @@ def test_texts_follow_from_their_seed():
     assert {p.level for p in first(3)} == {1, 3}
 
 
+@pytest.mark.slow
 def test_validation_has_prompts_and_templates_that_training_never_has():
     recipe = RECIPES["cpu"]
     train, val = make_data(recipe, seed=0)

@@ -29,6 +29,7 @@ def test_a_model_is_an_argument(words, capsys):
     assert "named as arguments" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_given_is_asked_unless_told_not_to():
     assert not base("a/b").distillation.enabled
     assert base("a/b", TEACHER).distillation.enabled
@@ -44,6 +45,7 @@ def test_without_data_the_key_is_named():
         base_config(parse(["a/b"]))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_path):
     run = tmp_path / "first"
     for step in (2, 4):
@@ -68,6 +70,7 @@ def test_a_checkpoint_is_its_export_or_its_shards_over_the_model_of_its_run(tmp_
     ]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_loaded_over_its_base_and_a_merged_model_is_preferred(tmp_path):
     adapter = tmp_path / "run" / "global_step_2" / "huggingface"
     adapter.mkdir(parents=True)

@@ -44,18 +44,21 @@ def check(models, teacher, *overrides):
     ]))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_template_and_end_are_fine(models, caplog):
     facts = check(models, "student")
     assert facts.train_prompts[0].teacher_ids is None
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_another_template_is_named_with_what_the_teacher_knows(models, caplog):
     check(models, "template")
     assert f"the chat templates differ: the teacher {models}/template will see 'What is 1?<|a|>'" in caplog.text
     assert "and knows '<s>What is 1?A:'" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["folder", "file", "text"])
 def test_a_template_for_the_teacher_replaces_the_students(models, caplog, tmp_path, how):
     (tmp_path / "template.jinja").write_text(OTHER, encoding="utf-8")
@@ -67,6 +70,7 @@ def test_a_template_for_the_teacher_replaces_the_students(models, caplog, tmp_pa
     assert "the chat templates differ" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "token"), [("pad_token", "a"), ("bos_token", "b"), ("eos_token", "c")])
 def test_other_special_tokens_of_the_same_vocabulary_are_a_warning(models, tmp_path, caplog, name, token):
     shutil.copytree(models / "student", tmp_path / "teacher")
@@ -79,6 +83,7 @@ def test_other_special_tokens_of_the_same_vocabulary_are_a_warning(models, tmp_p
     assert f"{name}: {token!r}, {ours!r}; prompts and answers have the student's" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_same_number_of_tokens_is_not_the_same_vocabulary(models, tmp_path):
     folders = [make_tiny_model(tmp_path / token, extra_tokens=(f"<{token}>",)) for token in ("one", "two")]
     paths = [f"actor_rollout_ref.model.path={folders[0]}", f"actor_rollout_ref.teacher.model.path={folders[1]}"]
@@ -86,6 +91,7 @@ def test_the_same_number_of_tokens_is_not_the_same_vocabulary(models, tmp_path):
         check(models, "student", *paths)
 
 
+@pytest.mark.slow
 def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_path):
     """The tokenizer is longer than the embedding, which is no harm where no text has the last tokens."""
     for name in ("short", "whole"):
@@ -103,6 +109,7 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
     check(models, "student", *whole, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "of_teacher", "num_ids"), [
     (259, 259, 259), (288, 272, 260), (272, 288, 260), (259, 288, 259), (288, 259, 259),
 ])  # fmt: skip
@@ -115,18 +122,27 @@ def test_what_is_scored_are_tokens_with_a_row_in_both_models(models, tmp_path, c
     assert (warned in caplog.text) == (of_teacher < min(rows, 260))
 
 
+@pytest.mark.slow
 def test_a_teacher_without_a_row_for_what_ends_an_answer_is_refused(models):
     facts = dataclasses.replace(check(models, "student"), train_prompts=[])
     with pytest.raises(ModelError, match=r"T has 256 rows .*, the student more: '<\|end\|>', .*end an answer \(\["):
         check_rows("teacher", "T", 256, facts)
 
 
-def test_more_candidates_than_tokens_are_refused(models):
-    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 260 tokens.*got 261"):
-        check(models, "student", "distillation.topk=261")
-    check(models, "student", "distillation.topk=260")
+@pytest.mark.slow
+def test_more_candidates_than_tokens_are_refused(models, tmp_path):
+    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 259 tokens.*got 260"):
+        check(models, "student", "distillation.topk=260")
+    check(models, "student", "distillation.topk=259")
+    teacher = make_tiny_model(tmp_path / "teacher", vocab_size=258)
+    paths = (f"data.train_files={tmp_path}/train.jsonl", f"actor_rollout_ref.teacher.model.path={teacher}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8")
+    plain = "actor_rollout_ref.teacher.chat_template='{{ messages[0].content }}'"
+    with pytest.raises(ConfigError, match=r"distillation\.topk: must be at most the 258 tokens.*got 259"):
+        check(models, "student", *paths, plain, "distillation.topk=259")
 
 
+@pytest.mark.slow
 def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named(models):
     with pytest.raises(ConfigError, match=r"teacher\.chat_template: must be a file with a template.*got 'nowhere'"):
         check(models, "student", "actor_rollout_ref.teacher.chat_template=nowhere")
@@ -134,6 +150,7 @@ def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named
         check(models, "student", f"actor_rollout_ref.teacher.chat_template='{{{{ \"{'x' * 50}\" }}}}'")
 
 
+@pytest.mark.slow
 def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     check(models, "ends")
     assert f"the teacher {models}/ends ends its answers with the tokens [7, 256] [" in caplog.text

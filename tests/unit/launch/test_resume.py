@@ -82,6 +82,7 @@ def remove_all(folder):
     return r"global_step_10/manifest\.json cannot be read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut, flip_weights, flip_state, remove_weights, remove_all])
 def test_the_newest_intact_one_is_taken_and_the_damaged_one_named(damage, tmp_path):
     config = make_config(tmp_path)
@@ -117,6 +118,7 @@ def test_what_is_left_of_a_finished_run_is_not_read(tmp_path):
         find(config, steps=STEPS + 1)
 
 
+@pytest.mark.slow
 def test_changed_settings_are_listed_and_have_to_be_allowed(tmp_path):
     save(make_config(tmp_path), 5)
     changed = [

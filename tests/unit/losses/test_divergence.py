@@ -131,6 +131,7 @@ def test_value_and_logit_gradient_equal_naive(loss, tail, head, topk):
     torch.testing.assert_close(found.sum(-1), torch.zeros(7, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     loss=st.sampled_from(LOSSES), tail=st.sampled_from(TAILS), rows=st.integers(1, 5), vocab=st.integers(2, 37),
@@ -197,12 +198,14 @@ def descend(loss, tail, steps=600):
     return logits.softmax(-1).detach()[0], teacher.exp()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_with_the_bucket_descent_ends_at_the_teacher(loss):
     student, teacher = descend(loss, "bucket")
     torch.testing.assert_close(student[:2], teacher[:2], rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_without_a_tail_the_mass_leaves_as_documented():
     """The defect of a plain sum: forward drives all of the mass into S, reverse to q = p / e, out of S."""
     student, teacher = descend("forward_kl", "none")
@@ -211,6 +214,7 @@ def test_without_a_tail_the_mass_leaves_as_documented():
     torch.testing.assert_close(student[:2], teacher[:2] / math.e, rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     loss=st.sampled_from(LOSSES), seed=st.integers(0, 10_000), topk=st.integers(1, 11), scale=st.floats(0.01, 8),
@@ -381,6 +385,7 @@ def test_gradient_survives_a_student_without_a_tail(student_mass):
     assert (student.grad > 0).all()
 
 
+@pytest.mark.slow
 def test_float32_logits_learn_the_tail_back():
     """Descent from a student that is certain within S reaches the teacher's tail mass."""
     teacher = torch.tensor([[0.6, 0.3, 0.05, 0.05]]).log()

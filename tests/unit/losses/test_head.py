@@ -60,6 +60,7 @@ def test_equals_full_logits(dtype, num_ids, chunk_rows):
     assert_same(*inputs(13, 8, 23, num_ids, dtype), chunk_rows=chunk_rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 9),
@@ -90,6 +91,7 @@ def teacher_logprobs(rows, num_ids, mass=0.8):
     return (torch.rand(rows, num_ids, generator=gen, dtype=torch.float64)).log_softmax(1) + math.log(mass)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(0, 9), vocab=st.integers(2, 19), k=st.integers(0, 18), chunk_rows=st.integers(1, 11),
@@ -117,6 +119,7 @@ def test_a_loss_of_the_entropy(rows, vocab, k, chunk_rows, temperature, seed):
     assert "entropy" not in parts
 
 
+@pytest.mark.slow
 def test_gradcheck():
     hidden, weight, _, _ = inputs(5, 4, 9, 1)
     ids = torch.stack([torch.randperm(9)[:3] for _ in range(5)])
@@ -154,6 +157,7 @@ def naive_with_tail(hidden, weight, ids, k, temperature=1.0):
     return torch.cat([found[:, :k], tail, found[:, k:]], 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 9), vocab=st.integers(2, 19), k=st.integers(1, 18), num_others=st.integers(0, 3),
@@ -397,6 +401,7 @@ def test_the_whole_vocabulary_sums_to_one():
     torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(5, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_the_weight_gradient_is_summed_in_float32():
     """1,024 chunks of one row: a bfloat16 sum would lose most of the small terms."""
     hidden, weight, ids, _ = inputs(1024, 4, 6, 1, torch.bfloat16)

@@ -160,6 +160,7 @@ def test_the_sampled_tokens_own_importance_is_a_factor_of_losses_of_that_token(m
     assert_equal(problem, config(mode))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     mode=st.sampled_from(list(MODES)), rows=st.integers(1, 9), topk=st.integers(1, 30), seed=st.integers(0, 999),
@@ -409,6 +410,7 @@ def test_a_policy_gradient_reports_the_estimators_mean(mode):
     assert reported["actor/kl_loss"].item() == pytest.approx(each.sum().item())
 
 
+@pytest.mark.slow
 @each_estimator
 @pytest.mark.parametrize("seed", range(3))
 def test_descent_on_a_policy_gradient_reaches_the_teacher(mode, seed):

@@ -210,6 +210,7 @@ def test_pack_refuses(bad):
         pack(bad, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "feature"),
     [

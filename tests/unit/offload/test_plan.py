@@ -80,6 +80,7 @@ def checkpoint_size(given, spec):
     return checkpoint_bytes(given.actor_rollout_ref.actor.checkpoint, trained_models(given, spec))
 
 
+@pytest.mark.slow
 def test_seven_billion_on_one_card_fit_with_offload_and_are_refused_without():
     memory(config(f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"), SEVEN_B).check(CARD)
     with pytest.raises(ConfigError, match=r"optimizer_offload.*phase rollout.*optimizer_state 56\.7.*has 140\.0"):
@@ -122,6 +123,7 @@ def test_seven_billion_with_adapters_fit_on_one_card_without_any_offload(tmp_pat
     assert memory(config(), spec, "cpu").phases(None)["update"]["frozen_params"] == 4 * spec.parameters
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_small_unless_it_is_to_be_merged(tmp_path):
     spec, lora = seven_b_with_adapters(tmp_path, 32), "actor_rollout_ref.model.lora_rank=32"
     checkpoint = "actor_rollout_ref.actor.checkpoint"
@@ -202,6 +204,7 @@ def test_a_share_that_cannot_hold_the_engine_is_refused_with_the_numbers():
         share_of(config(*OFFLOAD, COMPUTED), SEVEN_B, free=16 * GIB)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(tmp_path):
     teacher = make_tiny_model(tmp_path, tied=True)
     one_gpu = load_config(
@@ -237,6 +240,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "GPU 0"
 
 
+@pytest.mark.slow
 def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_caches(tmp_path, monkeypatch):
     teacher, rollout = "actor_rollout_ref.teacher", "actor_rollout_ref.rollout"
     model = make_tiny_model(tmp_path, tied=True)
@@ -272,6 +276,7 @@ def test_engine_and_teacher_load_side_by_side_where_the_plan_can_size_their_cach
     assert planned(total=60 * GIB)[1] is None  # the engine gets what is left beside teacher and 6 GiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "dtype", "backend", "has_vllm", "itemsize"),
     [
@@ -328,6 +333,7 @@ def test_a_card_has_to_hold_the_phases_of_its_own_worker_alone():
         check_free_memory(memory(separate, SEVEN_B), small)
 
 
+@pytest.mark.slow
 def test_the_update_holds_what_fsdp_gathers():
     """All of it for all micro-batches without `reshard_after_forward`, on one GPU too; else embedding and head."""
     for gpus in (1, 2):
@@ -344,6 +350,7 @@ def test_the_update_holds_what_fsdp_gathers():
         memory(config(*OFFLOAD, f"{FSDP}.reshard_after_forward=false"), SEVEN_B).check(135 * GIB)
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
     def tokens(*overrides):
         given = config("data.max_prompt_length=500", "data.max_response_length=524", *overrides)
@@ -359,6 +366,7 @@ def test_activations_are_those_of_the_largest_micro_batch_that_there_can_be():
     assert tokens(fixed, f"{actor}.ppo_micro_batch_size_per_gpu=4", f"{actor}.ppo_mini_batch_size=2") == 2048
 
 
+@pytest.mark.slow
 def test_forward_passes_over_a_batch_are_counted_where_they_take_more_than_the_update(tmp_path):
     """The reference and the reward model have nothing else; beside an update of small mini-batches they may be more."""
     models, hidden, intermediate, layers, vocabulary = {}, 64, 256, 3, 1000
@@ -437,6 +445,7 @@ def saved_bytes(model, batch):
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "hidden", "intermediate", "heads", "kv_heads"),
     [(Qwen2Config, 64, 128, 4, 2), (Qwen2Config, 64, 320, 4, 4), (LlamaConfig, 128, 192, 8, 1)],
@@ -549,6 +558,7 @@ def test_an_engine_that_stays_leaves_room_for_what_is_gathered():
     assert shares[0] - shares[1] == pytest.approx(small.parameters / CARD, abs=0.01)  # half of 2.9 GiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("0.5b", "1.5b")])
 def test_the_recipe_for_one_gpu_is_accepted(tmp_path, student, teacher):
     for name in (student, teacher):
@@ -586,6 +596,7 @@ def test_size_counts_tied_embeddings_once(tmp_path):
         assert model_spec(str(folder), trust_remote_code=False, override_config={"dtype": "bfloat16"}) != size
 
 
+@pytest.mark.slow
 def test_an_engine_in_float32_takes_twice_as_much():
     wide = config(*OFFLOAD, "actor_rollout_ref.rollout.dtype=float32", COMPUTED)
     for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float16", 2), ("float32", 4)):
@@ -676,6 +687,7 @@ def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_m
     assert on_cpu["largest phase"] >= 4 * master
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_path):
     model = f"actor_rollout_ref.model.path={make_tiny_model(tmp_path)}"
 

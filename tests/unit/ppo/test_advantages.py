@@ -38,6 +38,7 @@ def test_equal_rewards_give_zeros(norm):
     )
 
 
+@pytest.mark.slow
 @given(hnp.arrays(np.float64, (4, 3), elements=st.floats(-100, 100)))
 def test_every_group_sums_to_zero(rewards):
     advantages = group_relative_advantages(rewards.reshape(-1), 3, norm_by_std=False)

@@ -148,6 +148,7 @@ def test_metrics_of_a_response():
         tiny_config(f"algorithm.filter_groups.metric={name}")
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_batches_are_refilled_with_groups_that_have_a_signal(scheduler, pools, tmp_path, caplog):
@@ -168,6 +169,7 @@ def test_batches_are_refilled_with_groups_that_have_a_signal(scheduler, pools, t
     assert [load_state(tmp_path / f"global_step_{step}").extra_batches for step in (2, 4)] == extra
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_a_resumed_run_goes_on_behind_the_last_trained_batch(scheduler, pools, tmp_path):
@@ -178,6 +180,7 @@ def test_a_resumed_run_goes_on_behind_the_last_trained_batch(scheduler, pools, t
     assert_trained(trainer, plan(5)[2:])
 
 
+@pytest.mark.slow
 def test_without_the_filter_a_run_goes_on_at_the_same_place(tmp_path):
     fit(2, tmp_path)
     off = ("algorithm.filter_groups.enable=false",)

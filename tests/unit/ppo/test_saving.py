@@ -43,6 +43,7 @@ def moments(group):
     return [event if event[0] != "publish" else event[:1] for event in group.events if event[0] != "generate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
 def test_the_snapshot_comes_before_the_publish_and_steps_follow_before_it_is_written(pools, tmp_path, caplog):
     caplog.set_level(logging.INFO)
@@ -63,6 +64,7 @@ def test_the_snapshot_comes_before_the_publish_and_steps_follow_before_it_is_wri
     assert trainer.checkpoint == tmp_path / "global_step_6"
 
 
+@pytest.mark.slow
 def test_only_complete_ones_are_counted_and_the_next_save_waits_for_the_one_before(tmp_path):
     group, seen = SlowDisk(10), []
     publish = group.publish
@@ -110,6 +112,7 @@ def test_a_failure_elsewhere_waits_too_and_saves_the_last_state(tmp_path, caplog
     assert 0 <= caplog.text.find(said) < caplog.text.find("the state after step 3 is saved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 10])
 def test_a_failed_write_ends_the_run_by_name_and_leaves_the_checkpoint_before(steps, tmp_path):
     group = SlowDisk(steps)
@@ -168,6 +171,7 @@ def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_pa
     assert f"the best checkpoint: {tmp_path / 'global_step_1'}, val/forward_kl 1" in caplog.text
 
 
+@pytest.mark.slow
 def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, monkeypatch):
     class AtOnce:
         def __init__(self, *arguments):

@@ -33,6 +33,7 @@ VALIDATED = {
     "val/num_prompts", *(f"val/{name}/q{quarter}" for name in ("forward_kl", "reverse_kl") for quarter in (1, 3)),
 }  # answers have two tokens
 DEPTHS = pytest.mark.parametrize("scheduler", BATCHES_AHEAD)
+STEPS = pytest.mark.parametrize("steps", [1, 2, 3, pytest.param(7, marks=pytest.mark.slow)])
 OWN_POOL = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
 POOLS = pytest.mark.parametrize("pools", [(), OWN_POOL], ids=["hybrid", "separate"])
 
@@ -85,7 +86,7 @@ def assert_trained(group, steps):
 
 
 @DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@STEPS
 def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, steps, tmp_path):
     depth = BATCHES_AHEAD[scheduler]
     trainer, group, failure = fit(scheduler, steps, tmp_path)
@@ -105,7 +106,7 @@ def test_every_batch_is_generated_once_and_trained_once_in_order(scheduler, step
 
 
 @DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@STEPS
 def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights(scheduler, steps, tmp_path):
     depth = BATCHES_AHEAD[scheduler]
     trainer, group, failure = fit(scheduler, steps, tmp_path, *OWN_POOL)
@@ -122,7 +123,7 @@ def test_a_pool_that_only_generates_draws_the_same_batches_with_the_same_weights
 
 
 @DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@STEPS
 def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(scheduler, steps, tmp_path):
     depth, group = BATCHES_AHEAD[scheduler], RecordingGroup()
     step_of = {request_seeds(0, step, BATCH)[0]: step for step in range(1, steps + 1)}
@@ -150,6 +151,7 @@ def test_a_teacher_on_the_students_gpu_is_asked_when_the_next_generation_begins(
     assert [event[:1] if event[0] == "generate" else event for event in events] == expected
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(scheduler, pools, tmp_path):
@@ -158,6 +160,7 @@ def test_validation_answers_with_the_newest_weights_and_disturbs_nothing(schedul
     assert_trained(group, range(1, 5))
 
 
+@pytest.mark.slow
 def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_there(tmp_path):
     """Losses rise by one a step here; other validations than those before and after training are neither."""
     group = RecordingGroup()
@@ -176,6 +179,7 @@ def test_what_the_final_table_compares_is_of_the_first_and_the_last_step_or_not_
     assert not VALIDATED & never_again.last_metrics.keys()
 
 
+@pytest.mark.slow
 def test_val_only_validates_what_the_run_would_start_from_and_ends(tmp_path):
     """A new run, and a finished one with other settings for its batches, which do not matter here."""
     only = ("trainer.val_only=true", "trainer.val_before_train=false", "data.val_files=unused")
@@ -207,6 +211,7 @@ def kept(folder):
     return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest_and_known_after_a_resume(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     often = (*BEST, "trainer.save_freq=2")
@@ -223,6 +228,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_known_after_a_resume(
     assert (kept(tmp_path), trainer.best.step) == ([7, 8], 7)
 
 
+@pytest.mark.slow
 def test_without_a_save_frequency_only_the_best_and_the_last_are_saved(tmp_path):
     _, group, _ = fit("sync", 4, tmp_path, *BEST, "trainer.save_freq=-1", group=falling(2.0, 1.0, 1.5, 3.0))
     assert group.saved == [1, 2, 4]
@@ -230,6 +236,7 @@ def test_without_a_save_frequency_only_the_best_and_the_last_are_saved(tmp_path)
     assert group.saved == [4]
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_by_another_metric_or_that_is_gone_is_not_known_any_more(tmp_path):
     fit("sync", 2, tmp_path, *BEST, "trainer.save_freq=1", group=falling(1.0, 2.0))
     again = dict(resume_from=tmp_path / "global_step_2", group=falling(1.0, 2.0, 3.0))
@@ -241,6 +248,7 @@ def test_a_best_checkpoint_by_another_metric_or_that_is_gone_is_not_known_any_mo
     assert trainer.best.step == 3
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
@@ -251,6 +259,7 @@ def test_a_resumed_run_trains_what_was_in_flight(scheduler, pools, tmp_path):
     assert staleness == [min(step - 4, BATCHES_AHEAD[scheduler]) for step in range(4, 8)]
 
 
+@pytest.mark.slow
 @POOLS
 @DEPTHS
 def test_a_batch_without_scores_ends_the_run_and_the_state_before_it_is_saved(scheduler, pools, tmp_path):
@@ -318,6 +327,7 @@ def test_weights_that_may_be_between_two_steps_are_not_saved(pools, error, overr
     assert group.saved == saved
 
 
+@pytest.mark.slow
 @POOLS
 def test_a_failure_is_not_hidden_by_a_checkpoint_that_is_gone_and_leaves_no_gap_in_the_metrics(pools, tmp_path):
     group, tracking = RecordingGroup(), MetricRows()
@@ -359,6 +369,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_is_in_no_row(tmp_path):
     assert "actor/lr" not in tracking.by_step[2]
 
 
+@pytest.mark.slow
 def test_the_sizes_of_the_student_are_looked_up_once_in_a_run_and_only_for_gpus(tmp_path, monkeypatch):
     asked = []
     spec = ModelSpec(
@@ -387,6 +398,7 @@ def test_an_error_that_nobody_thought_of_saves_the_last_state_too(tmp_path):
     assert group.saved == [2]
 
 
+@pytest.mark.slow
 @DEPTHS
 @POOLS
 def test_a_requested_stop_ends_with_the_step_in_hand_which_is_saved_and_continued_from(
@@ -446,6 +458,7 @@ def test_a_requested_stop_waits_for_no_generation_in_another_pool(tmp_path):
     assert trainer.tracking.by_step[1]["memory/update/actor_params_gb"] == 1
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_step_or_after_a_save_leaves_nothing_out(tmp_path):
     group = RecordingGroup()
     trainer, _, _ = fit(
@@ -474,6 +487,7 @@ def test_a_disk_that_fills_ends_the_run_with_the_step_in_hand_saved(tmp_path, mo
     assert "lost" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
     group = RecordingGroup()
     group.can_save = lambda: False

@@ -153,6 +153,7 @@ def test_files_are_called_by_what_tells_them_apart():
         check_names(["val/org/math/accuracy", "val/org/math/acuracy", "val/pass@2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [

@@ -146,6 +146,7 @@ def test_what_a_reward_model_says_of_held_out_answers_is_no_accuracy():
     assert {"val/accuracy", "val/reward_model"} <= shown(run_config(*given, "reward.functions={model: 1, length: 1}"))
 
 
+@pytest.mark.slow
 def test_the_last_section_has_what_is_seldom_looked_at():
     for overrides in ((), *(overrides for overrides, _ in SWITCHED_ON.values())):
         rest = {name for panel in plan(run_config(*overrides))[dashboard.REST] for name in panel.metrics}

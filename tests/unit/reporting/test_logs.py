@@ -30,6 +30,7 @@ with run_log(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_run_log_has_everything_with_the_time_and_the_console_what_is_for_people(tmp_path):
     result = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
     text = (tmp_path / "run.log").read_text(encoding="utf-8")

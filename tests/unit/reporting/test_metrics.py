@@ -54,6 +54,7 @@ def student(path, *overrides):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_operations_of_a_student_are_what_torch_counts(tied, tmp_path):
     """Heads of another size than hidden size / heads. torch counts attention as if it were not causal: twice."""

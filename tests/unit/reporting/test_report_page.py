@@ -76,6 +76,7 @@ def test_evenly_keeps_the_first_and_the_last():
 # --- a run
 
 
+@pytest.mark.slow
 def test_a_finished_run(finished):
     data = data_of(finished)
     assert data["state"] == {"outcome": "finished", "error": None, "step": 30, "total": 30, "starts": 1}
@@ -136,6 +137,7 @@ def test_reading_on_finds_what_reading_at_once_does(tmp_path, finished):
     assert run.data()["metrics"] == data_of(finished)["metrics"]
 
 
+@pytest.mark.slow
 def test_the_time_of_the_whole_run_is_that_of_every_step(tmp_path):
     rows = [{"step": step, "timing/gen": step / 4, "timing/testing": float(step == 7)} for step in range(1, 2001)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -171,6 +173,7 @@ def test_a_row_that_a_crash_cut_short_is_left_out(tmp_path):
     assert [sample["response"] for sample in found["samples"]] == ["r", "r"]
 
 
+@pytest.mark.slow
 def test_a_failed_run_has_its_error(tmp_path):
     data = data_of(make_run(tmp_path, steps=25, total=40, error=ValueError(f"boom {NASTY}")))
     assert (data["state"]["outcome"], data["state"]["step"], data["state"]["total"]) == ("failed", 25, 40)
@@ -183,6 +186,7 @@ def test_a_failed_run_has_its_error(tmp_path):
     assert cards(other)["To resume"]["note"].startswith("there is no checkpoint, ")
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
     folder = make_run(tmp_path, steps=25, total=40, error=ValueError("boom"))
     run = RunFolder(folder)
@@ -211,6 +215,7 @@ def test_lengths_of_another_limit_are_not_counted_with_those_of_this_one(tmp_pat
     assert data_of(tmp_path)["lengths"] == {"bin": 20, "every": 1, "steps": [3], "counts": [(0, 8)]}
 
 
+@pytest.mark.slow
 def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
     folder = make_run(tmp_path, total=99)
     rows = (folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -311,6 +316,7 @@ def test_labels_tell_runs_apart(tmp_path):
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_command_writes_into_the_run_folder_or_compares(tmp_path, finished, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([str(finished)]) == 0
@@ -335,6 +341,7 @@ def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_run_has_its_report_when_it_ends(tmp_path):
     (tmp_path / "run.log").touch()
     with report_kept(tmp_path):
@@ -343,6 +350,7 @@ def test_a_run_has_its_report_when_it_ends(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_names_its_report(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "run.log").touch()
@@ -351,6 +359,7 @@ def test_a_run_that_fails_names_its_report(tmp_path, caplog):
     assert f"to open in a browser: {(tmp_path / 'report.html').as_uri()}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "run.log").touch()
     (tmp_path / "report.html").mkdir()
@@ -359,6 +368,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert "report.html is not up to date: error: [Errno 21]" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_that_was_killed_is_written(tmp_path):
     folder = make_run(tmp_path, total=99)
     rows = (folder / "starts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -368,6 +378,7 @@ def test_the_report_of_a_run_that_was_killed_is_written(tmp_path):
     assert UNFINISHED in (folder / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_serving_follows_the_run_and_answers_this_machine_alone(tmp_path, monkeypatch):
     folder = make_run(tmp_path)
     with ReportServer([folder], 0) as server:

@@ -533,6 +533,7 @@ def test_wandb_ended_by_a_signal_does_not_choose_the_exit_code_of_the_run(no_wan
     assert wandb_processes() == []
 
 
+@pytest.mark.slow
 def test_wandb_that_cannot_start_is_a_config_error(no_wandb_login, monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "not a key")
@@ -593,6 +594,7 @@ def test_the_packages_of_trackers_are_those_of_their_extras():
     assert {name: [package] for name, package in EXTRAS.items()} == {name: extras[name].split() for name in EXTRAS}
 
 
+@pytest.mark.slow
 def test_import_needs_neither_torch_nor_wandb():
     code = "import sys, hybrid_gkd.reporting.trackers; sys.exit(bool({'torch', 'wandb', 'ray'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)

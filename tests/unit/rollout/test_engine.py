@@ -34,6 +34,7 @@ def configure(name):
     return tiny_config(f"{KEY}={name}")
 
 
+@pytest.mark.slow
 def test_the_configuration_takes_the_names_of_the_table():
     for name, import_path in ROLLOUT_ENGINES.items():
         assert configure(name).actor_rollout_ref.rollout.name == name
@@ -122,6 +123,7 @@ def test_an_import_path_that_leads_nowhere_is_refused_before_anything_starts(nam
         resolve_engine(name)
 
 
+@pytest.mark.slow
 def test_transformers_generates_to_the_limit_where_no_token_ends_a_response(tmp_path):
     model = make_tiny_model(tmp_path)
     ends = f"actor_rollout_ref.model.override_config.eos_token_id={list(range(3, 250))}"
@@ -157,6 +159,7 @@ def test_an_engine_falls_asleep_beside_a_process_that_takes_memory_meanwhile():
         worker.sleep(level=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 def test_an_engine_that_sleeps_knows_its_memory_from_the_list_of_vllms_allocator():
     from vllm.device_allocator import cumem

@@ -66,6 +66,7 @@ def test_every_receiver_gets_every_weight_exactly_under_all_names(members, bucke
         sending.result(60)
 
 
+@pytest.mark.slow
 def test_a_receiver_that_takes_nothing_ends_the_sending_at_the_timeout(members):
     (sender, receiver), _ = members(2, timeout=0.3)
     with pytest.raises(WorkerError, match="weights were not passed on"):

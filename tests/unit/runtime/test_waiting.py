@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import threading
@@ -88,9 +89,6 @@ def test_a_limit_names_the_key_that_sets_it():
         assert re.fullmatch(r"waiting for Ray to start; since \d\d:\d\d:\d\d, for 0 s now", str(wait))
 
 
-TREES = {
-    file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(Path(hybrid_gkd.__file__).parent.rglob("*.py"))
-}
 FIXED = set(
     "ALL_REDUCE_SECONDS CLOSE_SECONDS END_SECONDS REPORT_SECONDS SCORES_SECONDS SETTLE_SECONDS "
     "WANDB_FINISH_SECONDS".split()
@@ -100,6 +98,13 @@ NO_DEADLINES = {
     "waited {time.monotonic() - self.started} s for its scores",  # what it was; the limit follows
     "waited %.0f s for %s", "has not answered %.0f s after the end of a client's request_timeout",
 }
+
+
+@functools.cache
+def trees():
+    """Return every module of the package, parsed."""
+    files = sorted(Path(hybrid_gkd.__file__).parent.rglob("*.py"))
+    return [ast.parse(file.read_text(encoding="utf-8")) for file in files]
 
 
 def keys_of(section, prefix=""):
@@ -120,11 +125,12 @@ def texts(tree):
             yield node.value
 
 
+@pytest.mark.slow
 def test_every_timeout_has_the_key_that_sets_it_and_every_such_key_its_timeout():
     named, keys = set(), set(keys_of(Config()))
-    assigned = [node for tree in TREES.values() for node in tree.body if isinstance(node, ast.Assign)]
+    assigned = [node for tree in trees() for node in tree.body if isinstance(node, ast.Assign)]
     constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
-    for tree in TREES.values():
+    for tree in trees():
         for call in ast.walk(tree):
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != "Timeout":
                 continue
@@ -138,9 +144,10 @@ def test_every_timeout_has_the_key_that_sets_it_and_every_such_key_its_timeout()
     assert named == {key for key in keys if key.endswith(("timeout", "grace_period"))}
 
 
+@pytest.mark.slow
 def test_no_message_states_the_seconds_of_a_deadline_without_its_key():
     """A `Timeout` in a message names it; a bare number of seconds is something that has happened."""
     stated = re.compile(r"(within|waited|not ready after|limit is|and no error in|answered) ?(\{[^}]*\}|%\S+) s\b")
-    found = {text for tree in TREES.values() for text in texts(tree) if stated.search(text)}
+    found = {text for tree in trees() for text in texts(tree) if stated.search(text)}
     assert not [text for text in found if not any(known in text for known in NO_DEADLINES)]
     assert all(any(known in text for text in found) for known in NO_DEADLINES)

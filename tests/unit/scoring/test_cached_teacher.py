@@ -274,6 +274,7 @@ def write_for_ever(folder):
         print(row, flush=True)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_has_written_is_whole(tmp_path):
     folder = tmp_path / "store"
     code = f"import sys; sys.path[:0] = {sys.path!r}; import {__name__} as own; own.write_for_ever({str(folder)!r})"

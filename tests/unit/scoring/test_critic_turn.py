@@ -55,6 +55,7 @@ def test_values_come_first_and_the_critic_learns_before_the_actor():
     assert sum(row[f"timing/{name}"] for name in ("values", "update_critic")) <= row["timing/step"]
 
 
+@pytest.mark.slow
 def test_its_mini_batches_and_epochs_are_its_own_or_the_actors():
     own = ["critic.ppo_mini_batch_size=2", "critic.ppo_epochs=3", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     for overrides, actor, critic in (

@@ -111,6 +111,7 @@ def test_the_greedy_answer_is_compared_without_a_penalty_as_in_verl():
         np.testing.assert_allclose(item.array("advantages"), -0.5 * LOG_RATIO, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reference_is_asked_once_where_reward_and_loss_need_it_and_never_where_nothing_does():
     for overrides, asked, for_critic in (
         ([], 0, False), (["actor_rollout_ref.actor.use_kl_loss=true", *KL], 1, False),
@@ -127,6 +128,7 @@ def test_the_reference_is_asked_once_where_reward_and_loss_need_it_and_never_whe
     assert make()[1].num_forwards == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_very_coefficient(tmp_path):
     adaptive = [*KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=7"]
     trainer, _, rows = make(*adaptive, run_dir=tmp_path / "whole")

@@ -90,6 +90,7 @@ def test_an_object_with_an_async_call(load):
     assert load(text).compute([ASKED, ASKED]) == [Score(0.5), Score(0.5)]
 
 
+@pytest.mark.slow
 def test_async_functions_wait_together_and_each_has_its_own_timeout(load):
     """Each response but the last waits for the others; a loop that is kept serves the next call too."""
     text = (

@@ -175,6 +175,7 @@ def test_it_decides_what_is_learned_where_rewards_are_trained_on():
     assert "reward_model.enable" not in learning_settings(distils, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
 def test_where_groups_are_left_out_every_generation_batch_is_scored_once(scheduler, monkeypatch):
     """Half of the groups have no signal, so that a step takes two generation batches, each of which is scored once."""

@@ -94,6 +94,7 @@ def test_math(response, answer, reward):
     assert math(response, answer) == reward
 
 
+@pytest.mark.slow
 def test_math_needs_an_expression_in_the_answer():
     with pytest.raises(DataError, match="needs an expression in every answer; got ''"):
         math("72", "")
@@ -111,6 +112,7 @@ def test_processes_without_their_library_say_how_to_install_it(monkeypatch):
         load_functions(RewardConfig(name="format", format="x"))
 
 
+@pytest.mark.slow
 def test_a_row_is_judged_as_its_data_set_needs():
     judge = BUILTIN_REWARDS["by_data_source"].make(RewardConfig())
     of_math = Response(text="0.5", answer=r"\frac{1}{2}", data_source="aime2024")
@@ -155,6 +157,7 @@ def test_overlong_penalty_is_that_of_dapo(num_tokens, penalty):
     assert overlong_penalty(num_tokens, 20, OverlongBufferConfig(len=8, penalty_factor=0.5)) == penalty / 2
 
 
+@pytest.mark.slow
 def test_needs_no_torch():
     code = "import sys, hybrid_gkd.scoring.reward_pool, hybrid_gkd.ppo.advantages; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -65,6 +65,7 @@ def test_builtin_functions_that_are_quick_start_no_process(make):
     assert multiprocessing.active_children() == before
 
 
+@pytest.mark.slow
 def test_the_wait_is_timed_where_the_trainer_waits(make):
     pools = ("actor_rollout_ref.hybrid_engine=false", "rollout.n_gpus_per_node=1")
     filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
@@ -123,6 +124,7 @@ def test_a_row_without_an_answer_is_named(make):
         make().scores([pair(3, 7, answer=None)])
 
 
+@pytest.mark.slow
 def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_path):
     """What begin() handed over is not computed again, and a sample that is gone is forgotten."""
     scorer = make(text=f"""
@@ -140,6 +142,7 @@ def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_
     assert scorer.scores([pair(0, 7, 7, 7, 7)]) == [4.0]
 
 
+@pytest.mark.slow
 def test_several_functions_of_each_kind(make):
     scorer = make(
         "reward.functions={custom: 2.0, gsm8k: 1.0, format: 0.5}", "reward.format=^7",
@@ -173,6 +176,7 @@ HANGS = """
     """
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_run_and_names_row_answer_and_place(make):
     scorer = make("reward.timeout=0.1", text=HANGS)
     pairs = [pair(0, 1), pair(5, 2)]
@@ -209,6 +213,7 @@ def test_an_async_function_fails_on_its_own_responses_and_on_no_others_of_its_pr
     assert scorer.scores([pair(row, row) for row in range(1, 5)]) == [1.0, -1.0, -1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it(make, tmp_path, caplog):
     """Also where it calls that success, and where no timeout would end the wait."""
     scorer = make("reward.score_on_error=-1", "reward.timeout=.inf", text=f"""
@@ -287,6 +292,7 @@ def test_a_pattern_without_end_is_a_wrong_response(make):
     assert scorer.scores([pair(0, 1), pair(1, *[11111111] * 8, -1)]) == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_load_the_function_says_so(make, tmp_path):
     scorer = make(text="def compute_score(response, answer): return 1")
     (tmp_path / "my_reward.py").unlink()

@@ -41,6 +41,7 @@ def test_blocks_that_are_gathered_together_train_as_each_by_itself(tmp_path, mon
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 def test_what_is_called_before_backward_passes_changes_nothing(tmp_path, checkpointing):
     """In the last micro-batch, once for each block, also where it is computed again."""
@@ -59,6 +60,7 @@ def test_what_is_called_before_backward_passes_changes_nothing(tmp_path, checkpo
     assert left == [2, 1] * 2
 
 
+@pytest.mark.slow
 def test_rows_that_are_no_tokens_change_nothing(tmp_path):
     """A student trains as the one without them, which a float64 forward confirms; so does a reference choose."""
     padded = make_tiny_model(tmp_path / "padded", vocab_size=300)

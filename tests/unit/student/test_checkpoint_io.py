@@ -85,6 +85,7 @@ def test_a_resumed_actor_goes_on_to_the_last_digit(make, overrides, tmp_path):
         assert torch.equal(weight, results[1][2][name]), name
 
 
+@pytest.mark.slow
 def test_what_was_learned_since_is_forgotten_with_its_optimizer_state(tmp_path):
     """The checkpoint of a student that has not taken a step has no optimizer state."""
     config = make_config(make_tiny_model(tmp_path / "model"))
@@ -97,6 +98,7 @@ def test_what_was_learned_since_is_forgotten_with_its_optimizer_state(tmp_path):
         assert actor.update(random_batch(1)) == fresh.update(random_batch(1))
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_configuration_and_not_of_the_checkpoint(tmp_path):
     path = make_tiny_model(tmp_path / "model")
     with single_process_group():
@@ -111,6 +113,7 @@ def test_rates_are_those_of_the_configuration_and_not_of_the_checkpoint(tmp_path
     assert {group["betas"] for group in second.optimizer.param_groups} == {(0.9, 0.5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]])
 def test_what_is_written_behind_further_updates_is_of_the_moment_of_the_snapshot(overrides, tmp_path):
     """Also the second time, when the copies' memory is used again."""
@@ -138,6 +141,7 @@ def test_what_is_written_behind_further_updates_is_of_the_moment_of_the_snapshot
         assert reserve.call_count == 1  # as large as it had to be
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "merged"])
 def test_engine_and_export_get_what_a_folder_has_beside_parameters(overrides, tmp_path):
     path = tmp_path / "model"
@@ -163,6 +167,7 @@ def test_engine_and_export_get_what_a_folder_has_beside_parameters(overrides, tm
     assert torch.equal(new[name], old[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "merged"])
 def test_transformers_ends_an_exported_students_responses_where_training_did(overrides, tmp_path):
     path, other = make_tiny_model(tmp_path / "model"), tmp_path / "tokenizer"
@@ -181,6 +186,7 @@ def test_transformers_ends_an_exported_students_responses_where_training_did(ove
     assert len(trained) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "lora"])
 def test_a_pass_that_failed_costs_the_checkpoint_nothing(overrides, tmp_path):
     """It leaves weights gathered, in the type of the computation, of which the optimizer knows nothing."""
@@ -200,6 +206,7 @@ def test_a_pass_that_failed_costs_the_checkpoint_nothing(overrides, tmp_path):
         assert save_model(actor, tmp_path / "after") == expected
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
     config = make_config(make_tiny_model(tmp_path / "model"))
     (tmp_path / "actor").write_text("in the way", encoding="utf-8")
@@ -215,6 +222,7 @@ def test_a_disk_that_fills_is_named(tmp_path, monkeypatch):
             saver.save(tmp_path / "step", config.actor_rollout_ref.model.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["actor_rollout_ref.model.lora_rank=2"]], ids=["full", "lora"])
 def test_the_thread_behind_the_steps_leaves_the_model_alone(overrides, tmp_path):
     """FSDP2 frees gathered weights whenever a module's `state_dict` is called, also in the middle of a forward pass."""

@@ -65,6 +65,7 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(tmp_path, error):
     assert not (store.latest() / "half").exists()
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
     write(CheckpointStore(tmp_path, keep=1), 5, "good")
     code = f"""if True:
@@ -145,6 +146,7 @@ def test_room_for_a_checkpoint_is_held_until_it_is_written(tmp_path):
     assert reserved(tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_a_disk_without_the_room_is_said(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     store = CheckpointStore(tmp_path, keep=1, reserved_bytes=free + 2**40)

@@ -39,6 +39,7 @@ def learn(critic, seed):
     return critic.update(MiniBatch(micro_batches=(items,), num_tokens=18))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_values_are_those_of_the_state_before_each_token(tied, tmp_path):
     folder = make_tiny_model(tmp_path, tied=tied)
@@ -83,6 +84,7 @@ def test_it_learns_the_returns_and_goes_on_to_the_last_digit_after_a_resume(tmp_
                 assert torch.equal(weight.full_tensor(), dict(resumed.named_parameters())[name].full_tensor()), name
 
 
+@pytest.mark.slow
 def test_an_empty_micro_batch_changes_nothing(tmp_path):
     """A rank that has none of the sequences takes part all the same."""
     config = make_config(make_tiny_model(tmp_path))

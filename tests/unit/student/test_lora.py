@@ -244,6 +244,7 @@ def spec_of(model, **lora):
     return model_spec(str(model), trust_remote_code=False, override_config={}, lora=section)
 
 
+@pytest.mark.slow
 def test_the_layers_are_those_that_are_named(tmp_path):
     model = make_tiny_model(tmp_path, layers=1)  # hidden 64, intermediate 128, two heads and one for keys and values
     attention = {"q_proj": 64 + 64, "k_proj": 64 + 32, "v_proj": 64 + 32, "o_proj": 64 + 64}
@@ -303,6 +304,7 @@ def adapter(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_rank_alpha_and_layers_are_those_of_the_adapter_to_start_from(adapter, caplog):
     path = str(adapter / "adapter")
     for given in ({}, {"lora_rank": 2}, {"lora_alpha": 6}):

@@ -55,6 +55,7 @@ def phases(config, spec):
     return plan_memory(config, trained_models(config, spec), "cuda").phases(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_the_kl_from_the_start_is_0_at_first_and_is_what_the_estimate_says_then(kind, tmp_path):
     model = make_tiny_model(tmp_path / "model")
@@ -74,6 +75,7 @@ def test_the_kl_from_the_start_is_0_at_first_and_is_what_the_estimate_says_then(
             assert torch.equal(weight.full_tensor(), start[name].full_tensor()), name
 
 
+@pytest.mark.slow
 def test_with_lora_the_model_below_the_adapters_is_the_reference_and_there_is_no_second_model(tmp_path):
     config = make_config(
         make_tiny_model(tmp_path / "model"), f"{KL}.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=4"
@@ -88,6 +90,7 @@ def test_with_lora_the_model_below_the_adapters_is_the_reference_and_there_is_no
     assert dataclasses.replace(config, actor_rollout_ref=other).has_reference_model
 
 
+@pytest.mark.slow
 def test_another_folder_is_another_policy_and_both_decide_what_is_learned(tmp_path):
     model, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=1)
     config = make_config(model, f"{KL}.use_kl_loss=true", f"actor_rollout_ref.ref.model.path={other}")
@@ -99,6 +102,7 @@ def test_another_folder_is_another_policy_and_both_decide_what_is_learned(tmp_pa
     assert not [key for key in learning_settings(make_config(model), steps=2) if "kl_loss" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [3, 259])
 def test_the_whole_distribution_of_a_reference_is_compared(topk, tmp_path):
     """On its most likely tokens and all others as one: by the models themselves. Of 259 tokens there are no others."""

@@ -40,6 +40,7 @@ def phases(config, spec):
     return plan_memory(config, trained_models(config, spec), "cuda").phases(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", CLASSIFIERS)
 def test_scores_of_packed_texts_are_those_of_transformers(architecture, student, tmp_path):
     """Also of a text that ends in padding, which a sequence classifier looks past."""
@@ -105,6 +106,7 @@ def test_a_folder_without_a_reward_model_is_refused_before_anything_is_loaded(
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_context_that_is_too_short_is_refused_and_an_explicit_limit_is_kept(student, tmp_path):
     folder = make_tiny_model(tmp_path, architecture=CLASSIFIERS[0], positions=48)
     with pytest.raises(ConfigError, match=r"data\.max_response_length: .*need 64 .*the reward model .* 48"):
@@ -116,6 +118,7 @@ def test_a_context_that_is_too_short_is_refused_and_an_explicit_limit_is_kept(st
     assert "reads the student's tokens, at most 40" in said
 
 
+@pytest.mark.slow
 def test_a_head_that_is_missing_is_never_made_up(student, tmp_path):
     """Where the check cannot look, as at a model of the hub, loading refuses it."""
     folder = make_tiny_model(tmp_path, architecture=CLASSIFIERS[0])
@@ -124,6 +127,7 @@ def test_a_head_that_is_missing_is_never_made_up(student, tmp_path):
         RewardModel(make_config(student, folder), device=CPU)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_or_template_encodes_texts_anew(student, tmp_path):
     same = make_tiny_model(tmp_path / "same", architecture=CLASSIFIERS[0])
     other = make_tiny_model(tmp_path / "other", architecture=CLASSIFIERS[0], extra_tokens=("<|b|>",))
@@ -138,6 +142,7 @@ def test_another_tokenizer_or_template_encodes_texts_anew(student, tmp_path):
         examine(student, same)
 
 
+@pytest.mark.slow
 def test_it_is_on_the_device_in_its_own_phase_only(student, tmp_path):
     folder = make_tiny_model(tmp_path, architecture=CLASSIFIERS[0])
     config = make_config(student, folder)

@@ -126,6 +126,7 @@ def head_rows(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_position_is_masking_by_hand(world, head_rows, fraction):
     make, _ = world
@@ -143,6 +144,7 @@ def test_position_is_masking_by_hand(world, head_rows, fraction):
     assert head_rows == {"head": [sum(numbers)] * 2, "statistics": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["student_entropy", "confident_wrong"])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_a_selection_by_the_student_is_masking_by_hand(world, head_rows, name, mode):
@@ -158,6 +160,7 @@ def test_a_selection_by_the_student_is_masking_by_hand(world, head_rows, name, m
     assert_same(again, found)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_left_out_of_the_loss_are_not_selected(world):
     make, plain = world
     config, actor = make(f"{KEY}=student_entropy", f"{KEY}_kwargs.fraction=0.5")

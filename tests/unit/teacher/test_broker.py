@@ -55,6 +55,7 @@ class FakeWorker:
         self._link.reply(result, protocol.result_arrays(scores))
 
 
+@pytest.mark.slow
 def test_work_goes_round_whatever_a_worker_says_it_can_hold(broker):
     workers = [FakeWorker(broker, "greedy", 1024), FakeWorker(broker, "modest", 3)]
     wait_until(lambda: broker.num_workers == 2)

@@ -56,6 +56,7 @@ def test_request_round_trip():
     assert expect_round_trip(READINGS) == {"lengths": [5, 4], "ranges": [[3, 5], [1, 2, 3, 4]]}
 
 
+@pytest.mark.slow
 @given(st.lists(st.sets(st.integers(1, 40), min_size=1), min_size=1, max_size=5), st.data())
 def test_any_positions_survive_the_round_trip_as_the_fewest_ranges(all_positions, data):
     readings = []
@@ -87,6 +88,7 @@ def test_ranges_that_no_reading_has_are_refused(ranges):
         protocol.unpack_request(header, frames)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 12), max_size=8), st.integers(0, 10))
 def test_ranges_are_either_refused_or_positions_within_the_reading(ranges, length):
     try:

@@ -242,6 +242,7 @@ def test_at_most_n_server_workers_requests_are_in_flight():
 FAULTS = [lose, damage, poison, error("failed"), error("busy"), error("expired")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*FAULTS, pytest.param(silence, marks=pytest.mark.slow)])
 def test_one_fault_is_repaired(fault):
     batch = make_readings()
@@ -352,6 +353,7 @@ def test_submit_waits_for_room_instead_of_queueing_without_end(monkeypatch):
             submitter.submit(batch)
 
 
+@pytest.mark.slow
 def test_what_the_server_says_of_itself_is_counted():
     with Server() as server, connect(server) as client:
         client.handshake(**STUDENT)
@@ -429,6 +431,7 @@ def test_the_error_says_what_happened_to_the_server(change, state):
         assert re.search(rf"{state} \d\d:\d\d:\d\d", message)
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_handshake_is_said(monkeypatch, caplog):
     monkeypatch.setattr("hybrid_gkd.runtime.waiting.FIRST_SECONDS", 0.01)
     caplog.set_level("INFO", "hybrid_gkd.runtime.waiting")
@@ -458,6 +461,7 @@ def test_failover_to_the_next_server():
         assert healthy.requests
 
 
+@pytest.mark.slow
 def test_restarted_server_is_asked_again():
     batch = make_readings()
 
@@ -492,6 +496,7 @@ def test_a_connection_that_libzmq_gives_up_is_opened_again():
         expect_scores(client.submit(batch), batch)
 
 
+@pytest.mark.slow
 def test_server_that_comes_back_with_another_model_ends_the_run():
     def change(server, client, request, readings):
         server.instance, server.model = "second", model_info(tokenizer_hash="other")
@@ -560,6 +565,7 @@ def test_servers_of_different_models():
             client.handshake(**STUDENT)
 
 
+@pytest.mark.slow
 def test_nobody_there():
     with TeacherClient(["127.0.0.1:1"], topk=1, vocab_size=2, connect_timeout=0.3) as client:
         limit = r"waited 0\.3 s \(actor_rollout_ref\.teacher\.connect_timeout\)"

@@ -37,6 +37,7 @@ def watch(supervisor, condition):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_aborts_is_not_said_to_be_out_of_memory(tmp_path, monkeypatch):
     says_why = tmp_path / "python"
     says_why.write_text("#!/bin/sh\necho 'Assertion failed: errno == 0'\nkill -ABRT $$\n", encoding="utf-8")
@@ -106,6 +107,7 @@ def test_dead_workers_are_replaced_later_and_later_unless_they_were_of_use(monke
     assert all(slot.process.poll() is not None for slot in found.slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [None, signal.SIGKILL])
 def test_the_end_waits_for_the_ranks_of_a_worker(sent, tmp_path, monkeypatch):
     """They are processes of its group, and take their time after SIGTERM, or after its death."""

@@ -113,6 +113,7 @@ def test_the_engine_is_fed_no_further_ahead_than_needed(monkeypatch):
     assert engine.most_tokens <= 2 * TOKENS_AHEAD + half
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_failing_ends_the_worker(monkeypatch):
     bad = [work(str(i), [POISON], TOKENS_AHEAD) for i in range(MAX_CONSECUTIVE_FAILURES)]
     replies, _ = run(monkeypatch, bad, match=f"the engine failed {MAX_CONSECUTIVE_FAILURES} times in a row")

@@ -19,6 +19,7 @@ def sleeper():
     return subprocess.Popen(["sleep", "600"], preexec_fn=lambda: None)
 
 
+@pytest.mark.slow
 def test_what_is_started_in_the_block_is_in_the_group_and_is_gone_after_it(monkeypatch):
     monkeypatch.setattr(own_cluster, "END_SECONDS", 0.0)
     with own_group() as group:
@@ -50,6 +51,7 @@ def test_a_signal_while_processes_start_is_delivered_when_they_have(number):
         signal.signal(number, before)
 
 
+@pytest.mark.slow
 def test_the_group_ends_with_a_run_that_is_killed(tmp_path):
     code = """
 import subprocess, sys, time
