@@ -19,7 +19,7 @@ from hybrid_gkd.compat.wandb import app_url, find_view, workspace_json
 from hybrid_gkd.config import CUSTOM, MODEL, Config, updates_per_step
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
-from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
+from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
 from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.runtime.files import read_json_lines
@@ -229,7 +229,7 @@ REPORTED: dict[str, Callable[[Config], bool]] = {
     "critic/": lambda run: run.uses_critic,
     "reward/<name>/mean": lambda run: run.trains_on_rewards and _has_parts(run),
     "reward/failures": lambda run: run.trains_on_rewards and _can_fail(run),
-    "reward/greedy": lambda run: run.trains_on_rewards and needs_greedy_answers(run),
+    "reward/greedy": lambda run: run.trains_on_rewards and needs_greedy_samples(run),
     "reward/kl": lambda run: run.algorithm.use_kl_in_reward,
     "reward/teacher": lambda run: _distils(run) and run.distillation.as_reward,
     "reward/all_groups": _leaves_groups_out,

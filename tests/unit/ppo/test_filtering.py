@@ -12,9 +12,9 @@ from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.launch.inputs import left_over
 from hybrid_gkd.launch.plan import placement_plan
 from hybrid_gkd.ppo import scheduler as scheduler_module
-from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, groups_with_signal
+from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, informative_groups
 from hybrid_gkd.ppo.resuming import changes, learning_settings
-from hybrid_gkd.ppo.scheduler import RolloutsAhead
+from hybrid_gkd.ppo.scheduler import RolloutScheduler
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.runtime.spans import Clock
@@ -126,7 +126,7 @@ def assert_trained(trainer, planned, size=BATCH):
 )  # fmt: skip
 def test_a_group_without_a_signal_has_one_value_alone(values, n, expected):
     samples = [make_sample(i // n, number=i % n) for i in range(len(values))]
-    assert groups_with_signal(samples, values) == [(1, row) for row in expected]
+    assert informative_groups(samples, values) == [(1, row) for row in expected]
 
 
 def test_metrics_of_a_response():
@@ -163,7 +163,8 @@ def test_batches_are_refilled_with_groups_that_have_a_signal(scheduler, pools, t
         assert row["training/groups_with_signal"] == pytest.approx(share)
         assert (row["reward/mean"], row["reward/all_groups"]) == (0.5, pytest.approx(share / 2))
         assert row["training/staleness"] == min(step - 1, BATCHES_AHEAD[scheduler])
-    assert caplog.text.count("generation batches; a batch takes 3") == sum(batches - 1 for _, batches, _ in planned)
+    logged = "generation batches; a training batch needs 3"
+    assert caplog.text.count(logged) == sum(batches - 1 for _, batches, _ in planned)
     extra = [sum(batches - 1 for _, batches, _ in planned[:step]) for step in (2, 4)]
     assert [load_state(tmp_path / f"global_step_{step}").extra_batches for step in (2, 4)] == extra
 
@@ -272,7 +273,7 @@ def test_a_generation_that_waits_for_rewards_is_not_taken_for_stuck(monkeypatch)
             assert enough.wait(60)
         return step
 
-    ahead = RolloutsAhead(
+    ahead = RolloutScheduler(
         generate, depth=0, in_background=True, inactivity_timeout=Timeout(0.001, "key"), clock=Clock()
     )
     assert list(ahead(1, 1)) == [1]

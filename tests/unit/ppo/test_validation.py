@@ -179,9 +179,9 @@ def test_a_best_metric_of_a_data_source_needs_one_of_several():
         "trainer.best_metric=val/org/math/accuracy",
     )  # fmt: skip
     check_best_metric(config.trainer, ["org/math", "test"])
-    with pytest.raises(ConfigError, match="must be of a data source: org/code, test"):
+    with pytest.raises(ConfigError, match="must name one of the data sources org/code, test"):
         check_best_metric(config.trainer, ["org/code", "test"])
-    with pytest.raises(ConfigError, match="must be of all prompts"):
+    with pytest.raises(ConfigError, match="must be a metric over all prompts"):
         check_best_metric(config.trainer, ["org/math", "org/math"])
     config.trainer.best_metric = "val/accuracy"
     check_best_metric(config.trainer, ["org/math"])
