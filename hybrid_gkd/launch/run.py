@@ -39,7 +39,7 @@ from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
 from hybrid_gkd.runtime.imports import keep_loaded
-from hybrid_gkd.scoring.reward_model import RewardModelTurn
+from hybrid_gkd.scoring.reward_model import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
@@ -195,7 +195,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys, **how))
     scorer, model = None, None
     if facts.reward_texts is not None:
-        model = RewardModelTurn(config, group, facts.reward_texts, clock)
+        model = RewardModelScorer(config, group, facts.reward_texts, clock)
     if facts.reward is not None:
         scorer = RewardScorer(facts.reward, facts.tokenizer, config, model, clock)
         stack.enter_context(contextlib.closing(scorer))

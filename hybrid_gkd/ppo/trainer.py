@@ -33,7 +33,7 @@ from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.scoring.critic import CriticTurn
+from hybrid_gkd.scoring.critic import CriticStage
 from hybrid_gkd.scoring.reference import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
@@ -125,7 +125,7 @@ class PPOTrainer:
         )
         self.generation = RolloutGenerator(config, group, train_prompts, self.rewards, self._rollouts, self.clock)
         self.batches = Batches(config, config.actor_rollout_ref.actor, group)
-        self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
+        self.critic = CriticStage(config, group, self.clock) if config.uses_critic else None
         self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
         self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
         self.guards = Guards()
@@ -326,7 +326,7 @@ class PPOTrainer:
             pairs = with_tasks(self.val_prompts, found)
             for validator in self.validators:
                 token_values |= validator(pairs)
-            scores = {} if self.rewards is None else self.rewards.of_validation(pairs)
+            scores = {} if self.rewards is None else self.rewards.validation_scores(pairs)
         answers = ValidationSamples(
             tasks=self.val_prompts, samples=found, token_values=token_values,
             texts=[decode(self.tokenizer, sample) for sample in found], **scores,

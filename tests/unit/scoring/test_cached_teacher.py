@@ -181,7 +181,7 @@ def test_a_damaged_entry_is_scored_again_and_replaced(store, caplog, change):
     damage(store, change)
     expect_same(*results(teacher, [given]), scores_of(given))
     assert "row 5, sample 0: its scores in" in caplog.text
-    assert "are damaged, and not used" in caplog.text
+    assert "ignoring damaged scores" in caplog.text
     assert asked == [given.name] * 2
     expect_same(get(store, given), scores_of(given))
 
@@ -217,7 +217,7 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
     expect_same(kept.result(0), scores_of(reading(0, 7)))
     with pytest.raises(TeacherError, match=r"^row 7, sample 0 has no scores in .*store .*teacher score.*model.path"):
         missing.result(0)
-    with pytest.raises(TeacherError, match=r"^row 1, sample 0 is no given answer, and there is no teacher beside"):
+    with pytest.raises(TeacherError, match=r"^row 1, sample 0 is not a given completion, and there is no teacher bes"):
         drawn.result(0)
     assert alone.describe().endswith("store, without a teacher")
     assert alone.drain_metrics().cache_lookups == 2
@@ -232,7 +232,7 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
     ],
 )
 def test_the_handshake_with_a_store(store, changed, message):
-    with pytest.raises(TeacherMismatch, match=r"holds no scores; python -m hybrid_gkd.teacher score makes them"):
+    with pytest.raises(TeacherMismatch, match=r"has no scores; create them: python -m hybrid_gkd.teacher score"):
         stored_teacher(store, NEEDS)
     store.add_teacher(SCORED_BY)
     assert stored_teacher(store, NEEDS) == SCORED_BY

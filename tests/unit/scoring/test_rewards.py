@@ -66,7 +66,7 @@ def test_every_builtin_reward_is_known_to_the_configuration():
     assert set(DATA_SOURCES.values()) - {"math_dapo"} <= set(BUILTIN_REWARDS)
     for name, needs_answer in REWARD_FUNCTIONS.items():
         compute = BUILTIN_REWARDS[name].make(RewardConfig(name=name, format="x"))
-        without = Response(text="42", data_source="openai/gsm8k", share_of_limit=0.5)
+        without = Response(text="42", data_source="openai/gsm8k", limit_fraction=0.5)
         if needs_answer:
             with pytest.raises(DataError, match="no answer"):
                 compute(without)
@@ -116,7 +116,7 @@ def test_a_row_is_judged_as_its_data_set_needs():
     of_math = Response(text="0.5", answer=r"\frac{1}{2}", data_source="aime2024")
     assert judge(of_math) == {"score": 1.0, "acc": 1.0}
     assert judge(dataclasses.replace(of_math, data_source="openai/gsm8k")) == 0.0  # its last number is 2
-    with pytest.raises(DataError, match="knows no function for the data source 'mine'; it knows openai/gsm8k, "):
+    with pytest.raises(DataError, match="has no function for the data source 'mine'; known data sources: openai/gsm"):
         judge(dataclasses.replace(of_math, data_source="mine"))
 
 
