@@ -26,7 +26,7 @@ from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.fast_layers import use_liger
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
-from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, itself, layout_of
+from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, identity_shard, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
@@ -210,7 +210,7 @@ class ShardedModel:
         """
         weights = gather_in_buckets(
             self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes,
-            shard_of=itself if self.adapters is None else self.adapters.merged,
+            shard_of=identity_shard if self.adapters is None else self.adapters.merged,
         )
         return itertools.chain(weights, self.saved_buffers())
 

@@ -68,15 +68,15 @@ def test_every_receiver_gets_every_weight_exactly_under_all_names(members, bucke
 
 def test_a_receiver_that_takes_nothing_ends_the_sending_at_the_timeout(members):
     (sender, receiver), _ = members(2, timeout=0.3)
-    with pytest.raises(WorkerError, match="weight sync (not complete|failed)"):
+    with pytest.raises(WorkerError, match=r"weight sync (not complete|failed)"):
         sender.send(iter(handed_out(make_weights())))
-    with pytest.raises(WorkerError, match="weight sync (not complete|failed)"):
+    with pytest.raises(WorkerError, match=r"weight sync (not complete|failed)"):
         list(receiver.receive())
 
 
 def test_a_sender_that_sends_nothing_ends_the_receiving_at_the_timeout(members):
     (_, receiver), _ = members(2, timeout=0.3)
-    with pytest.raises(WorkerError, match="weight sync (not complete|failed)"):
+    with pytest.raises(WorkerError, match=r"weight sync (not complete|failed)"):
         list(receiver.receive())
 
 
