@@ -363,7 +363,7 @@ def spoil_replies() -> dict[str, object]:
         wait_until(lambda: cluster.status().barred, "for the worker to be barred")
         seen, state = load.stop(), cluster.status()
         (reason,) = state.barred
-        assert reason.startswith(f"{spoiler}: it gets no more work after {broker.MAX_BAD_REPLIES} bad replies"), reason
+        assert reason.startswith(f"{spoiler}: excluded after {broker.MAX_BAD_REPLIES} bad replies"), reason
         assert "NaN" in reason
         assert spoiler not in {each.name for each in state.workers}
         assert cluster.workers[spoiler].wait(TIMEOUT) == 1
@@ -405,7 +405,7 @@ def deaf_client(num_requests: int) -> dict[str, float]:
                     id=str(index), attempt=1, timeout_seconds=600.0, topk=TOPK, temperature=1.0,
                     lengths=[512], ranges=[[16, 512]],
                 )  # fmt: skip
-                frames = protocol.encode(request, [token_ids])
+                frames = protocol.encode_message(request, [token_ids])
                 assert deaf.poll(int(TIMEOUT * 1000), zmq.POLLOUT)
                 deaf.send_multipart(frames)
                 if index % 100 == 0:

@@ -555,7 +555,7 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, cap
         service.kill()
         code, _, errors = finish(process)
         assert code == 1
-        lost = rf"127\.0\.0\.1:{port}: connection refused since \d\d:\d\d:\d\d, it scored \d+ request\(s\) before"
+        lost = rf"127\.0\.0\.1:{port}: connection refused since \d\d:\d\d:\d\d, \d+ request\(s\) scored before"
         assert re.search(
             rf"waiting for the teacher: \d of 8 samples are not scored yet; {lost}; since \S+, for 1\d s now, until "
             r"\S+ \(actor_rollout_ref\.teacher\.request_timeout=12\)", errors,

@@ -129,7 +129,7 @@ def test_so_have_other_tokens_and_positions():
 
 
 def test_a_teacher_that_does_not_say_its_weights_is_refused():
-    with pytest.raises(TeacherError, match="the teacher teacher does not say which weights it has"):
+    with pytest.raises(TeacherError, match="the teacher teacher reports no fingerprint of its weights"):
         dataclasses.replace(SCORED_BY, model=msgspec.structs.replace(MODEL, weights=""))
 
 

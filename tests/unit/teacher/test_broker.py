@@ -76,10 +76,10 @@ def test_a_peer_that_names_itself_is_told(broker):
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.ROUTING_ID, b"a name of its own")
         dealer.connect(f"tcp://127.0.0.1:{broker.port}")
-        dealer.send_multipart(protocol.encode(protocol.Hello()))
+        dealer.send_multipart(protocol.encode_message(protocol.Hello()))
         assert dealer.poll(int(TIMEOUT * 1000))
         answer = protocol.decode_header(dealer.recv_multipart()[0])
-        assert answer == protocol.Rejected(reason="the service names its peers itself: set no ROUTING_ID")
+        assert answer == protocol.Rejected(reason="the service assigns routing ids itself: set no ROUTING_ID")
 
 
 class Cable:

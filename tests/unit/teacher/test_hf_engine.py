@@ -38,4 +38,4 @@ def test_a_neighbour_beyond_a_limit_of_the_model_is_tried(tmp_path, monkeypatch,
     engine = HFScoringEngine(EngineOptions(ckpt_path=str(tmp_path), device="cpu", max_model_len=40))
     assert engine.info.max_sequence_length == (40 if unknown else 24)
     assert ("does not keep packed sequences apart" in caplog.text) == unknown
-    assert ("sequences may have 24 tokens (original_max_position_embeddings" in caplog.text) != unknown
+    assert ("is limited to 24 tokens (original_max_position_embeddings" in caplog.text) != unknown
