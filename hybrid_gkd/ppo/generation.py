@@ -13,7 +13,7 @@ from hybrid_gkd.config import Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.ppo.filtering import Refill
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
-from hybrid_gkd.ppo.scheduler import RolloutScheduler
+from hybrid_gkd.ppo.scheduler import RolloutPipeline
 from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds, response_limit
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.scoring.rewards import RewardScorer
@@ -41,16 +41,16 @@ class RolloutGenerator:
         group: the workers.
         tasks: the training tasks.
         scorer: computes rewards; None without. Rewards that are trained on are computed while generation runs.
-        scheduler: receives progress notifications.
+        pipeline: receives progress notifications.
         clock: records the spans `gen`.
     """
 
     def __init__(
         self, config: Config, group: WorkerGroup, tasks: list[Task], scorer: RewardScorer | None,
-        scheduler: RolloutScheduler, clock: Clock,
+        pipeline: RolloutPipeline, clock: Clock,
     ):  # fmt: skip
         self.config, self.group, self.tasks, self.scorer = config, group, tasks, scorer
-        self.scheduler, self.clock = scheduler, clock
+        self.pipeline, self.clock = pipeline, clock
         self.extra_batches = 0
         """Number of generation batches so far beyond one per step."""
         self.on_generate: list[Callable[[], None]] = []
@@ -83,7 +83,7 @@ class RolloutGenerator:
         refill = Refill(self.config, self.scorer, step)
         while True:
             batch = self._batch(step)
-            with self.scheduler.paused():
+            with self.pipeline.paused():
                 kept = refill.add(batch)
             self._finished(step, with_tasks(batch.tasks, kept))
             if refill.is_full:
@@ -127,7 +127,7 @@ class RolloutGenerator:
                 greedy = self._greedy_samples(open_tasks, number, limit)
             scorer = self.scorer if self.config.trains_on_rewards else None
             for finished in self._drawn(open_tasks, requests, sampling, scorer):
-                self.scheduler.progress()
+                self.pipeline.progress()
                 samples += [sample for _, sample in finished]
                 if finished_some is not None:
                     finished_some(step, finished)
@@ -153,7 +153,7 @@ class RolloutGenerator:
         first = self.config.actor_rollout_ref.rollout.n
         requests, found = self._requests(tasks, 1, batch=number, first=first), list[Sample]()
         for finished in self._drawn(tasks, requests, sampling, None):
-            self.scheduler.progress()
+            self.pipeline.progress()
             found += [sample for _, sample in finished]
         return tuple(in_order(requests, found))
 

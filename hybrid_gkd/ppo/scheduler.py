@@ -19,7 +19,7 @@ CHECK_SECONDS = 1.0
 """Seconds between two checks of the deadline while waiting for a rollout."""
 
 
-class RolloutScheduler:
+class RolloutPipeline:
     """Yields the rollouts of a run in the order of their steps, each generated with the newest published weights.
 
     Args:

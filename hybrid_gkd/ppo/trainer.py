@@ -27,7 +27,7 @@ from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
 from hybrid_gkd.ppo.saving import CheckpointWriter
-from hybrid_gkd.ppo.scheduler import RolloutScheduler
+from hybrid_gkd.ppo.scheduler import RolloutPipeline
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
@@ -116,7 +116,7 @@ class PPOTrainer:
         self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
         """Callbacks that take the samples of a validation and return, by metric, one value per token of each sample,
         [R]; the means are reported. They may run the student."""
-        self._rollouts = RolloutScheduler(
+        self._rollouts = RolloutPipeline(
             lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
             inactivity_timeout=Timeout(

@@ -97,7 +97,8 @@ class Port:
     ) -> int:
         """Send a message; return 0 or zmq's error: EAGAIN (the peer does not read), EHOSTUNREACH (disconnected)."""
         try:
-            self.socket.send_multipart([identity, *protocol.encode_message(message), *(payload or [])], zmq.NOBLOCK, copy=False)
+            frames = [identity, *protocol.encode_message(message), *(payload or [])]
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # pings and deadlines handle the loss
             log.debug("cannot send %s: %s", type(message).__name__, error)
             return error.errno or zmq.EAGAIN

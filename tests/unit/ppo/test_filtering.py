@@ -14,7 +14,7 @@ from hybrid_gkd.launch.plan import placement_plan
 from hybrid_gkd.ppo import scheduler as scheduler_module
 from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, informative_groups
 from hybrid_gkd.ppo.resuming import changes, learning_settings
-from hybrid_gkd.ppo.scheduler import RolloutScheduler
+from hybrid_gkd.ppo.scheduler import RolloutPipeline
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.runtime.spans import Clock
@@ -273,7 +273,7 @@ def test_a_generation_that_waits_for_rewards_is_not_taken_for_stuck(monkeypatch)
             assert enough.wait(60)
         return step
 
-    ahead = RolloutScheduler(
+    ahead = RolloutPipeline(
         generate, depth=0, in_background=True, inactivity_timeout=Timeout(0.001, "key"), clock=Clock()
     )
     assert list(ahead(1, 1)) == [1]

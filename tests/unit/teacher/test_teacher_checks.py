@@ -20,7 +20,8 @@ def good():
 
 
 def check(ids, logprobs, tail, sampled):
-    check_scores(ids, logprobs, tail, sampled, num_rows=ROWS, topk=TOPK, vocab_size=VOCAB, server="host:1", request="r9")
+    expected = {"num_rows": ROWS, "topk": TOPK, "vocab_size": VOCAB}
+    check_scores(ids, logprobs, tail, sampled, **expected, server="host:1", request="r9")
 
 
 def test_good_scores_pass():

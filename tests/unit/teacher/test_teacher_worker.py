@@ -108,7 +108,8 @@ def test_expired_work_is_not_scored(monkeypatch):
 
 def test_the_engine_is_fed_no_further_ahead_than_needed(monkeypatch):
     half = PREFETCH_TOKENS // 2
-    replies, engine = run(monkeypatch, [work(name, [1], half) for name in "abcdefgh"] + [work("i", [1], PREFETCH_TOKENS)])
+    batch = [work(name, [1], half) for name in "abcdefgh"] + [work("i", [1], PREFETCH_TOKENS)]
+    replies, engine = run(monkeypatch, batch)
     assert set("abcdefg") <= set(replies)
     assert engine.most_tokens <= 2 * PREFETCH_TOKENS + half
 
