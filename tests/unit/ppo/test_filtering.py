@@ -13,7 +13,7 @@ from hybrid_gkd.launch.inputs import left_over
 from hybrid_gkd.launch.plan import placement_plan
 from hybrid_gkd.ppo import scheduler as scheduler_module
 from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, informative_groups
-from hybrid_gkd.ppo.resuming import changes, learning_settings
+from hybrid_gkd.ppo.resuming import changed_settings, learning_settings
 from hybrid_gkd.ppo.scheduler import RolloutPipeline
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
@@ -231,7 +231,7 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
     saved = load_state(tmp_path / "global_step_3")
     assert saved.extra_batches == 0
     other, _ = fit(3, tmp_path, "algorithm.filter_groups.max_num_gen_batches=9", resume_from=tmp_path / "global_step_3")
-    assert changes(saved.settings, other.settings) == []
+    assert changed_settings(saved.settings, other.settings) == []
 
 
 def test_greedy_answers_stay_with_their_prompts(tmp_path):

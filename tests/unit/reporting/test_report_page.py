@@ -85,7 +85,7 @@ def test_a_finished_run(finished):
     }  # fmt: skip
     assert found["Held-out KL"]["value"] == "2.0000 → 0.0667"
     assert found["Tokens"]["value"] == "15 k"
-    assert found["To resume"]["value"] == "nothing to do"
+    assert found["Cost to resume"]["value"] == "finished"
     assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 31))
     assert [each["step"] for each in data["answers"]] == [0, 10, 20, 30]
     assert data["answers"][0]["samples"][0]["prompt"] == NASTY
@@ -176,11 +176,11 @@ def test_a_failed_run_has_its_error(tmp_path):
     assert (data["state"]["outcome"], data["state"]["step"], data["state"]["total"]) == ("failed", 25, 40)
     assert data["state"]["error"].startswith("ValueError: boom </script>")
     assert [warned.level for warned in data["warnings"]] == ["WARNING", "ERROR"]
-    assert cards(data)["To resume"]["value"] == "5 steps again"
-    assert cards(data)["To resume"]["note"].startswith("with trainer.resume_mode=auto, from global_step_20, ")
+    assert cards(data)["Cost to resume"]["value"] == "repeat 5 steps"
+    assert cards(data)["Cost to resume"]["note"].startswith("with trainer.resume_mode=auto, from global_step_20, ")
     keys = ["trainer.resume_mode=auto"]
     other = data_of(make_run(tmp_path, "other", steps=5, total=40, error=ValueError("boom"), overrides=keys))
-    assert cards(other)["To resume"]["note"].startswith("there is no checkpoint, ")
+    assert cards(other)["Cost to resume"]["note"].startswith("no checkpoint, ")
 
 
 def test_a_run_that_continues_goes_on_where_it_was(tmp_path):
@@ -218,7 +218,7 @@ def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
     with open(folder.parent / f".{folder.name}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         data = data_of(folder)
-        assert data["state"]["outcome"] == "goes on"
+        assert data["state"]["outcome"] == "running"
         assert re.fullmatch(r"about [\d.]+ s left", cards(data)["Steps"]["note"])
     state = data_of(folder)["state"]
     assert (state["outcome"], state["error"]) == ("failed", UNFINISHED)
@@ -227,7 +227,7 @@ def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
 def test_ppo_has_its_reward_and_no_divergence(tmp_path):
     found = cards(data_of(make_run(tmp_path, recipe="ppo_demo")))
     assert found["Mean reward"] == {
-        "label": "Mean reward", "value": "0.020 → 0.290", "note": "first and last tenth, of the answers trained on",
+        "label": "Mean reward", "value": "0.020 → 0.290", "note": "first and last tenth, completions trained on",
         "change": "better",
     }  # fmt: skip
     assert not {"Held-out KL", "KL to the teacher"} & found.keys()
@@ -329,7 +329,7 @@ def test_the_command_writes_into_the_run_folder_or_compares(tmp_path, finished, 
 def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nothing")])
-    assert f"{tmp_path / 'nothing'} is no run folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'nothing'} is not a run folder" in capsys.readouterr().err
     (tmp_path / "run.log").touch()
     assert main([str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
@@ -348,7 +348,7 @@ def test_a_run_that_fails_names_its_report(tmp_path, caplog):
     (tmp_path / "run.log").touch()
     with pytest.raises(ValueError, match="boom"), report_kept(tmp_path):
         raise ValueError("boom")
-    assert f"to open in a browser: {(tmp_path / 'report.html').as_uri()}" in caplog.text
+    assert f"(open in a browser): {(tmp_path / 'report.html').as_uri()}" in caplog.text
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
@@ -356,7 +356,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "report.html").mkdir()
     with report_kept(tmp_path):
         pass
-    assert "report.html is not up to date: error: [Errno 21]" in caplog.text
+    assert "report.html is outdated: error: [Errno 21]" in caplog.text
 
 
 def test_the_report_of_a_run_that_was_killed_is_written(tmp_path):

@@ -85,7 +85,7 @@ def test_a_member_that_never_comes_is_an_error_that_names_the_address():
     options = {"layout": [], "dtype": torch.float32, "device": torch.device("cpu"), "bucket_bytes": 100}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        with pytest.raises(WorkerError, match=r"did not form at 127\.0\.0\.1:"):
+        with pytest.raises(WorkerError, match=r"cannot form the weight sync group at 127\.0\.0\.1:"):
             WeightSync(probe.getsockname(), rank=1, size=2, timeout=0.3, **options)
 
 

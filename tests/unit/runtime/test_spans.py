@@ -288,6 +288,6 @@ def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(tmp_path, caplog):
     with recording(tmp_path / "gone") as clock:
         pass
     assert clock.overlap() == {}
-    assert "trace.json cannot be written" in caplog.text
+    assert "cannot write trace.json" in caplog.text
     with pytest.raises(OSError, match="gone"):
         write_trace(tmp_path / "gone")

@@ -68,7 +68,7 @@ def test_every_builtin_reward_is_known_to_the_configuration():
         compute = BUILTIN_REWARDS[name].make(RewardConfig(name=name, format="x"))
         without = Response(text="42", data_source="openai/gsm8k", limit_fraction=0.5)
         if needs_answer:
-            with pytest.raises(DataError, match="no answer"):
+            with pytest.raises(DataError, match="no reference answer"):
                 compute(without)
         else:
             assert compute(without) in (0.0, -0.5)
@@ -107,7 +107,7 @@ def test_math_without_its_library_says_how_to_install_it(monkeypatch):
 
 def test_processes_without_their_library_say_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^reward: format is computed .*: uv pip install .* 'pebble>=5\.1'$"):
+    with pytest.raises(ConfigError, match=r"^reward: format runs in .*: uv pip install .* 'pebble>=5\.1'$"):
         load_functions(RewardConfig(name="format", format="x"))
 
 

@@ -192,7 +192,7 @@ def test_a_failure_counts_as_a_fixed_score_and_its_process_is_replaced(make, cap
     with caplog.at_level(logging.WARNING):
         assert scorer.scores(pairs) == [0.5, *[-1.0] * 6]
     said = [record.getMessage() for record in caplog.records]
-    assert ["my_reward.py:5," in said[0], "my_reward.py:6," in said[1], "(exit code -9)" in said[2]] == [True] * 3
+    assert ["my_reward.py:5;" in said[0], "my_reward.py:6;" in said[1], "(exit code -9)" in said[2]] == [True] * 3
     assert said[3:] == ["6 completions have no score; the first 3 are listed above"]
     assert scorer.metrics(pairs) == {"reward/failures": pytest.approx(6 / 7)}
     assert scorer.scores([pair(9, 1)]) == [0.5]
