@@ -33,7 +33,7 @@ from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, 
 from hybrid_gkd.scoring.reward_model import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.loading import build_model
-from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
+from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
@@ -78,7 +78,7 @@ def critic(facts: Facts) -> str:
         of_student = model.path == config.actor_rollout_ref.model.path
         if not of_student:
             check_other_model("critic", "critic.model.path", model, facts)
-            check_architecture("critic.model.path", model, refuse_unsupported)
+            check_architecture("critic.model.path", model, check_supported)
         found = f"starts from the student's {model.path}" if of_student else f"starts from {model.path}"
     assert facts.spec is not None
     facts.trained = trained_models(config, facts.spec)

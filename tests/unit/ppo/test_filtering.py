@@ -222,7 +222,7 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
         5, tmp_path, "algorithm.filter_groups.max_num_gen_batches=4", "trainer.save_freq=-1", reward=only_at_first
     )
     for part in (
-        "step 4: 0 of 12 groups", "differ in seq_reward", "a batch takes 3",
+        "step 4: 0 of 12 groups", "differ in seq_reward", "a training batch needs 3",
         "(algorithm.filter_groups.max_num_gen_batches=4)", "mean reward is 0:", "actor_rollout_ref.rollout.n",
         "algorithm.filter_groups.enable=false",
     ):  # fmt: skip

@@ -161,7 +161,8 @@ def test_the_specification_is_printed_without_a_login(monkeypatch, tmp_path, cap
     found = json.loads(text)
     assert (found["entity"], found["project"], found["displayName"]) == ("e", "p", dashboard.NAME)
     sections = found["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == ["Learning", "Samples", *list(plan_panels())[1:], "Configuration"]
+    names = ["Learning", "Samples", *list(plan_panels())[1:], "Configuration"]
+    assert [section["name"] for section in sections] == names
     drawn = [panel["config"] for section in sections for panel in section["panels"] if "metrics" in panel["config"]]
     assert {name for config in drawn for name in config["metrics"]} == METRICS.keys() - dashboard.NAMES_OF.keys()
     patterns = [config["metricRegex"] for config in drawn if "metricRegex" in config]

@@ -284,7 +284,7 @@ def test_a_terminal_shows_one_sample_of_a_validation_cut_to_its_width(monkeypatc
     console.log_generations([long, SAMPLE], 2)
     console.close(failed=False)
     lines = stream.getvalue().splitlines()
-    title, prompt, answer, reference = [line for line in lines if re.match("step 2|  [par]", line)]
+    title, prompt, answer, reference = [line for line in lines if re.match("step 2|  [pcr]", line)]
     assert title == "step 2, one of 2 samples, reward 0:"
     assert prompt.split() == ["prompt", "12+30="]
     assert answer.startswith("  completion  The sum is 444")
