@@ -327,13 +327,13 @@ class PPOTrainer:
             for validator in self.validators:
                 token_values |= validator(pairs)
             scores = {} if self.rewards is None else self.rewards.validation_scores(pairs)
-        answers = ValidationSamples(
+        validation = ValidationSamples(
             tasks=self.val_prompts, samples=found, token_values=token_values,
             texts=[decode(self.tokenizer, sample) for sample in found], **scores,
         )  # fmt: skip
-        shown = select_generations(answers, self.config.trainer.log_val_generations)
+        shown = select_generations(validation, self.config.trainer.log_val_generations)
         self.tracking.log_generations(shown, self.step)
-        return validation_metrics(answers)
+        return validation_metrics(validation)
 
     def _due(self, every: int) -> bool:
         """Return whether an action of period `every` is due: -1 = at the last step, 0 = never."""
@@ -374,12 +374,12 @@ class PPOTrainer:
     def _save(self) -> None:
         """Save the step: in the background from a snapshot if the workers support it, otherwise synchronously."""
         with self.clock.span("save_checkpoint"):
-            behind = self.saving.has_snapshot
-            if not behind and self.group.saves_behind and self._continues():
+            in_background = self.saving.has_snapshot
+            if not in_background and self.group.saves_behind and self._continues():
                 self.saving.take_snapshot()
-                behind = True
-            (self.saving.start if behind else self.saving.write)(self._state())
-        if not behind and self._continues():
+                in_background = True
+            (self.saving.start if in_background else self.saving.write)(self._state())
+        if not in_background and self._continues():
             self.store.reserve()
 
     def _save_last_state(self, cause: Exception) -> None:

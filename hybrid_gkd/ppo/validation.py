@@ -48,40 +48,41 @@ def source_of(task: Task) -> str:
     return task.data_source or task.file
 
 
-def validation_metrics(answers: ValidationSamples) -> dict[str, float]:
+def validation_metrics(validation: ValidationSamples) -> dict[str, float]:
     """Return `val/*` over all samples and, with several data sources, `val/<data source>/*` for each."""
     rows_of: defaultdict[str, list[int]] = defaultdict(list)
-    for row, task in enumerate(answers.tasks):
+    for row, task in enumerate(validation.tasks):
         rows_of[source_of(task)].append(row)
-    groups = {"val": list(range(len(answers.tasks)))}
+    groups = {"val": list(range(len(validation.tasks)))}
     if len(rows_of) > 1:
         groups |= {f"val/{source}": rows for source, rows in rows_of.items()}
-    found = {group: _metrics(answers, rows) for group, rows in groups.items()}
+    found = {group: _metrics(validation, rows) for group, rows in groups.items()}
     return {f"{group}/{name}": value for group, metrics in found.items() for name, value in metrics.items()}
 
 
-def _metrics(answers: ValidationSamples, rows: list[int]) -> dict[str, float]:
+def _metrics(validation: ValidationSamples, rows: list[int]) -> dict[str, float]:
     """Return the metrics of the samples of some prompts."""
-    n = answers.n
+    n = validation.n
     chosen = [row * n + sample for row in rows for sample in range(n)]
-    samples = [answers.samples[index] for index in chosen]
+    samples = [validation.samples[index] for index in chosen]
     metrics = {
         "num_prompts": float(len(rows)),
         "response_length": float(np.mean([sample.num_trained for sample in samples])),
         "response_length/clip_ratio": float(np.mean([sample.status == "length" for sample in samples])),
     }
-    for name, values in answers.token_values.items():
+    for name, values in validation.token_values.items():
         metrics |= by_quarter(name, [values[index] for index in chosen])
-    if answers.by_model is not None:
-        metrics["reward_model"] = float(np.mean([answers.by_model[index] for index in chosen]))
-    if answers.by_functions is not None:
-        rewards = np.array([answers.by_functions[index] for index in chosen]).reshape(-1, n)
-        metrics |= reward_metrics(rewards, _finals(answers, chosen) if n > 1 else [])
+    if validation.by_model is not None:
+        metrics["reward_model"] = float(np.mean([validation.by_model[index] for index in chosen]))
+    if validation.by_functions is not None:
+        rewards = np.array([validation.by_functions[index] for index in chosen]).reshape(-1, n)
+        metrics |= reward_metrics(rewards, _finals(validation, chosen) if n > 1 else [])
     return metrics
 
 
-def _finals(answers: ValidationSamples, chosen: list[int]) -> list[Hashable]:
-    return [final_answer(answers.texts[index], answers.tasks[index // answers.n].answer or "") for index in chosen]
+def _finals(validation: ValidationSamples, chosen: list[int]) -> list[Hashable]:
+    tasks = [validation.tasks[index // validation.n] for index in chosen]
+    return [final_answer(validation.texts[i], task.answer or "") for i, task in zip(chosen, tasks, strict=True)]
 
 
 def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
@@ -162,19 +163,19 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def select_generations(answers: ValidationSamples, num_prompts: int) -> list[Generation]:
+def select_generations(validation: ValidationSamples, num_prompts: int) -> list[Generation]:
     """Return all completions of `num_prompts` prompts for logging, taken evenly from the data sources."""
     taken: Counter[str] = Counter()
     order = []
-    for row, task in enumerate(answers.tasks):
+    for row, task in enumerate(validation.tasks):
         taken[source_of(task)] += 1
         order.append((taken[source_of(task)], row))
-    rewards: abc.Sequence[float | None] = answers.rewards or [None] * len(answers.samples)
+    rewards: abc.Sequence[float | None] = validation.rewards or [None] * len(validation.samples)
     return [
         Generation(
-            prompt=answers.tasks[row].text, response=answers.texts[index], answer=answers.tasks[row].answer,
-            reward=rewards[index], data_source=source_of(answers.tasks[row]), sample=index - row * answers.n,
+            prompt=validation.tasks[row].text, response=validation.texts[index], answer=validation.tasks[row].answer,
+            reward=rewards[index], data_source=source_of(validation.tasks[row]), sample=index - row * validation.n,
         )
         for row in sorted(row for _, row in sorted(order)[:num_prompts])
-        for index in range(row * answers.n, (row + 1) * answers.n)
+        for index in range(row * validation.n, (row + 1) * validation.n)
     ]

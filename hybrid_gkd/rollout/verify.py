@@ -138,8 +138,8 @@ class VLLMLayout:
             raise KeyError(attribute)
         if hasattr(module, "shard_indices"):  # vocabulary-parallel: the remaining rows are padding
             indices = module.shard_indices
-            share = full[indices.org_vocab_start_index : indices.org_vocab_end_index]
-            return [(share, copy[: indices.num_org_elements]) for copy in copies]
+            shard = full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+            return [(shard, copy[: indices.num_org_elements]) for copy in copies]
         if index is not None:
             copies = [copy.split(module.output_partition_sizes)[index] for copy in copies]
         sizes = getattr(module, "output_partition_sizes", [])

@@ -223,8 +223,8 @@ def _memory_fraction(configured: float | None, room: EngineRoom | None) -> float
     if configured is not None or room is None:
         return LARGEST_SHARE if configured is None else configured
     free, total = torch.cuda.mem_get_info()
-    share = room.share(total_bytes=total, free_bytes=free)
+    fraction = room.share(total_bytes=total, free_bytes=free)
     logger.info(
-        "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB free)", share, free / 2**30, total / 2**30
+        "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB free)", fraction, free / 2**30, total / 2**30
     )
-    return share
+    return fraction

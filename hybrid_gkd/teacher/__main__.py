@@ -75,7 +75,7 @@ class Service:
     def __init__(self, arguments: argparse.Namespace, keys_folder: Path | None):
         self._arguments = arguments
         own_keys = load_keys(keys_folder) if keys_folder else None
-        shares = assign_gpus(arguments.workers, arguments.tp_size, arguments.device)
+        environments = assign_gpus(arguments.workers, arguments.tp_size, arguments.device)
         host, port, worker_port = arguments.host, arguments.port, arguments.worker_port
         self.broker = Broker(host=host, port=port, worker_port=worker_port, keys=own_keys)
         command = [
@@ -85,7 +85,7 @@ class Service:
         ]
         command += [f"--keys={keys_folder}"] if keys_folder else []
         command += ["--debug"] if arguments.debug else []
-        self.supervisor = Supervisor(self.broker, command, shares)
+        self.supervisor = Supervisor(self.broker, command, environments)
         self._announced = False
         self._drain_until: float | None = None
 
