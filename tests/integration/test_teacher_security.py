@@ -89,7 +89,7 @@ def test_the_wrong_key_is_an_error_that_says_so(teacher, keys, tmp_path, folder,
     ("words", "text"),
     [
         (["--keys", "stranger"], "does not accept the key"),
-        (["--keys", "client"], r"(.key) belongs into workers/ of the server's keys"),
+        (["--keys", "client"], "(.key) to workers/ of the server's keys"),
         ([], "the server requires keys"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_worker_without_the_right_key_cannot_join(teacher, keys, words, text):
 
 
 def test_a_worker_is_no_client(teacher, keys):
-    with pytest.raises(TeacherUnreachable, match="belongs into clients/"):
+    with pytest.raises(TeacherUnreachable, match=r"\(\.key\) to clients/"):
         query_status(teacher.address, TIMEOUT, load_keys(keys / "worker"))
 
 
@@ -149,7 +149,7 @@ def test_serve_makes_keys_where_it_has_none(model_path, tmp_path):
     with subprocess.Popen(serving, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=child_environment()) as service:
         try:
             said, ready = service.stdout.readline(), service.stdout.readline()
-            assert said.startswith(f"keys: {tmp_path}/teacher_keys; a client gives --keys")
+            assert said.startswith(f"keys: {tmp_path}/teacher_keys; clients need its subfolder client")
             address = ready.removeprefix("teacher ready on ").partition(",")[0]
             assert "the server requires keys" in command("status", "--addr", address).stderr
             folder = tmp_path / "teacher_keys" / "client"
