@@ -13,7 +13,7 @@ from hybrid_gkd.config import Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.ppo.filtering import Refill
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
-from hybrid_gkd.ppo.scheduler import RolloutPipeline
+from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds, response_limit
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.scoring.rewards import RewardScorer

@@ -11,10 +11,10 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.launch.inputs import left_over
 from hybrid_gkd.launch.plan import placement_plan
-from hybrid_gkd.ppo import scheduler as scheduler_module
+from hybrid_gkd.ppo import rollout_pipeline as pipeline_module
 from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, informative_groups
 from hybrid_gkd.ppo.resuming import changed_settings, learning_settings
-from hybrid_gkd.ppo.scheduler import RolloutPipeline
+from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.runtime.spans import Clock
@@ -256,7 +256,7 @@ def test_greedy_answers_stay_with_their_prompts(tmp_path):
 
 def test_a_generation_that_waits_for_rewards_is_not_taken_for_stuck(monkeypatch):
     """It waits here until the trainer has looked at it several times, each time later than the deadline."""
-    looks, enough = [], scheduler_module.threading.Event()
+    looks, enough = [], pipeline_module.threading.Event()
 
     def look(futures, timeout):
         looks.append(futures)
@@ -264,9 +264,9 @@ def test_a_generation_that_waits_for_rewards_is_not_taken_for_stuck(monkeypatch)
             enough.set()
         return wait(futures, timeout)
 
-    wait = scheduler_module.wait
-    monkeypatch.setattr(scheduler_module, "wait", look)
-    monkeypatch.setattr(scheduler_module, "CHECK_SECONDS", 0.01)
+    wait = pipeline_module.wait
+    monkeypatch.setattr(pipeline_module, "wait", look)
+    monkeypatch.setattr(pipeline_module, "CHECK_SECONDS", 0.01)
 
     def generate(step):
         with ahead.paused():
