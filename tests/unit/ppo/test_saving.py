@@ -7,7 +7,7 @@ import pytest
 from test_schedulers import OWN_POOL, fit
 
 from hybrid_gkd.errors import CheckpointError, WorkerError
-from hybrid_gkd.ppo import saving
+from hybrid_gkd.ppo import checkpoint_writer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, load_state
 from hybrid_gkd.testing import RecordingGroup
 
@@ -179,7 +179,7 @@ def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, mon
             return done
 
     group, reserved = SlowDisk(2), []
-    monkeypatch.setattr(saving, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(checkpoint_writer, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(CheckpointStore, "reserve", lambda store: reserved.append(len(group.updates)))
     fit("sync", 8, tmp_path, "trainer.save_freq=4", group=group)
     assert reserved == [6]
