@@ -34,7 +34,7 @@ from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, val
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.critic import CriticStage
-from hybrid_gkd.scoring.reference import KLPenalty, reference_scorer
+from hybrid_gkd.scoring.reference_scorer import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState

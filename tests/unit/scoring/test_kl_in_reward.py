@@ -11,7 +11,7 @@ import pytest
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
-from hybrid_gkd.scoring.reference import ESTIMATES, KLPenalty
+from hybrid_gkd.scoring.reference_scorer import ESTIMATES, KLPenalty
 from hybrid_gkd.scoring.rewards import token_rewards
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample, tiny_config
