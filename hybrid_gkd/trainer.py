@@ -27,7 +27,7 @@ from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
-from hybrid_gkd.scoring.teacher import Scores, Teacher, TeacherScorer
+from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
 from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks
 from hybrid_gkd.workers.batches import mean_metrics

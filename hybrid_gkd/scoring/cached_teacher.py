@@ -14,7 +14,7 @@ import msgspec
 
 from hybrid_gkd.errors import TeacherError, TeacherMismatch
 from hybrid_gkd.scoring.scorer import done
-from hybrid_gkd.scoring.teacher import Teacher
+from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher_client import TeacherMetrics

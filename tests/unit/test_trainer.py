@@ -222,8 +222,8 @@ def test_a_teacher_that_ended_is_noticed_while_waiting():
 
 
 def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr("hybrid_gkd.scoring.teacher.GRACE_SECONDS", 0.0)
-    monkeypatch.setattr("hybrid_gkd.scoring.teacher.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("hybrid_gkd.scoring.teacher_scorer.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("hybrid_gkd.scoring.teacher_scorer.CHECK_SECONDS", 0.01)
     teacher = LocalTeacher(scores, delay=None)
     trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=teacher)
     with pytest.raises(TeacherError, match="6 samples"):

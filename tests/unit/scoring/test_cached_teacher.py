@@ -16,7 +16,7 @@ from hybrid_gkd.errors import TeacherError, TeacherMismatch
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher import TeacherScorer, completion_view
+from hybrid_gkd.scoring.teacher_scorer import TeacherScorer, completion_view
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.store import FILE, ScoredBy, ScoreStore
 from hybrid_gkd.teacher.protocol import ModelInfo
