@@ -33,7 +33,7 @@ from hybrid_gkd.ppo.steps import total_steps
 from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.scoring.critic import CriticStage
+from hybrid_gkd.scoring.critic_stage import CriticStage
 from hybrid_gkd.scoring.reference_scorer import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
