@@ -30,7 +30,7 @@ from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_checksums, template_check
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
-from hybrid_gkd.scoring.reward_model import RewardTexts
+from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.loading import build_model
 from hybrid_gkd.student.logprob_model import LogprobModel, check_supported

@@ -30,7 +30,7 @@ from hybrid_gkd.scoring.scorer import done
 from hybrid_gkd.types import Arrays, Pair, SampleId, Signal
 
 if TYPE_CHECKING:
-    from hybrid_gkd.scoring.reward_model import RewardModelScorer
+    from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
     from hybrid_gkd.scoring.reward_pool import RewardPool
 
 logger = logging.getLogger(__name__)

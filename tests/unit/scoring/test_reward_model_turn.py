@@ -11,7 +11,7 @@ from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import load_functions
-from hybrid_gkd.scoring.reward_model import RewardModelScorer, RewardTexts
+from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer, RewardTexts
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.testing import (
     CHAT_TEMPLATE,
