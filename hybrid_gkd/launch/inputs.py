@@ -35,7 +35,7 @@ from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.loading import build_model
 from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
-from hybrid_gkd.teacher.client.store import ScoreStore
+from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
 

@@ -30,7 +30,7 @@ from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.teacher import connect
 from hybrid_gkd.scoring.teacher_scorer import GRACE_SECONDS, completion_view
-from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient

@@ -16,7 +16,7 @@ from hybrid_gkd.errors import TeacherError, TeacherMismatch
 from hybrid_gkd.scoring.scorer import done
 from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
-from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Reading, TopK
 

@@ -18,7 +18,7 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
 from hybrid_gkd.scoring.teacher_scorer import TeacherScorer, completion_view
 from hybrid_gkd.teacher.client.connection import StudentNeeds
-from hybrid_gkd.teacher.client.store import FILE, ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import FILE, ScoredBy, ScoreStore
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.teacher.server.local import child_environment
 from hybrid_gkd.testing import LocalTeacher, make_sample, tail_of
