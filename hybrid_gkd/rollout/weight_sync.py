@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.rollout.store import open_store
+from hybrid_gkd.rollout.rendezvous import open_store
 from hybrid_gkd.rollout.weights import Layout, Names, split_buckets
 from hybrid_gkd.runtime.waiting import Timeout
 
