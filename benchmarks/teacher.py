@@ -25,8 +25,8 @@ from common import own_process
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_scoring_engine
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Reading, TopK

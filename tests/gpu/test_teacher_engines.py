@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.losses.topk import top_logprobs
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_scoring_engine
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import Reading
 

@@ -14,8 +14,8 @@ from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import pack
 from hybrid_gkd.teacher.engines import hf
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_scoring_engine
 from hybrid_gkd.teacher.engines.vllm import RowScorer
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading

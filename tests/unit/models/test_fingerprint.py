@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_gkd.models.fingerprint import fingerprint
+from hybrid_gkd.teacher.engines.engine_table import weights_fingerprint
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import weights_fingerprint
 from hybrid_gkd.testing import make_tiny_model
 
 

@@ -26,8 +26,8 @@ from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_scoring_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
 from hybrid_gkd.workers.group import holds_copies
