@@ -172,7 +172,7 @@ def join(arguments: argparse.Namespace) -> int:
     own_keys = load_keys(arguments.keys) if arguments.keys else None
     with quick_imports():  # imported here, because the broker's process does not need torch
         from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
-        from hybrid_gkd.teacher.server.worker import ScoringWorker
+        from hybrid_gkd.teacher.server.scoring_worker import ScoringWorker
 
     try:
         engine = load_scoring_engine(EngineOptions.parsed(arguments))

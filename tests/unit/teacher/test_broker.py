@@ -17,7 +17,7 @@ from processes import wait_until
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.server import port
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.worker import Link
+from hybrid_gkd.teacher.server.scoring_worker import Link
 
 TIMEOUT = 30.0  # seconds; no test waits for it
 

@@ -146,7 +146,7 @@ def test_too_few_gpus_are_an_error(monkeypatch):
         assign_gpus(2, 2, "cuda")
 
 
-ENTRIES = ("hybrid_gkd.teacher.__main__", "hybrid_gkd.teacher.server.worker", "hybrid_gkd.teacher_client")
+ENTRIES = ("hybrid_gkd.teacher.__main__", "hybrid_gkd.teacher.server.scoring_worker", "hybrid_gkd.teacher_client")
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load"}
 
