@@ -20,7 +20,7 @@ from hybrid_gkd.reporting.jsonl import JsonLines
 from hybrid_gkd.reporting.metrics import check_names
 from hybrid_gkd.reporting.tensorboard import TensorBoard
 from hybrid_gkd.reporting.trackio import Trackio
-from hybrid_gkd.reporting.wandb import Wandb
+from hybrid_gkd.reporting.wandb_tracker import Wandb
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.runtime.imports import how_to_install, load_object
 from hybrid_gkd.types import Generation, MetricLog, RunInfo
