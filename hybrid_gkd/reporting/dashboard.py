@@ -20,7 +20,7 @@ from hybrid_gkd.config import CUSTOM, MODEL, Config, updates_per_step
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.offload.residency import RESIDENCY
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
-from hybrid_gkd.reporting.metrics import METRICS, PATTERNS, SOURCES
+from hybrid_gkd.reporting.metric_table import METRICS, PATTERNS, SOURCES
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.scoring.builtin_rewards import BUILTIN_REWARDS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.reporting.metrics import data_source_of
+from hybrid_gkd.reporting.metric_table import data_source_of
 
 
 def final_table(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.reporting.console import Console, all_by_name
 from hybrid_gkd.reporting.jsonl import JsonLines
-from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.reporting.metric_table import check_names
 from hybrid_gkd.reporting.tensorboard import TensorBoard
 from hybrid_gkd.reporting.trackio import Trackio
 from hybrid_gkd.reporting.wandb_tracker import Wandb

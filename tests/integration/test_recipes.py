@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.reporting.dashboard import plan_panels
-from hybrid_gkd.reporting.metrics import PATTERNS, SOURCES
+from hybrid_gkd.reporting.metric_table import PATTERNS, SOURCES
 from hybrid_gkd.testing import make_tiny_model
 
 HF = "actor_rollout_ref.rollout.name=hf"

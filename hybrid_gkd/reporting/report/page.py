@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting.metric_table import METRICS
 from hybrid_gkd.reporting.report.run_folder import POINTS, RunFolder
 
 REPORT = "report.html"

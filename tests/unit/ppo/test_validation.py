@@ -13,7 +13,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_at_k, pass_sizes, reward_metrics
-from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.reporting.metric_table import check_names
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, tiny_config
 from hybrid_gkd.types import Task

@@ -13,7 +13,7 @@ from hybrid_gkd.ppo.trainer import COMPARED
 from hybrid_gkd.reporting import dashboard
 from hybrid_gkd.reporting import wandb as wandb_module
 from hybrid_gkd.reporting.dashboard import REPORTED, SECTIONS, plan_panels, reports
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting.metric_table import METRICS
 
 REWARDED = ("reward.answer_key=answer", "actor_rollout_ref.rollout.n=2")
 

@@ -220,7 +220,7 @@ SOURCES = "val/<data source>/..."
 def check_names(metrics: Iterable[str]) -> None:
     """Check that all names are documented in `METRICS`; raises AssertionError."""
     unknown = sorted(name for name in metrics if _in_table(data_source_of(name)[1]) not in METRICS)
-    assert not unknown, f"metrics without an entry in hybrid_gkd/reporting/metrics.py: {', '.join(unknown)}"
+    assert not unknown, f"metrics without an entry in hybrid_gkd/reporting/metric_table.py: {', '.join(unknown)}"
 
 
 def data_source_of(name: str) -> tuple[str, str]:
