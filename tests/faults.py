@@ -28,7 +28,7 @@ from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.server import broker, worker
+from hybrid_gkd.teacher.server import broker, scoring_worker
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
@@ -57,7 +57,7 @@ def expected_scores(reading, topk=TOPK):
 
 
 class StandInEngine:
-    """The engine of worker.py with `expected_scores` for a model."""
+    """The engine of scoring_worker.py with `expected_scores` for a model."""
 
     info = MODEL
 
@@ -440,7 +440,7 @@ def main() -> None:
     else:
         keys = load_keys(args.keys) if args.keys else None
         worker.HUNG_SECONDS = args.hung
-        worker.ScoringWorker(StandInEngine(args.delay, args.hang, args.spoil), args.places[0], keys).run()
+        scoring_worker.ScoringWorker(StandInEngine(args.delay, args.hang, args.spoil), args.places[0], keys).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Scorers: each computes one signal of samples.
 
-Teachers are asynchronous and have their own deadlines (teacher.py); the other scorers are synchronous.
+Teachers are asynchronous and have their own deadlines (teacher_scorer.py); the other scorers are synchronous.
 """
 
 from __future__ import annotations

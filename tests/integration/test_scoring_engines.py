@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import pack
-from hybrid_gkd.teacher.engines import hf
+from hybrid_gkd.teacher.engines import hf_engine
 from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.vllm import RowScorer
+from hybrid_gkd.teacher.engines.vllm_engine import RowScorer
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
 
@@ -240,7 +240,7 @@ def test_clear_forgets_what_was_queued(model_path, reference):
 
 def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypatch):
     """Attention without a GPU pads: 4,000 tokens among a hundred of 100 took 1.8 GB and 30 times as long."""
-    monkeypatch.setattr(hf, "TOKENS_PER_FORWARD", 600)
+    monkeypatch.setattr(hf_engine, "TOKENS_PER_FORWARD", 600)
     engine = load_scoring_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
     forwards = []
 
@@ -248,7 +248,7 @@ def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypa
         forwards.append([len(ids) + 1 for ids in inputs])  # the last token is scored, and no input
         return pack(inputs, device)
 
-    monkeypatch.setattr(hf, "pack", recorded)
+    monkeypatch.setattr(hf_engine, "pack", recorded)
     lengths = [20] * 10 + [200] + [20] * 20 + [900]
     readings = [Reading(token_ids=np.ones(length, np.int32), positions=np.arange(1, length)) for length in lengths]
     assert len(engine.score(readings, 5, 1.0)) == len(lengths)

@@ -42,7 +42,7 @@ def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
     if backend == "hf" and options.tp_size > 1:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
     _check_arguments(options, backend)
-    module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}")
+    module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}_engine")
     engine: ScoringEngine = getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
     engine.info = msgspec.structs.replace(engine.info, weights=weights_fingerprint(options, backend))
     return engine

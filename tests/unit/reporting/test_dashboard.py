@@ -11,7 +11,7 @@ from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.ppo.best import LOWEST
 from hybrid_gkd.ppo.trainer import COMPARED
 from hybrid_gkd.reporting import dashboard
-from hybrid_gkd.reporting import wandb as wandb_module
+from hybrid_gkd.reporting import wandb_tracker as wandb_module
 from hybrid_gkd.reporting.dashboard import REPORTED, SECTIONS, plan_panels, reports
 from hybrid_gkd.reporting.metric_table import METRICS
 

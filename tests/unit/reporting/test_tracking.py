@@ -26,7 +26,7 @@ from hybrid_gkd.config import WandbConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import trackers as trackers_module
-from hybrid_gkd.reporting import wandb as wandb_module
+from hybrid_gkd.reporting import wandb_tracker as wandb_module
 from hybrid_gkd.reporting.console import Console
 from hybrid_gkd.reporting.logs import ConsoleHandler, silence_console
 from hybrid_gkd.reporting.trackers import EXTRAS, Tracking, load_trackers

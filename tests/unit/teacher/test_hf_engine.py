@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hybrid_gkd.models.packed_attention import length_settings
 from hybrid_gkd.teacher.engines import base
-from hybrid_gkd.teacher.engines.hf import HFScoringEngine
+from hybrid_gkd.teacher.engines.hf_engine import HFScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.testing import make_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, ScoreResult
-from hybrid_gkd.teacher.server import worker as worker_module
+from hybrid_gkd.teacher.server import scoring_worker as worker_module
 from hybrid_gkd.teacher.server.scoring_worker import (
     MAX_CONSECUTIVE_FAILURES,
     PREFETCH_TOKENS,
