@@ -382,7 +382,7 @@ def hang_only_engine() -> dict[str, object]:
         assert isinstance(error, TeacherTimeout), error
         assert cluster.address in str(error)
         (process,) = cluster.workers.values()
-        assert process.wait(TIMEOUT) == worker.HUNG_EXIT_CODE
+        assert process.wait(TIMEOUT) == scoring_worker.HUNG_EXIT_CODE
         return {"the client's error": str(error)}
 
 
@@ -431,7 +431,7 @@ def main() -> None:
     parser.add_argument("--hang", action="store_true")
     parser.add_argument("--spoil", action="store_true")
     parser.add_argument("--hedge", type=float)
-    parser.add_argument("--hung", type=float, default=worker.HUNG_SECONDS)
+    parser.add_argument("--hung", type=float, default=scoring_worker.HUNG_SECONDS)
     parser.add_argument("--keys")
     args = parser.parse_args()
     if args.role == "broker":
@@ -439,7 +439,7 @@ def main() -> None:
         broker.Broker(port=int(args.places[0]), worker_port=int(args.places[1])).run(lambda: True)
     else:
         keys = load_keys(args.keys) if args.keys else None
-        worker.HUNG_SECONDS = args.hung
+        scoring_worker.HUNG_SECONDS = args.hung
         scoring_worker.ScoringWorker(StandInEngine(args.delay, args.hang, args.spoil), args.places[0], keys).run()
 
 
