@@ -35,7 +35,7 @@ def informative_groups(samples: abc.Sequence[Sample], values: list[float]) -> li
     return [group for group, found in groups.items() if len(found) > 1]
 
 
-class Refill:
+class GroupCollector:
     """Collects the informative groups of several generation batches until they fill a training batch.
 
     Groups are kept in the order of their prompts. Those beyond a full batch are dropped.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.ppo.filtering import Refill
+from hybrid_gkd.ppo.filtering import GroupCollector
 from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds, response_limit
@@ -75,12 +75,12 @@ class RolloutGenerator:
     def rollout(self, step: int) -> Rollout:
         """Return the rollout of a step: one generation batch, or the informative groups of several.
 
-        Raises the errors of `Refill.add`.
+        Raises the errors of `GroupCollector.add`.
         """
         if not self.config.algorithm.filter_groups.enable:
             return self._batch(step, self._finished)
         assert self.scorer is not None
-        refill = Refill(self.config, self.scorer, step)
+        refill = GroupCollector(self.config, self.scorer, step)
         while True:
             batch = self._batch(step)
             with self.pipeline.paused():

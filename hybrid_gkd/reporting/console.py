@@ -59,7 +59,7 @@ class Console:
             return
         now = time.monotonic()
         if self._style == "full":
-            summary, held_out = [all_by_name(metrics)], []
+            summary, held_out = [format_metrics(metrics)], []
         elif not held_out and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:
             return
         self._last_line = now
@@ -100,6 +100,6 @@ class Console:
         print(time.strftime(TIME), line, file=self._stream, flush=True)
 
 
-def all_by_name(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Format all metrics of a step in one line."""
     return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())

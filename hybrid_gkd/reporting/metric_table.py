@@ -87,7 +87,7 @@ METRICS: dict[str, tuple[str, str]] = {
     },
     "timing/sync_rollout_weights": ("seconds", "Weight sync to the rollout engine"),
     "timing/offload": ("seconds", "Copies of parameters, optimizer state and KV cache between GPU and host"),
-    "timing/testing": ("seconds", "Validation, including the weight sync that it may require"),
+    "timing/testing": ("seconds", "Validation, including a second weight sync after it if no checkpoint follows"),
     "timing/save_checkpoint": ("seconds", "Exposed time of checkpoints: taking a snapshot, or waiting for a write"),
     "timing/other": ("seconds", "Time since the last report outside of all phases: batching, reporting"),
     "timing/elapsed": ("seconds", "Training time so far, including starts before a resume"),

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def recording(run_dir: Path) -> Iterator[Clock]:
+def trace_recording(run_dir: Path) -> Iterator[Clock]:
     """Provide the clock of a run's trainer; write the trace at the end, after the workers have ended."""
     with contextlib.closing(SpanFile(run_dir / "logs" / f"{TRAINER}{SUFFIX}")) as file:
         try:

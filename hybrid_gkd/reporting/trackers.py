@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.reporting.console import Console, all_by_name
+from hybrid_gkd.reporting.console import Console, format_metrics
 from hybrid_gkd.reporting.jsonl import JsonLines
 from hybrid_gkd.reporting.metric_table import check_names
 from hybrid_gkd.reporting.tensorboard import TensorBoard
@@ -84,7 +84,7 @@ class Tracking:
         self._last_step = step
         numbers = {name: float(value) for name, value in metrics.items()}
         numbers["timing/elapsed"] = time.monotonic() - self._started
-        logger.debug("step %d  %s", step, all_by_name(numbers))
+        logger.debug("step %d  %s", step, format_metrics(numbers))
         self._each(lambda tracker: tracker.log(numbers, step))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:

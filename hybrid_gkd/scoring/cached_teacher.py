@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from hybrid_gkd.errors import TeacherError, TeacherMismatch
-from hybrid_gkd.scoring.scorer import done
 from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
@@ -94,7 +93,7 @@ class CachedTeacher:
         if found is None:
             return None
         self._hits += 1
-        return done(found)
+        return completed_future(found)
 
     def _missing(self, reading: Reading) -> Future[TopK]:
         what = "has no scores in" if reading.keep else "is not a given completion, and there is no teacher besides"

@@ -26,7 +26,7 @@ from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.scoring.builtin_rewards import Response, lowest_score, overlong_penalty
 from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, as_outcome, one_by_one
-from hybrid_gkd.scoring.scorer import done
+from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.types import Arrays, Pair, SampleId, Signal
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class RewardScorer:
     def submit(self, pairs: list[Pair]) -> list[Future[Signal]]:
         """Wait for `rewards`; return them as token-level rewards. Raises the errors of `scores`."""
         lengths = [sample.num_trained for _, sample in pairs]
-        return [done(each) for each in token_rewards(self.rewards(pairs), lengths)]
+        return [completed_future(each) for each in token_rewards(self.rewards(pairs), lengths)]
 
     def rewards(self, pairs: list[Pair]) -> list[float]:
         """Return the scores plus the overlong penalty, if configured. Raises the errors of `scores`."""

@@ -42,10 +42,10 @@ class WorkersScorer:
         """Score the samples synchronously. Raises the errors of the worker group."""
         bare = [dataclasses.replace(sample, signals={}) for _, sample in pairs]  # a forward pass needs no signals
         found = self.compute(self.batches.plan(bare))
-        return [done(found[sample.id]) for sample in bare]
+        return [completed_future(found[sample.id]) for sample in bare]
 
 
-def done(signal: Signal) -> Future[Signal]:
+def completed_future(signal: Signal) -> Future[Signal]:
     """Return a completed future."""
     future: Future[Signal] = Future()
     future.set_result(signal)

@@ -182,12 +182,12 @@ def gather_huggingface(
             tokenizer.save_pretrained(folder)
             has_config = (folder / GENERATION_CONFIG_NAME).is_file()  # adapters have none
             if has_config and tokenizer.eos_token_id is not None:
-                _end_with(tokenizer.eos_token_id, folder)
+                _add_end_token(tokenizer.eos_token_id, folder)
 
     return export
 
 
-def _end_with(token: int, folder: Path) -> None:
+def _add_end_token(token: int, folder: Path) -> None:
     """Add the tokenizer's end token to generation_config.json; vLLM reads the tokenizer, transformers does not."""
     fields = GenerationConfig.from_pretrained(folder).to_dict()
     ends = fields["eos_token_id"] if isinstance(fields["eos_token_id"], list) else [fields["eos_token_id"]]

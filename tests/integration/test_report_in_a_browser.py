@@ -10,7 +10,7 @@ from browser import browser_page, find_browser
 from run_folders import NASTY, make_run
 
 from hybrid_gkd.reporting.report.command import write
-from hybrid_gkd.reporting.report.serving import ReportServer
+from hybrid_gkd.reporting.report.server import ReportServer
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(

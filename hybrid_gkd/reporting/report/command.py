@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.until_end_of_input:
             keep_report(options.runs[0])
         elif options.serve is not None:
-            from hybrid_gkd.reporting.report.serving import serve_report
+            from hybrid_gkd.reporting.report.server import serve_report
 
             serve_report(options.runs, options.serve)
         else:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_gkd.reporting.report.thinning import Point
+from hybrid_gkd.reporting.report.downsampling import Point
 
 Card = dict[str, Any]
 """Keys `label`, `value`, optionally `note` and `change` (better or worse)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunProgress:
     """Progress of a run."""
 
     starts: list[dict[str, Any]]
@@ -29,7 +29,7 @@ class Course:
     """Step of the newest checkpoint."""
 
 
-def headline(run: Course, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
+def headline(run: RunProgress, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
     """Return the cards of a run, for what its configuration measures; unknown values are a dash."""
     teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
     cards = []
@@ -55,7 +55,7 @@ def headline(run: Course, config: dict[str, Any], state: dict[str, Any]) -> list
     loading = sum(start["ready"] - start["start"] for start in run.starts if "ready" in start)
     cards += [
         {"label": "Steps", "value": f"{state['step']}" + (f" of {state['total']}" if state["total"] else ""),
-         "note": _listed(_left(run, state), starts)},
+         "note": _listed(_remaining_time(run, state), starts)},
         {"label": "Training time", "value": duration(elapsed),
          "note": f"plus {duration(loading)} of loading" if loading else ""},
         {"label": "Tokens", "value": _short(run.tokens),
@@ -65,7 +65,7 @@ def headline(run: Course, config: dict[str, Any], state: dict[str, Any]) -> list
     return cards
 
 
-def _cost_to_resume(run: Course, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
+def _cost_to_resume(run: RunProgress, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
     """Return the card of the cost of a resume: steps since the last checkpoint, and loading."""
     label, saved = "Cost to resume", run.checkpoint_step
     if state["outcome"] == "finished":
@@ -81,7 +81,7 @@ def _cost_to_resume(run: Course, config: dict[str, Any], state: dict[str, Any], 
     return {"label": label, "value": again, "note": note}
 
 
-def _left(run: Course, state: dict[str, Any]) -> str:
+def _remaining_time(run: RunProgress, state: dict[str, Any]) -> str:
     """Return the estimated remaining time, at the pace of the newest start; "" unless the run is active."""
     left = (state["total"] or 0) - run.step
     if state["outcome"] != "running" or left <= 0:
@@ -95,7 +95,7 @@ def _left(run: Course, state: dict[str, Any]) -> str:
     return f"about {duration(pace * left)} left"
 
 
-def _validated(run: Course, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+def _validated(run: RunProgress, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
     """Return the card of a validation metric: first, last and best value."""
     points, best = run.points(name), ""
     if points:
@@ -106,7 +106,7 @@ def _validated(run: Course, name: str, label: str, form: str, note: str, *, rise
     return _change(run.first.get(name), run.last.get(name), label, form, _listed(best, note), rises=rises)
 
 
-def _trained(run: Course, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+def _trained(run: RunProgress, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
     """Return the card of a training metric: means over the first and last tenth of the steps, to reduce noise."""
     points = run.points(name)
     tenth = max(1, len(points) // 10)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_gkd.reporting.logs import RUN_LOG
-from hybrid_gkd.reporting.report.following import Followed
+from hybrid_gkd.reporting.report.growing_file import GrowingFile
 
 WARNINGS_KEPT = 100
 """Number of newest warnings shown."""
@@ -21,7 +21,7 @@ PLACED = re.compile(r"((?:actor |rollout )?worker \d+): (.*)", re.DOTALL)
 CARD = re.compile(r"of (\d+\.\d+) GiB free")
 
 
-class Warned(NamedTuple):
+class LogWarning(NamedTuple):
     time: str
     level: str
     text: str
@@ -31,10 +31,10 @@ class RunLog:
     """Warnings and facts from the part of run.log read so far."""
 
     def __init__(self, run_dir: Path):
-        self._file = Followed(run_dir / RUN_LOG)
+        self._file = GrowingFile(run_dir / RUN_LOG)
         self._record: list[str] = []
         self.num_warnings = 0
-        self.warnings: deque[Warned] = deque(maxlen=WARNINGS_KEPT)
+        self.warnings: deque[LogWarning] = deque(maxlen=WARNINGS_KEPT)
         self.facts: dict[str, str] = {}
         """Findings of the newest start by check or worker."""
         self.card_gb: float | None = None
@@ -69,7 +69,7 @@ class RunLog:
             self.num_warnings += 1
             half = TEXT_KEPT // 2
             short = text if len(text) <= TEXT_KEPT else f"{text[:half]}\n…\n{text[-half:]}"
-            self.warnings.append(Warned(time, level, short))
+            self.warnings.append(LogWarning(time, level, short))
 
     def _take_fact(self, text: str) -> None:
         name, _, finding = text.partition(": ")

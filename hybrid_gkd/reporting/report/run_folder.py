@@ -12,18 +12,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybrid_gkd.config.flat import differences, flat
-from hybrid_gkd.reporting.report.following import Followed, step_of
-from hybrid_gkd.reporting.report.headline import Course, headline
-from hybrid_gkd.reporting.report.log_lines import RunLog
-from hybrid_gkd.reporting.report.thinning import (
+from hybrid_gkd.reporting.report.downsampling import (
     Counts,
+    Downsampled,
     Point,
-    Thinned,
-    evenly,
+    evenly_spaced,
     merge_counts,
     merge_points,
-    rounded,
+    round_significant,
 )
+from hybrid_gkd.reporting.report.growing_file import GrowingFile, step_of
+from hybrid_gkd.reporting.report.headline import RunProgress, headline
+from hybrid_gkd.reporting.report.log_lines import RunLog
 from hybrid_gkd.reporting.report.timeline import representative_step
 from hybrid_gkd.reporting.starts import STARTS
 
@@ -50,24 +50,24 @@ class RunFolder:
 
     def __init__(self, path: Path, points: int = POINTS):
         self.path, self._points = path.resolve(), points
-        self._metrics, self._lengths = Followed(path / "metrics.jsonl"), Followed(path / "lengths.jsonl")
-        self._answers, self._starts = Followed(path / "generations.jsonl"), Followed(path / STARTS)
+        self._metrics, self._lengths = GrowingFile(path / "metrics.jsonl"), GrowingFile(path / "lengths.jsonl")
+        self._answers, self._starts = GrowingFile(path / "generations.jsonl"), GrowingFile(path / STARTS)
         self.log = RunLog(path)
         self.starts: list[dict[str, Any]] = []
         """Starts of the run: `start`, `ready` and `end` times as far as reached, `error`, and facts."""
         self._forget_metrics()
         self._forget_lengths()
         self._validations: dict[int, list[int]] = {}
-        self._tokens, self._token_places = Followed(path / "tokens.jsonl"), dict[int, list[int]]()
+        self._tokens, self._token_places = GrowingFile(path / "tokens.jsonl"), dict[int, list[int]]()
 
     def _forget_metrics(self) -> None:
-        self._series: dict[str, Thinned[Point]] = {}
+        self._series: dict[str, Downsampled[Point]] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.step, self.tokens = 0, 0.0
 
     def _forget_lengths(self) -> None:
-        self._counts, self._bin = Thinned(merge_counts, COLUMNS), 1
+        self._counts, self._bin = Downsampled(merge_counts, COLUMNS), 1
 
     def refresh(self) -> None:
         """Read new rows of all files."""
@@ -104,7 +104,7 @@ class RunFolder:
         if "timing/step" in row:
             self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
         for name, value in (dict.fromkeys(PARTS, 0.0) | row).items():
-            self._series.setdefault(name, Thinned(merge_points, self._points)).add(Point.of(step, value))
+            self._series.setdefault(name, Downsampled(merge_points, self._points)).add(Point.of(step, value))
         for name, value in row.items():
             self.first.setdefault(name, value)
             self.last[name] = value
@@ -118,11 +118,12 @@ class RunFolder:
         newest = self.starts[-1] if self.starts else {}
         axes: dict[tuple[int, ...], int] = {}
         metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
-        course = Course(
+        course = RunProgress(
             starts=self.starts, first=self.first, last=self.last, points=self.points, step=self.step,
             tokens=self.tokens, checkpoint_step=self.checkpoint_step(),
         )  # fmt: skip
-        seconds = {name: rounded(sum(point.total for point in self.points(name))) for name in PARTS if name in metrics}
+        measured = [name for name in PARTS if name in metrics]
+        seconds = {name: round_significant(sum(point.total for point in self.points(name))) for name in measured}
         return {
             "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
             "headline": headline(course, config, state), "axes": list(axes), "metrics": metrics,
@@ -139,14 +140,14 @@ class RunFolder:
         """Return the points of a metric, at most as many as a curve has; none if it was not measured."""
         return self._series[name].items() if name in self._series else []
 
-    def _curve(self, series: Thinned[Point], axes: dict[tuple[int, ...], int]) -> dict[str, Any]:
+    def _curve(self, series: Downsampled[Point], axes: dict[tuple[int, ...], int]) -> dict[str, Any]:
         points = series.items()
         axis = axes.setdefault(tuple(point.step for point in points), len(axes))
-        curve: dict[str, Any] = {"axis": axis, "mean": [rounded(point.mean) for point in points]}
+        curve: dict[str, Any] = {"axis": axis, "mean": [round_significant(point.mean) for point in points]}
         if series.every > 1:
             curve |= {
-                "every": series.every, "low": [rounded(p.low, 4) for p in points],
-                "high": [rounded(p.high, 4) for p in points],
+                "every": series.every, "low": [round_significant(p.low, 4) for p in points],
+                "high": [round_significant(p.high, 4) for p in points],
             }  # fmt: skip
         return curve
 
@@ -162,7 +163,7 @@ class RunFolder:
     def _chosen_samples(self) -> list[dict[str, Any]]:
         """Return samples of some validations from the first to the last; long texts are truncated."""
         chosen = []
-        for step in evenly(sorted(self._validations), VALIDATIONS):
+        for step in evenly_spaced(sorted(self._validations), VALIDATIONS):
             scored = {
                 (row["prompt"], row["response"]): {"tokens": row["tokens"], "num_tokens": row["num_tokens"]}
                 for row in self._rows_at("tokens.jsonl", self._token_places.get(step, []))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.reporting.report.following import last_rows
+from hybrid_gkd.reporting.report.growing_file import last_rows
 from hybrid_gkd.runtime.spans import SUFFIX, TRAINER, Span
 
 READ_BYTES = 256 * 2**10
@@ -49,7 +49,7 @@ def representative_step(run_dir: Path) -> dict[str, Any] | None:
         return None
     median = statistics.median_low(lengths.values())
     step = next(step for step in sorted(lengths, reverse=True) if lengths[step] == median)
-    return _picture(spans, step, starts[step], starts[step] + median)
+    return _step_timeline(spans, step, starts[step], starts[step] + median)
 
 
 def _first_start(spans: list[Span], step: int, updates: dict[int, float]) -> float:
@@ -59,7 +59,7 @@ def _first_start(spans: list[Span], step: int, updates: dict[int, float]) -> flo
     return min(own, default=updates[step])
 
 
-def _picture(spans: list[Span], step: int, begin: float, end: float) -> dict[str, Any]:
+def _step_timeline(spans: list[Span], step: int, begin: float, end: float) -> dict[str, Any]:
     drawn: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.start < end and span.end > begin:

@@ -107,7 +107,7 @@ class TeacherProcess:
         lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
         last = lines[-1] if lines else "none"
         # An aborting library writes the reason to the log; a killed process does not.
-        reason = last if lines and code >= 0 else f"it {how_it_ended(code)}; its last line: {last}"
+        reason = last if lines and code >= 0 else f"it {describe_exit(code)}; its last line: {last}"
         what = "ended" if self.address else "did not start"
         raise TeacherError(f"the teacher {what}: {reason}; its log: {self._log_path}")
 
@@ -121,7 +121,7 @@ class TeacherProcess:
         return None if self._process is None else self._process.poll()
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe the return code of a subprocess."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory?)"

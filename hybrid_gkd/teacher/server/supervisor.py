@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.local import child_environment, how_it_ended, stop_process
+from hybrid_gkd.teacher.server.local import child_environment, describe_exit, stop_process
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
@@ -65,7 +65,7 @@ class Supervisor:
             code = slot.process.poll()
             if code is None:
                 continue
-            how = how_it_ended(code)
+            how = describe_exit(code)
             slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
             hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
             if not self.has_started or hopeless:

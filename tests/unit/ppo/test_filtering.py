@@ -12,7 +12,7 @@ from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.launch.inputs import left_over
 from hybrid_gkd.launch.plan import placement_plan
 from hybrid_gkd.ppo import rollout_pipeline as pipeline_module
-from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, informative_groups
+from hybrid_gkd.ppo.filtering import GROUP_METRICS, GroupCollector, informative_groups
 from hybrid_gkd.ppo.resuming import changed_settings, learning_settings
 from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.steps import request_seeds
@@ -237,7 +237,7 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
 def test_greedy_answers_stay_with_their_prompts(tmp_path):
     trainer, _ = fit(1, tmp_path, "algorithm.adv_estimator=remax")
     prompts, n = trainer.generation.tasks, N
-    refill, rows = Refill(trainer.config, trainer.rewards, 1), [(1, 6, 7), (8, 2, 9)]
+    refill, rows = GroupCollector(trainer.config, trainer.rewards, 1), [(1, 6, 7), (8, 2, 9)]
 
     for number, batch in enumerate(rows):
         assert not refill.is_full

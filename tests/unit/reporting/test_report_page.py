@@ -14,14 +14,21 @@ import urllib.request
 import pytest
 from run_folders import NASTY, make_run, step_row
 
-from hybrid_gkd.reporting.report import serving
+from hybrid_gkd.reporting.report import server as serving
 from hybrid_gkd.reporting.report.command import FOLLOW, main
-from hybrid_gkd.reporting.report.keeping import report_kept
+from hybrid_gkd.reporting.report.downsampling import (
+    Counts,
+    Downsampled,
+    Point,
+    evenly_spaced,
+    merge_counts,
+    merge_points,
+)
+from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
 from hybrid_gkd.reporting.report.page import html, labels, page_data
 from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, VALIDATIONS, RunFolder
-from hybrid_gkd.reporting.report.serving import ReportServer
-from hybrid_gkd.reporting.report.thinning import Counts, Point, Thinned, evenly, merge_counts, merge_points
+from hybrid_gkd.reporting.report.server import ReportServer
 from hybrid_gkd.runtime.files import JsonLinesFile
 from hybrid_gkd.scoring.token_scores import ANSWERS, TOKENS
 from hybrid_gkd.student.actor import SHOWN_CANDIDATES
@@ -48,7 +55,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_thinned_series_has_the_mean_and_the_extremes_of_every_step_once():
-    series = Thinned(merge_points, 8)
+    series = Downsampled(merge_points, 8)
     values = [float((7 * step) % 101) for step in range(1, 1001)]
     for step, value in enumerate(values, 1):
         series.add(Point.of(step, value))
@@ -69,8 +76,8 @@ def test_counts_of_several_steps_are_added():
 
 
 def test_evenly_keeps_the_first_and_the_last():
-    assert evenly(range(101), 5) == [0, 25, 50, 75, 100]
-    assert evenly([3, 4], 5) == [3, 4]
+    assert evenly_spaced(range(101), 5) == [0, 25, 50, 75, 100]
+    assert evenly_spaced([3, 4], 5) == [3, 4]
 
 
 # --- a run
@@ -269,7 +276,7 @@ def test_ten_thousand_steps_are_a_small_page(tmp_path):
         answers.append({"step": step, **text, "sample": n, "prompt": f"{n}{'p' * 9000}"} for n in range(10))
         rows = [["word", 1.234, candidates, candidates]] * TOKENS
         scored = {"response": text["response"], "num_tokens": 9000, "tokens": rows}
-        if step in evenly(range(0, 10_001, 10), VALIDATIONS):
+        if step in evenly_spaced(range(0, 10_001, 10), VALIDATIONS):
             tokens.append({"step": step, "prompt": f"{n}{'p' * 9000}", **scored} for n in range(ANSWERS))
         lengths.append([{"step": step, "bin": 20, "counts": [100] * 50}])
     run = RunFolder(tmp_path)
@@ -337,7 +344,7 @@ def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
 
 def test_a_run_has_its_report_when_it_ends(tmp_path):
     (tmp_path / "run.log").touch()
-    with report_kept(tmp_path):
+    with live_report(tmp_path):
         (tmp_path / "metrics.jsonl").write_text('{"step": 7, "actor/loss": 0.5}\n', encoding="utf-8")
     assert '"step":7' in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not list(tmp_path.glob("*.tmp"))
@@ -346,7 +353,7 @@ def test_a_run_has_its_report_when_it_ends(tmp_path):
 def test_a_run_that_fails_names_its_report(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "run.log").touch()
-    with pytest.raises(ValueError, match="boom"), report_kept(tmp_path):
+    with pytest.raises(ValueError, match="boom"), live_report(tmp_path):
         raise ValueError("boom")
     assert f"(open in a browser): {(tmp_path / 'report.html').as_uri()}" in caplog.text
 
@@ -354,7 +361,7 @@ def test_a_run_that_fails_names_its_report(tmp_path, caplog):
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "run.log").touch()
     (tmp_path / "report.html").mkdir()
-    with report_kept(tmp_path):
+    with live_report(tmp_path):
         pass
     assert "report.html is outdated: error: [Errno 21]" in caplog.text
 

@@ -23,7 +23,7 @@ from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
 from hybrid_gkd.scoring.reward_functions import TIMED_OUT, Failure, RewardFunction, load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer, token_rewards
-from hybrid_gkd.scoring.scorer import done
+from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.testing import NumberTokenizer, make_sample, tiny_config
 from hybrid_gkd.types import Task
 
@@ -89,7 +89,7 @@ def test_an_answer_of_dapo_that_takes_too_long_is_wrong_and_validation_counts_wh
         def submit(self, function, responses):
             late = [response.data_source == "math_dapo" for response in responses]
             outcomes = zip(late, function.compute(responses), strict=True)
-            return [done(Failure(TIMED_OUT) if is_late else outcome) for is_late, outcome in outcomes]
+            return [completed_future(Failure(TIMED_OUT) if is_late else outcome) for is_late, outcome in outcomes]
 
         def close(self):
             pass

@@ -12,7 +12,7 @@ from typing import Any
 STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
-class Followed:
+class GrowingFile:
     """Reads each complete line of a growing file once."""
 
     def __init__(self, path: Path):

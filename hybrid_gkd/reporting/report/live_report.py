@@ -20,7 +20,7 @@ REPORT_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def report_kept(run_dir: Path) -> Iterator[None]:
+def live_report(run_dir: Path) -> Iterator[None]:
     """Update report.html of a run within the context, at most every 30 s, and once at its end.
 
     Errors are logged as warnings and do not fail the run.

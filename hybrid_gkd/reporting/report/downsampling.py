@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 Item = TypeVar("Item")
 
 
-class Thinned(Generic[Item]):
+class Downsampled(Generic[Item]):
     """Series of at most `limit` items, an even number; when it is full, neighbours are merged.
 
     `every` added items form one kept item. The result depends on the items alone, not on when they were added.
@@ -81,13 +81,13 @@ def merge_counts(first: Counts, second: Counts) -> Counts:
     return Counts(second.step, tuple(map(sum, zip(*padded, strict=True))))
 
 
-def rounded(value: float, digits: int = 5) -> float | int:
+def round_significant(value: float, digits: int = 5) -> float | int:
     """Round to significant digits; return whole numbers as int, to keep the JSON short."""
     value = float(f"{value:.{digits}g}")
     return int(value) if value.is_integer() else value
 
 
-def evenly(items: Sequence[Item], count: int) -> list[Item]:
+def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
     """Return at most `count` items, two or more, evenly spaced and including the first and the last."""
     if len(items) <= count:
         return list(items)
