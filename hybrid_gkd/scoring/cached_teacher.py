@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from hybrid_gkd.errors import TeacherError, TeacherMismatch
+from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
 from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore

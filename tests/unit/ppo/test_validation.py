@@ -1,4 +1,4 @@
-"""What a validation says of several answers to each prompt, from several data sources."""
+"""Validation metrics of several completions per prompt, from several data sources."""
 
 import itertools
 from decimal import Decimal
