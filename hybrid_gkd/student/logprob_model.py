@@ -60,8 +60,8 @@ class LogprobModel(nn.Module):
         With `loss_fn`, return the result of `head_loss`; the first `topk` ids are the teacher's. `prepare` builds the
         loss function from the log-probabilities [R] of the last ids, for losses that depend on other rows. With
         `choose`, return the `topk` most likely ids and the log-probabilities of `ids` [R, 1]. `select` chooses the
-        rows [r] of the loss (None: all) and builds its loss function from the student's distribution at all rows, at the
-        cost of one further matrix product over all rows and three over the selected ones.
+        rows [r] of the loss (None: all) and builds its loss function from the student's distribution at all rows, at
+        the cost of one further matrix product over all rows and three over the selected ones.
         """
         hidden = hidden_states(self.model, batch, rows)
         weight = self.model.get_output_embeddings().weight
