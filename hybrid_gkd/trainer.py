@@ -22,7 +22,7 @@ from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.steps import distillation_factor
-from hybrid_gkd.ppo.token_weights import Weighting
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout

@@ -9,7 +9,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.guards import repeated_fraction
-from hybrid_gkd.ppo.token_weights import Weighting
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.types import Rollout, drawn
 
 PEAK_FLOPS: dict[str, float] = {
