@@ -79,7 +79,7 @@ class Adapters:
 
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Disable the adapters within the context.
 
         peft's own switch would change which parameters require gradients, which must be fixed under FSDP2.
