@@ -40,8 +40,8 @@ from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId, TopK
 
 WARMUP_AFTER_SFT = 0.1
-"""Fraction of the optimizer steps after a warm start by SFT with a linear warm-up, if none is configured: a high initial
-rate would undo the warm start."""
+"""Warm-up fraction of the optimizer steps after a warm start by SFT, if none is configured: a high initial rate would
+undo the warm start."""
 SHOWN_CANDIDATES = 5
 """Number of candidates of teacher and student shown per token of a held-out completion."""
 HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
