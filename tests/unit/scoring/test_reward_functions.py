@@ -1,4 +1,4 @@
-"""A user's own reward from a file: how it is called, what it may return, and what is said of one that is wrong."""
+"""A user's own reward from a file: how it is called, what it may return, and the errors of one that is wrong."""
 
 import math
 import sys
