@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from hybrid_gkd.config.loading import load_config, to_dict
-from hybrid_gkd.reporting.metrics import METRICS, PATTERNS
+from hybrid_gkd.reporting.metric_table import METRICS, PATTERNS
 from hybrid_gkd.reporting.report.command import EVERY_SECONDS
 from hybrid_gkd.reporting.report.page import write_report
 from hybrid_gkd.reporting.report.run_folder import RunFolder

@@ -47,7 +47,7 @@ from hybrid_gkd.launch.run import locked_run_folder, start_tracking
 from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
-from hybrid_gkd.reporting.trace import recording
+from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.runtime.imports import keep_loaded
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
@@ -146,7 +146,7 @@ def train(args: argparse.Namespace, facts: Facts, group: WorkerGroup, teacher: T
     facts.steps, place = total_steps_of(config, len(facts.train_prompts)), facts.plan.memory.teacher
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
-        clock = stack.enter_context(recording(config.run_dir))
+        clock = stack.enter_context(trace_recording(config.run_dir))
         client = stack.enter_context(
             connect(config, facts.tokenizer, [teacher.address], teacher.keys, replicas=place.replicas)
         )

@@ -25,8 +25,8 @@ from common import own_process
 from models import SHAPES, full_tokenizer, make_model
 
 from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.types import Reading, TopK
@@ -62,7 +62,7 @@ def rate(readings: list[Reading], run: Callable[[list[Reading]], Any]) -> float:
 
 def engine_rates(options: EngineOptions, readings: list[Reading], topks: list[int]) -> dict[str, float]:
     """Tokens per second of the engine alone: plain prefill, and scoring with each K."""
-    engine: Any = load_engine(options)
+    engine: Any = load_scoring_engine(options)
     prefill = vllm_prefill(engine) if engine.info.backend == "vllm" else hf_prefill(engine)
     rates = {"prefill": rate(readings, prefill)}
     for k in topks:

@@ -29,8 +29,8 @@ from hybrid_gkd.demo.gpu_demo import build_gpu_demo
 from hybrid_gkd.demo.models import prompt_text
 from hybrid_gkd.demo.use import visible_device
 from hybrid_gkd.losses.divergence import forward_kl
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.types import Reading, TopK
 
 TOPK, NEW_TOKENS, TIMEOUT = 64, 320, 600.0
@@ -70,7 +70,7 @@ def score(folder: str, device: str, variant: dict[str, str], readings: list[Read
     options = EngineOptions(
         ckpt_path=folder, device=device, n_logprobs=TOPK, gpu_memory_utilization=0.1, **variant  # type: ignore[arg-type]
     )
-    return load_engine(options).score(readings, TOPK, 1.0)
+    return load_scoring_engine(options).score(readings, TOPK, 1.0)
 
 
 def loss(scores: list[TopK], student: list[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ from hybrid_gkd.errors import BadTeacherReply, TeacherError, TeacherMismatch, Te
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher import network, protocol
 from hybrid_gkd.teacher.client.connection import Connection, StudentNeeds, query_status
-from hybrid_gkd.teacher.client.requests import Request, TeacherMetrics, Waiting, as_sent
+from hybrid_gkd.teacher.client.requests import ReadingQueue, Request, TeacherMetrics, normalize_reading
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.teacher.protocol import AnyMessage, Buffer, ModelInfo, ScoreError, ScoreRequest, ScoreResult, Status
 from hybrid_gkd.teacher.ranges import ranges_of
@@ -80,7 +80,7 @@ class TeacherClient:
         self._needs: StudentNeeds | None = None
         """Set by the handshake; from then on a server that does not fit ends the thread."""
         self._served: dict[str, ModelInfo] = {}
-        self._waiting = Waiting(num_microbatches)
+        self._waiting = ReadingQueue(num_microbatches)
         self._in_flight: dict[str, Request] = {}
         self._finished: list[tuple[Future[TopK], TopK | TeacherError]] = []
         """To be resolved at the end of the turn."""
@@ -135,7 +135,7 @@ class TeacherClient:
         """
         futures: list[Future[TopK]] = [Future() for _ in readings]
         with self._changed:
-            for reading, future in zip(map(as_sent, readings), futures, strict=True):
+            for reading, future in zip(map(normalize_reading, readings), futures, strict=True):
                 if not self._has_room():
                     self._wake()
                 if not self._wait_for(self._has_room, self._request_timeout, "room for more readings"):
@@ -146,7 +146,7 @@ class TeacherClient:
                 if self._needs is None:
                     raise TeacherError("submit before handshake: it is not known whether the teacher fits the student")
                 for address, model in self._served.items():  # what a server will not score is not sent
-                    if reason := protocol.reading_refusal(reading, model, self._vocab_size):
+                    if reason := protocol.rejection_reason(reading, model, self._vocab_size):
                         self._finished.append((future, TeacherRefused(f"{address}: {reason}")))
                         break
                 else:
@@ -304,7 +304,7 @@ class TeacherClient:
             if connection.model is not None and connection.heard < now - protocol.LIVENESS_SECONDS:
                 self._lose(connection, f"{connection.address} was silent for {protocol.LIVENESS_SECONDS:.0f} s")
             connection.reopen_if_stuck(now)
-            connection.beat(now)
+            connection.send_heartbeat(now)
 
     def _lose(self, connection: Connection, problem: str) -> None:
         """Take the requests back from a server that died or was replaced; it has to say hello again."""
@@ -380,7 +380,7 @@ class TeacherClient:
         for request in list(self._in_flight.values()):
             if request.deadline <= now:
                 servers = servers or self.describe()  # which may take a second each
-                self._fail(request, TeacherTimeout(request.why_late(self._request_timeout, servers)))
+                self._fail(request, TeacherTimeout(request.describe_timeout(self._request_timeout, servers)))
             elif request.connection is not None and request.attempt_deadline <= now:
                 self._repeat(request, f"{request.connection.address} did not answer attempt {request.attempt}")
 

@@ -22,12 +22,12 @@ from hybrid_gkd.config import BATCHES_AHEAD
 from hybrid_gkd.errors import TrainingError
 from hybrid_gkd.ppo.learning_signal import teacher_rewards
 from hybrid_gkd.ppo.steps import distillation_factor
-from hybrid_gkd.ppo.token_weights import Weighting
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import working_for
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.rewards import decode
-from hybrid_gkd.scoring.teacher import Scores, Teacher, TeacherScorer
+from hybrid_gkd.scoring.teacher_scorer import Scores, Teacher, TeacherScorer
 from hybrid_gkd.scoring.token_scores import ANSWERS, token_scores
 from hybrid_gkd.types import Pair, Rollout, Sample, SampleId, TopK, with_tasks
 from hybrid_gkd.workers.batches import mean_metrics

@@ -3,7 +3,7 @@
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-from hybrid_gkd.rollout.engine import generate, make_engine
+from hybrid_gkd.rollout.engine import generate_samples, make_engine
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.testing import make_tiny_model, tiny_config
 from hybrid_gkd.workers.process_group import GroupMember
@@ -71,7 +71,7 @@ def load(engine, seed, version):
 
 def draw(engine, requests, sampling):
     """Samples by their ids."""
-    found = [sample for part in generate(engine, requests, sampling) for sample in part]
+    found = [sample for part in generate_samples(engine, requests, sampling) for sample in part]
     assert not engine.has_unfinished
     return by_id(found)
 

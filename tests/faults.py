@@ -28,7 +28,7 @@ from hybrid_gkd.models.tokenizer import load_tokenizer, tokenizer_hash
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.teacher.server import broker, worker
+from hybrid_gkd.teacher.server import broker, scoring_worker
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.teacher_client import TeacherClient
 from hybrid_gkd.testing import tail_of
@@ -57,7 +57,7 @@ def expected_scores(reading, topk=TOPK):
 
 
 class StandInEngine:
-    """The engine of worker.py with `expected_scores` for a model."""
+    """The engine of scoring_worker.py with `expected_scores` for a model."""
 
     info = MODEL
 
@@ -363,7 +363,7 @@ def spoil_replies() -> dict[str, object]:
         wait_until(lambda: cluster.status().barred, "for the worker to be barred")
         seen, state = load.stop(), cluster.status()
         (reason,) = state.barred
-        assert reason.startswith(f"{spoiler}: it gets no more work after {broker.MAX_BAD_REPLIES} bad replies"), reason
+        assert reason.startswith(f"{spoiler}: excluded after {broker.MAX_BAD_REPLIES} bad replies"), reason
         assert "NaN" in reason
         assert spoiler not in {each.name for each in state.workers}
         assert cluster.workers[spoiler].wait(TIMEOUT) == 1
@@ -382,7 +382,7 @@ def hang_only_engine() -> dict[str, object]:
         assert isinstance(error, TeacherTimeout), error
         assert cluster.address in str(error)
         (process,) = cluster.workers.values()
-        assert process.wait(TIMEOUT) == worker.HUNG_EXIT_CODE
+        assert process.wait(TIMEOUT) == scoring_worker.HUNG_EXIT_CODE
         return {"the client's error": str(error)}
 
 
@@ -405,7 +405,7 @@ def deaf_client(num_requests: int) -> dict[str, float]:
                     id=str(index), attempt=1, timeout_seconds=600.0, topk=TOPK, temperature=1.0,
                     lengths=[512], ranges=[[16, 512]],
                 )  # fmt: skip
-                frames = protocol.encode(request, [token_ids])
+                frames = protocol.encode_message(request, [token_ids])
                 assert deaf.poll(int(TIMEOUT * 1000), zmq.POLLOUT)
                 deaf.send_multipart(frames)
                 if index % 100 == 0:
@@ -431,7 +431,7 @@ def main() -> None:
     parser.add_argument("--hang", action="store_true")
     parser.add_argument("--spoil", action="store_true")
     parser.add_argument("--hedge", type=float)
-    parser.add_argument("--hung", type=float, default=worker.HUNG_SECONDS)
+    parser.add_argument("--hung", type=float, default=scoring_worker.HUNG_SECONDS)
     parser.add_argument("--keys")
     args = parser.parse_args()
     if args.role == "broker":
@@ -439,8 +439,8 @@ def main() -> None:
         broker.Broker(port=int(args.places[0]), worker_port=int(args.places[1])).run(lambda: True)
     else:
         keys = load_keys(args.keys) if args.keys else None
-        worker.HUNG_SECONDS = args.hung
-        worker.ScoringWorker(StandInEngine(args.delay, args.hang, args.spoil), args.places[0], keys).run()
+        scoring_worker.HUNG_SECONDS = args.hung
+        scoring_worker.ScoringWorker(StandInEngine(args.delay, args.hang, args.spoil), args.places[0], keys).run()
 
 
 if __name__ == "__main__":

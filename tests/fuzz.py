@@ -101,7 +101,7 @@ class Mutator:
 
 
 def wire(message: protocol.AnyMessage, *arrays: np.ndarray) -> list[bytes]:
-    return [bytes(frame) for frame in protocol.encode(message, arrays)]
+    return [bytes(frame) for frame in protocol.encode_message(message, arrays)]
 
 
 def score_request(reading, **changes) -> list[bytes]:

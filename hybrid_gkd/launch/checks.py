@@ -16,7 +16,7 @@ from hybrid_gkd.offload.budget import LocalTeacher
 from hybrid_gkd.offload.needs import TrainedModel
 from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.scoring.reward_functions import RewardFunction
-from hybrid_gkd.scoring.reward_model import RewardTexts
+from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
 from hybrid_gkd.types import Task
 
 

@@ -18,7 +18,7 @@ from hybrid_gkd.config.loading import CONFIG_DIR, examine_config, to_dict
 from hybrid_gkd.demo.use import used_demos
 from hybrid_gkd.errors import ConfigError, HybridGKDError, call_all, raise_all
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.reporting.logs import log_to_console, print_whatever_the_locale, quieten
+from hybrid_gkd.reporting.logs import log_to_console, replace_unencodable, silence_console
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _folder(path: str) -> Path:
 def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
     """Run a command with its log on the console and its errors as messages; the exit code, also after a signal."""
     log_to_console()
-    print_whatever_the_locale()
+    replace_unencodable()
     stopping, code = Stopping(), 0
     stopping.install()
     try:
@@ -104,7 +104,7 @@ def load(options: argparse.Namespace) -> Config:
     raise_all(problems)
     assert config is not None
     if config.trainer.console == "quiet":
-        quieten()
+        silence_console()
     for build in demos.values():
         try:
             build()

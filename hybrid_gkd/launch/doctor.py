@@ -24,7 +24,7 @@ from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.self_test import self_test
 from hybrid_gkd.launch.stopping import Stopping
 from hybrid_gkd.launch.teacher import connect, refuse_teacher_gpu
-from hybrid_gkd.reporting.logs import print_whatever_the_locale
+from hybrid_gkd.reporting.logs import replace_unencodable
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.workers.cluster import ray_cluster
 from hybrid_gkd.workers.group import WorkerGroup
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments, "python -m hybrid_gkd.doctor", {"--self-test": SELF_TEST})
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("hybrid_gkd.runtime.waiting").setLevel(logging.INFO)
-    print_whatever_the_locale()
+    replace_unencodable()
     stopping = Stopping()
     stopping.install()
     try:

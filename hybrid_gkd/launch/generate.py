@@ -38,7 +38,7 @@ from hybrid_gkd.models.spec import position_limit, read_config
 from hybrid_gkd.models.tokenizer import decode, load_tokenizer, num_token_ids, stop_token_ids
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.rollout.engine import RolloutEngine
-from hybrid_gkd.rollout.engine import generate as samples_of
+from hybrid_gkd.rollout.engine import generate_samples as samples_of
 from hybrid_gkd.scoring.reward_functions import load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive

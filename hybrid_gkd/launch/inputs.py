@@ -23,16 +23,16 @@ from hybrid_gkd.models.spec import position_limit, read_config, student_spec
 from hybrid_gkd.models.tokenizer import load_tokenizer, num_token_ids, special_tokens, stop_token_ids, tokenizer_hash
 from hybrid_gkd.offload.needs import place_teacher, trained_models
 from hybrid_gkd.ppo.best import check_best_metric
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, contents_of, templates_of
+from hybrid_gkd.ppo.resuming import TEACHER_PATH, data_checksums, template_checksums
 from hybrid_gkd.ppo.steps import make_sampler, total_steps
 from hybrid_gkd.ppo.validation import source_of
 from hybrid_gkd.scoring.builtin_rewards import DATA_SOURCES, check_math_verify, function_of_source
-from hybrid_gkd.scoring.reward_model import RewardTexts
+from hybrid_gkd.scoring.reward_model_scorer import RewardTexts
 from hybrid_gkd.student.checkpoint_store import MANIFEST, find_damage
 from hybrid_gkd.student.loading import build_model
-from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
+from hybrid_gkd.student.logprob_model import LogprobModel, check_supported
 from hybrid_gkd.teacher.client.connection import query_status
-from hybrid_gkd.teacher.client.store import ScoreStore
+from hybrid_gkd.teacher.client.score_store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
 from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
 
@@ -74,7 +74,7 @@ def critic(facts: Facts) -> str:
         of_student = model.path == config.actor_rollout_ref.model.path
         if not of_student:
             check_other_model("critic", "critic.model.path", model, facts)
-            check_architecture("critic.model.path", model, refuse_unsupported)
+            check_architecture("critic.model.path", model, check_supported)
         found = f"starts from the student's {model.path}" if of_student else f"starts from {model.path}"
     assert facts.spec is not None
     facts.trained = trained_models(config, facts.spec)
@@ -228,8 +228,8 @@ def data(facts: Facts) -> str:
         lambda: make(facts.train_rows, key="data.train_files") if facts.train_rows else [],
         lambda: make(facts.val_rows, key="data.val_files") if facts.val_rows else [],
     ])  # fmt: skip
-    facts.settings |= templates_of(facts.tokenizer.chat_template, own)
-    facts.settings |= contents_of(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
+    facts.settings |= template_checksums(facts.tokenizer.chat_template, own)
+    facts.settings |= data_checksums(facts.train_prompts, facts.train_rows, answers=facts.config.trains_on_rewards)
     facts.train_rows, facts.val_rows = [], []
     assert facts.spec is not None
     check_rows("student", facts.config.actor_rollout_ref.model.path, facts.spec.num_embeddings, facts)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_gkd.config import Config, TrainerConfig
 from hybrid_gkd.errors import CheckpointError, ConfigError
-from hybrid_gkd.ppo.resuming import changes, state_to_resume
+from hybrid_gkd.ppo.resuming import changed_settings, state_to_resume
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState, find_damage, load_state
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def accepted_changes(resumption: Resumption, trainer: TrainerConfig, settings: d
     """
     state = resumption.state
     # The student's path was part of `data` once.
-    changed = changes(state.data | state.settings, settings, folder=state.working_dir)
+    changed = changed_settings(state.data | state.settings, settings, folder=state.working_dir)
     if not changed or trainer.val_only:
         return []
     text = f"{resumption.folder} was trained with other settings (was -> is):\n" + "\n".join(changed)

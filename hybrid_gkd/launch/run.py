@@ -31,15 +31,15 @@ from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.reporting.logs import failure_logged, run_log
-from hybrid_gkd.reporting.report.keeping import report_kept
+from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.page import REPORT
 from hybrid_gkd.reporting.starts import recorded_start
 from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
-from hybrid_gkd.reporting.trace import recording
+from hybrid_gkd.reporting.trace import trace_recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
 from hybrid_gkd.runtime.imports import keep_loaded
-from hybrid_gkd.scoring.reward_model import RewardModelTurn
+from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.trainer import GKDTrainer
@@ -121,7 +121,7 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
         stack.enter_context(run_log(config.run_dir))
         keep_config(config)
         if not config.trainer.val_only:
-            stack.enter_context(report_kept(config.run_dir))
+            stack.enter_context(live_report(config.run_dir))
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": facts.plan.loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping)
@@ -176,7 +176,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     store = CheckpointStore(config.run_dir, keep=config.trainer.max_actor_ckpt_to_keep, reserved_bytes=size)
     store.reserve()
     stack.callback(store.release)  # also where the start fails
-    clock = stack.enter_context(recording(config.run_dir))
+    clock = stack.enter_context(trace_recording(config.run_dir))
     teacher, local, loading = None, None, with_planned_caches(config, memory, facts.plan.gpu_bytes)
     if memory.teacher is not None:
         local = stack.enter_context(make_teacher_process(loading or config, facts.plan))
@@ -195,7 +195,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
         teacher = stack.enter_context(connect(config, facts.tokenizer, [local.address], local.keys, **how))
     scorer, model = None, None
     if facts.reward_texts is not None:
-        model = RewardModelTurn(config, group, facts.reward_texts, clock)
+        model = RewardModelScorer(config, group, facts.reward_texts, clock)
     if facts.reward is not None:
         scorer = RewardScorer(facts.reward, facts.tokenizer, config, model, clock)
         stack.enter_context(contextlib.closing(scorer))

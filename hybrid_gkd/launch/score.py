@@ -29,8 +29,8 @@ from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
 from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.teacher import connect
-from hybrid_gkd.scoring.teacher import LATE_SECONDS, completion_view
-from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
+from hybrid_gkd.scoring.teacher_scorer import GRACE_SECONDS, completion_view
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
@@ -163,7 +163,7 @@ def fill(
         if found is None:
             missing.append(reading)
     waiting = deque[tuple[Reading, Future[TopK]]]()
-    seconds = facts.config.actor_rollout_ref.teacher.request_timeout + LATE_SECONDS
+    seconds = facts.config.actor_rollout_ref.teacher.request_timeout + GRACE_SECONDS
     progress = Progress(Counter(range(len(missing))), len(readings), lambda: f"{scored_by}")
     number = 0
 

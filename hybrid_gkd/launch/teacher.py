@@ -20,9 +20,9 @@ from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
 from hybrid_gkd.offload.budget import LocalTeacher
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher import Teacher
+from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
-from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher.server.supervisor import visible_gpus
 from hybrid_gkd.teacher_client import TeacherClient

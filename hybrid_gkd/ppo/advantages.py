@@ -1,16 +1,16 @@
-"""Advantage estimators: from the rewards of a rollout to how much better each of its tokens was than expected.
+"""Advantage estimators.
 
-An estimator is a plain function in `ESTIMATORS`, by the name that `algorithm.adv_estimator` gives it, and takes
+An estimator is a plain function in `ESTIMATORS`, keyed by the value of `algorithm.adv_estimator`. It takes
 
-    rewards   for each response its float [R_i] token-level rewards; a score of the whole response is on the last one
-    n         responses per prompt; response j of prompt i is at i * n + j
-    values    for each response what its tokens are compared with, float [R_i]: a critic's values (gae), what the greedy
-              answer has from the same position on (remax; see `greedy_baseline`); None for the others
+    rewards   per completion, float [R_i] token-level rewards; the score of a whole completion is on its last token
+    n         completions per prompt; completion j of prompt i is at i * n + j
+    values    per completion, float [R_i] baseline: the critic's values (gae) or the greedy completion's return from
+              the same position (remax; see `greedy_baseline`); None for the others
     section   the section `algorithm`
 
-It returns the advantages, float32 [R_i] each, and the returns that a critic learns, likewise, or None.
+and returns the advantages, float32 [R_i] each, and the critic's targets (returns) in the same shapes, or None.
 
-All compute in float64. Shapes: B prompts, n responses each, R_i tokens of response i, N tokens of all together.
+All compute in float64. Shapes: B prompts, n completions each, R_i tokens of completion i, N tokens in total.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 Estimator = Callable[[Arrays, int, Arrays | None, "AlgorithmConfig"], tuple[Arrays, Arrays | None]]
 VARIANCE_FLOOR = 1e-8
-"""Added to a variance that is divided by."""
+"""Constant added to a variance before dividing by its root."""
 
 
 def group_relative_advantages(
     rewards: np.ndarray, group_size: int, *, norm_by_std: bool, eps: float = 1e-6
 ) -> np.ndarray:
-    """A = r - mean(group), divided by std(group) + eps if `norm_by_std`.
+    """Return A = r - mean(group), divided by std(group) + eps if `norm_by_std`.
 
     Source: GRPO, arXiv 2402.03300, section 4.1.2. Without the division: Dr. GRPO, arXiv 2503.20783, which shows
     that the division overweights prompts that are nearly always or nearly never solved.
-    The standard deviation is the sample one (divisor n - 1), as in the implementations that users come from.
+    The standard deviation is the sample one (divisor n - 1), as in verl and TRL.
 
     Args:
         rewards: float [B * n]; sample j of prompt i is at i * n + j.
@@ -59,14 +59,14 @@ def group_relative_advantages(
 
 
 def grpo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, None]:
-    """The score of a response relative to the others to its prompt, at every token: `group_relative_advantages`."""
+    """Return `group_relative_advantages` of the completions' scores, repeated at every token."""
     return _at_every_token(
         group_relative_advantages(_scores(rewards), n, norm_by_std=section.norm_adv_by_std_in_grpo), rewards
     ), None
 
 
 def rloo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, None]:
-    """The score minus the mean score of the OTHER responses to the prompt, at every token.
+    """Return the score minus the mean score of the OTHER completions of the prompt, at every token.
 
     Source: REINFORCE leave-one-out, arXiv 2402.14740, section 3.3.
     """
@@ -76,9 +76,9 @@ def rloo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfi
 
 
 def opo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, None]:
-    """The score minus the mean score of the group weighted by the responses' lengths, at every token.
+    """Return the score minus the length-weighted mean score of the group, at every token.
 
-    Such a baseline has nearly the least variance if a token's gradient norm is about the same everywhere.
+    This baseline nearly minimizes the variance if all tokens have about the same gradient norm.
     Source: on-policy RL with optimal baseline, arXiv 2505.23585, section 3.
     """
     groups = _groups(_scores(rewards), n)
@@ -90,7 +90,7 @@ def opo(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig
 def reinforce_plus_plus(
     rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig
 ) -> tuple[Arrays, Arrays]:
-    """The discounted sum of the rewards from a token on, whitened over all N tokens of the rollout.
+    """Return the discounted return of each token, whitened over all N tokens of the rollout.
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
@@ -101,7 +101,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig
 ) -> tuple[Arrays, None]:
-    """The score minus the group's mean, at every token, whitened over all N tokens of the rollout.
+    """Return the score minus the group's mean, at every token, whitened over all N tokens of the rollout.
 
     Source: REINFORCE++-baseline, arXiv 2501.03262.
     """
@@ -110,7 +110,7 @@ def reinforce_plus_plus_baseline(
 
 
 def remax(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, Arrays]:
-    """The sum of the rewards from a token on, minus that of the greedy answer to the prompt (`values`).
+    """Return the undiscounted return of each token minus that of the prompt's greedy completion (`values`).
 
     Source: ReMax, arXiv 2310.10505, equation 8.
     """
@@ -121,9 +121,9 @@ def remax(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConf
 
 
 def gae(rewards: Arrays, n: int, values: Arrays | None, section: AlgorithmConfig) -> tuple[Arrays, Arrays]:
-    """Generalised advantage estimates, whitened over all N tokens, and the returns A + V (A before whitening).
+    """Return generalised advantage estimates, whitened over all N tokens, and the returns A + V (A before whitening).
 
-        A_t = delta_t + gamma lam A_(t+1),   delta_t = r_t + gamma V_(t+1) - V_t,   V and A 0 behind the last token
+        A_t = delta_t + gamma lam A_(t+1),   delta_t = r_t + gamma V_(t+1) - V_t,   V and A 0 after the last token
 
     Source: arXiv 1506.02438, equation 16. The whitening is usual in PPO for language models.
     """
@@ -146,20 +146,20 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": remax,
     "opo": opo,
 }
-"""`ADV_ESTIMATORS` in hybrid_gkd/config/learning.py lists the inputs that each of them needs."""
+"""Estimators by name; `ADV_ESTIMATORS` in hybrid_gkd/config/learning.py lists the inputs that each of them needs."""
 
 
 def load_estimator(name: str) -> Estimator:
-    """The row of `ESTIMATORS`, or a user's own function. Raises ConfigError: it cannot be imported."""
+    """Return the estimator of `ESTIMATORS`, or a user's own function. Raises ConfigError: it cannot be imported."""
     if not is_import_path(name):
         return ESTIMATORS[name]
     return load_object("algorithm.adv_estimator", name)
 
 
 def check_estimator(estimator: Estimator, n: int, section: AlgorithmConfig) -> None:
-    """Try out a user's own estimator on two prompts before anything starts.
+    """Call a user's own estimator on random rewards for two prompts, as a preflight check.
 
-    Raises ConfigError: it raises, or its advantages are not one finite value for each token.
+    Raises ConfigError: it raises, or its advantages are not one finite value per token.
     """
     generator = np.random.default_rng(0)
     lengths = generator.integers(1, 6, 2 * n).tolist()
@@ -172,24 +172,24 @@ def check_estimator(estimator: Estimator, n: int, section: AlgorithmConfig) -> N
         advantages, _ = estimator(rewards, n, None, section)
         found = [np.asarray(each, np.float64) for each in advantages]
     except Exception as error:  # whatever the user's code raises
-        raise refusal(f"raised {type(error).__name__} when it was tried: {error}") from error
+        raise refusal(f"raised {type(error).__name__} in a trial call: {error}") from error
     if [each.shape for each in found] != [(length,) for length in lengths]:
         shapes = ", ".join(str(list(each.shape)) for each in found)
-        raise refusal(f"must give advantages of the shapes {[[length] for length in lengths]}; it gave {shapes}")
+        raise refusal(f"must return advantages of shapes {[[length] for length in lengths]}; it returned {shapes}")
     if not all(np.isfinite(each).all() for each in found):
-        raise refusal("gave advantages that are not finite")
+        raise refusal("returned advantages that are not finite")
 
 
 def _scores(rewards: Arrays) -> np.ndarray:
-    """Token-level rewards -> the sum of each response, [B * n]."""
+    """Return the sum of each completion's token-level rewards, float64 [B * n]."""
     return np.array([each.sum(dtype=np.float64) for each in rewards])
 
 
 def _groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """Rewards [B * n] -> float64 [B, n]. Raises as `group_relative_advantages`."""
+    """Reshape rewards [B * n] to float64 [B, n]. Raises ValueError as `group_relative_advantages` does."""
     if group_size < 2:
         raise ValueError(
-            f"group_size must be at least 2: one response has no group to be compared with; got {group_size}"
+            f"group_size must be at least 2: a single completion has no group to compare with; got {group_size}"
         )
     if rewards.ndim != 1 or len(rewards) % group_size:
         raise ValueError(f"rewards must be [B * {group_size}]; got {rewards.shape}")
@@ -203,7 +203,7 @@ def _finite(rewards: np.ndarray) -> np.ndarray:
 
 
 def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """The sum over s >= t of gamma^(s - t) rewards_s for every t, [R]."""
+    """Return the sum over s >= t of gamma^(s - t) rewards_s for every t, [R]."""
     sums, total = np.empty_like(rewards), 0.0
     for at in range(len(rewards) - 1, -1, -1):
         total = sums[at] = rewards[at] + gamma * total
@@ -211,7 +211,7 @@ def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def _whitened(values: Arrays) -> Arrays:
-    """Minus the mean of all N tokens, divided by their standard deviation (divisor N - 1)."""
+    """Subtract the mean of all N tokens and divide by their standard deviation (divisor N - 1)."""
     together = np.concatenate([np.zeros(0), *values])
     if len(together) < 2:
         return _as_float32([np.zeros_like(each) for each in values])
@@ -220,7 +220,7 @@ def _whitened(values: Arrays) -> Arrays:
 
 
 def _at_every_token(scores: np.ndarray, rewards: Arrays) -> Arrays:
-    """One number per response, in any shape -> that number at each of its tokens."""
+    """Repeat one number per completion, in any shape, at each of its tokens."""
     pairs = zip(scores.reshape(-1), rewards, strict=True)
     return [np.full(len(each), score, np.float32) for score, each in pairs]
 

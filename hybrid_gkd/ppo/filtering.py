@@ -1,7 +1,7 @@
-"""Dynamic sampling: groups without a signal are left out, and the batch is refilled (`algorithm.filter_groups`).
+"""Dynamic sampling: drop groups with equal rewards and refill the batch (`algorithm.filter_groups`).
 
-A group is the n responses to a prompt. Where all of them have the same reward, their advantages relative to each other
-are 0. Source: DAPO, arXiv 2503.14476, section 3.2.
+A group is the n completions of a prompt. If all of them have the same reward, their group-relative advantages are 0
+and the group is not informative. Source: DAPO, arXiv 2503.14476, section 3.2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import TrainingError
-from hybrid_gkd.ppo.learning_signal import answers_to_score
+from hybrid_gkd.ppo.learning_signal import samples_to_score
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.types import Pair, Rollout, Sample, Task
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 GROUP_METRICS: dict[str, Callable[[RewardScorer, list[Pair]], list[float]]] = {
     "acc": RewardScorer.accuracies, "score": RewardScorer.scores, "seq_reward": RewardScorer.rewards,
 }  # fmt: skip
-"""By `algorithm.filter_groups.metric`: of responses to their prompts, a number for each."""
+"""Functions that return one number per sample, by the value of `algorithm.filter_groups.metric`."""
 
 
-def groups_with_signal(samples: abc.Sequence[Sample], values: list[float]) -> list[tuple[int, int]]:
+def informative_groups(samples: abc.Sequence[Sample], values: list[float]) -> list[tuple[int, int]]:
     """Return the groups (`SampleId.group`) whose values are not all the same, in the order of the samples."""
     groups: defaultdict[tuple[int, int], set[float]] = defaultdict(set)
     for sample, value in zip(samples, values, strict=True):
@@ -35,21 +35,21 @@ def groups_with_signal(samples: abc.Sequence[Sample], values: list[float]) -> li
     return [group for group, found in groups.items() if len(found) > 1]
 
 
-class Refill:
-    """The rollout of a training step: the groups with a signal of as many generation batches as it takes.
+class GroupCollector:
+    """Collects the informative groups of several generation batches until they fill a training batch.
 
-    They are kept in the order in which their prompts were drawn. Those beyond a full batch are not trained on.
+    Groups are kept in the order of their prompts. Those beyond a full batch are dropped.
     """
 
     def __init__(self, config: Config, scorer: RewardScorer, step: int):
         self.section, self.scorer, self.step = config.algorithm.filter_groups, scorer, step
         self.size = config.data.train_batch_size
         self._batches: list[Rollout] = []
-        self._num_with_signal = 0
+        self._num_informative = 0
         self._rewards: list[float] = []
-        """Of all responses, also of those that are left out."""
+        """Rewards of all completions, including those of dropped groups."""
         self._num_groups = 0
-        """That were generated."""
+        """Number of groups generated."""
         self._tasks: list[Task] = []
         self._samples: list[Sample] = []
         self._greedy: list[Sample] = []
@@ -59,16 +59,17 @@ class Refill:
         return len(self._tasks) == self.size
 
     def add(self, batch: Rollout) -> list[Sample]:
-        """Take a generation batch; return the samples of it that are kept.
+        """Add a generation batch; return the samples of it that are kept.
 
-        Raises TrainingError: the batch was the last one allowed, and there are too few groups; else as `scores`.
+        Raises TrainingError: this was the last batch allowed and there are too few informative groups; otherwise the
+        errors of the scorer.
         """
-        pairs, count = answers_to_score(batch), len(batch.samples)
+        pairs, count = samples_to_score(batch), len(batch.samples)
         self._rewards += self.scorer.rewards(pairs)[:count]
         values = GROUP_METRICS[self.section.metric](self.scorer, pairs)[:count]
         self._batches.append(batch)
-        found = groups_with_signal(batch.samples, values)
-        self._num_with_signal += len(found)
+        found = informative_groups(batch.samples, values)
+        self._num_informative += len(found)
         self._num_groups += len(batch.tasks)
         chosen = found[: self.size - len(self._tasks)]
         rows = {row for _, row in chosen}
@@ -81,10 +82,10 @@ class Refill:
         return kept
 
     def rollout(self) -> Rollout:
-        """Of a full batch."""
+        """Return the full batch as one rollout."""
         metrics = {
             "training/num_gen_batches": float(len(self._batches)),
-            "training/groups_with_signal": self._num_with_signal / self._num_groups,
+            "training/groups_with_signal": self._num_informative / self._num_groups,
             "reward/all_groups": float(np.mean(self._rewards)),
         }
         return dataclasses.replace(
@@ -93,19 +94,19 @@ class Refill:
         )
 
     def _check_bound(self) -> None:
-        """Say that a further generation batch is needed. Raises TrainingError if there may be none."""
+        """Log that another generation batch is needed. Raises TrainingError: the limit is reached."""
         done, limit = len(self._batches), self.section.max_num_gen_batches
         found = (
-            f"{self._num_with_signal} of {self._num_groups} groups have responses that differ in {self.section.metric} "
-            f"(algorithm.filter_groups.metric) after {done} of at most {limit} generation batches; a batch takes "
-            f"{self.size}"
+            f"{self._num_informative} of {self._num_groups} groups have completions that differ in "
+            f"{self.section.metric} (algorithm.filter_groups.metric) after {done} of at most {limit} generation "
+            f"batches; a training batch needs {self.size}"
         )
         if done < limit:
             logger.info("step %d: %s", self.step, found)
             return
         raise TrainingError(
             f"step {self.step}: {found} (algorithm.filter_groups.max_num_gen_batches={limit}). The mean reward is "
-            f"{np.mean(self._rewards):.3g}: prompts may be too hard or too easy. More groups have a signal with other "
-            "prompts, more responses to each (actor_rollout_ref.rollout.n) or a higher temperature; a larger "
-            "max_num_gen_batches tries longer, and algorithm.filter_groups.enable=false trains on all groups"
+            f"{np.mean(self._rewards):.3g}: prompts may be too hard or too easy. Use other prompts, more completions "
+            "per prompt (actor_rollout_ref.rollout.n) or a higher temperature, raise max_num_gen_batches, or set "
+            "algorithm.filter_groups.enable=false to train on all groups"
         )

@@ -1,4 +1,4 @@
-"""Sources of samples, of training steps and of validations: the rollout engine, and answers that are given."""
+"""Sources of the samples of training steps and validations: the rollout engine and given completions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from hybrid_gkd.config import Config, RolloutConfig, ValKwargs
 from hybrid_gkd.data.sampler import PromptSampler
-from hybrid_gkd.ppo.filtering import Refill
-from hybrid_gkd.ppo.learning_signal import needs_greedy_answers
-from hybrid_gkd.ppo.scheduler import RolloutsAhead
+from hybrid_gkd.ppo.filtering import GroupCollector
+from hybrid_gkd.ppo.learning_signal import needs_greedy_samples
+from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.steps import drawn_rows, make_sampler, request_seeds, response_limit
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.scoring.rewards import RewardScorer
@@ -33,39 +33,39 @@ if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
 
 
-class Generation:
+class RolloutGenerator:
     """Generates the rollouts of a run one after the other, in the order of their steps.
 
     Args:
         config: the whole configuration.
         group: the workers.
-        tasks: those that are trained on.
-        scorer: computes rewards, which begin while responses are drawn where they are trained on; None without.
-        ahead: is told of progress.
-        clock: gets the spans `gen`.
+        tasks: the training tasks.
+        scorer: computes rewards; None without. Rewards that are trained on are computed while generation runs.
+        pipeline: receives progress notifications.
+        clock: records the spans `gen`.
     """
 
     def __init__(
-        self, config: Config, group: WorkerGroup, tasks: list[Task], scorer: RewardScorer | None, ahead: RolloutsAhead,
-        clock: Clock,
+        self, config: Config, group: WorkerGroup, tasks: list[Task], scorer: RewardScorer | None,
+        pipeline: RolloutPipeline, clock: Clock,
     ):  # fmt: skip
         self.config, self.group, self.tasks, self.scorer = config, group, tasks, scorer
-        self.ahead, self.clock = ahead, clock
+        self.pipeline, self.clock = pipeline, clock
         self.extra_batches = 0
-        """Generation batches so far beyond one a step."""
+        """Number of generation batches so far beyond one per step."""
         self.on_generate: list[Callable[[], None]] = []
-        """Called when the generation of a batch to train on begins."""
+        """Callbacks at the start of the generation of a training batch."""
         self.on_finished: list[Callable[[int, list[Pair]], None]] = []
-        """Called with a step and samples of its rollout as they leave the engine, or are kept where groups are left
-        out. Both are called from a background thread where the engine has a pool of its own."""
+        """Callbacks with a step and samples of its rollout as they leave the engine or, with filtered groups, are kept.
+        Both kinds run in a background thread if the engine has a pool of its own."""
 
     @functools.cached_property
     def sampler(self) -> PromptSampler:
-        """Which prompts a generation batch takes."""
+        """Sampler of the prompts of each generation batch."""
         return make_sampler(self.config.data, self.tasks)
 
     def draws(self, step: int) -> bool:
-        """Whether the student may have to answer a task of a training step."""
+        """Return whether a training step may need generation by the student."""
         return step > self.config.trainer.warmup_steps_sft and self._draws
 
     @functools.cached_property
@@ -73,24 +73,27 @@ class Generation:
         return self.config.on_policy_fraction > 0 or any(task.response_ids is None for task in self.tasks)
 
     def rollout(self, step: int) -> Rollout:
-        """Of a step: a generation batch, or the groups with a signal of several. Raises as `Refill.add`."""
+        """Return the rollout of a step: one generation batch, or the informative groups of several.
+
+        Raises the errors of `GroupCollector.add`.
+        """
         if not self.config.algorithm.filter_groups.enable:
             return self._batch(step, self._finished)
         assert self.scorer is not None
-        refill = Refill(self.config, self.scorer, step)
+        refill = GroupCollector(self.config, self.scorer, step)
         while True:
             batch = self._batch(step)
-            with self.ahead.paused():
+            with self.pipeline.paused():
                 kept = refill.add(batch)
             self._finished(step, with_tasks(batch.tasks, kept))
             if refill.is_full:
                 return refill.rollout()
             self.extra_batches += 1
 
-    def answers(self, tasks: abc.Sequence[Task], step: int) -> list[Sample]:
-        """Draw `val_kwargs.n` samples for each task after a step, and return them in the tasks' order.
+    def validation_samples(self, tasks: abc.Sequence[Task], step: int) -> list[Sample]:
+        """Draw `val_kwargs.n` samples per task after a step; return them in the order of the tasks.
 
-        Their rewards have begun.
+        The computation of their rewards has been started.
         """
         section = self.config.actor_rollout_ref.rollout.val_kwargs
         requests = self._requests(tasks, section.n, batch=-1 - step, seed_number=0)
@@ -103,7 +106,7 @@ class Generation:
             listener(step, pairs)
 
     def _batch(self, step: int, finished_some: Callable[[int, list[Pair]], None] | None = None) -> Rollout:
-        """Draw `rollout.n` samples for each task of the next generation batch, which is for this step."""
+        """Draw `rollout.n` samples for each task of the next generation batch of a step."""
         number = step + self.extra_batches
         epoch, rows = self.sampler.batch(number)
         tasks = tuple(self.tasks[row] for row in rows)
@@ -111,8 +114,8 @@ class Generation:
         samples = self._given(tasks, step, number)
         if samples and finished_some is not None:
             finished_some(step, with_tasks(tasks, samples))
-        answered = {sample.id.row for sample in samples}
-        open_tasks = tuple(task for task in tasks if task.index not in answered)
+        given_rows = {sample.id.row for sample in samples}
+        open_tasks = tuple(task for task in tasks if task.index not in given_rows)
         requests = self._requests(open_tasks, section.n, batch=number)
         limit = response_limit(self.config.data, step)
         sampling = self._sampling(section, limit, logprobs=self.config.needs_rollout_logprobs)
@@ -120,11 +123,11 @@ class Generation:
         for begins in self.on_generate if open_tasks else ():
             begins()
         with working_for(step), self.clock.span("gen") if open_tasks else contextlib.nullcontext():
-            if needs_greedy_answers(self.config):
-                greedy = self._greedy_answers(open_tasks, number, limit)
+            if needs_greedy_samples(self.config):
+                greedy = self._greedy_samples(open_tasks, number, limit)
             scorer = self.scorer if self.config.trains_on_rewards else None
             for finished in self._drawn(open_tasks, requests, sampling, scorer):
-                self.ahead.progress()
+                self.pipeline.progress()
                 samples += [sample for _, sample in finished]
                 if finished_some is not None:
                     finished_some(step, finished)
@@ -136,7 +139,7 @@ class Generation:
         )  # fmt: skip
 
     def _given(self, tasks: tuple[Task, ...], step: int, number: int) -> list[Sample]:
-        """Return the samples of a batch whose answers are given and which the student does not answer itself."""
+        """Return the samples of the tasks of a batch that are trained on their given completion."""
         if self.config.data.response_key is None:
             return []
         if step <= self.config.trainer.warmup_steps_sft:
@@ -144,13 +147,13 @@ class Generation:
         drawn = drawn_rows(tasks, self.config.on_policy_fraction, seed=self.config.data.seed, number=number)
         return [given(task, number, self.config.sft_coef) for task in tasks if task.index not in drawn]
 
-    def _greedy_answers(self, tasks: tuple[Task, ...], number: int, limit: int) -> tuple[Sample, ...]:
-        """Draw one for each task, in their order; their numbers follow those of the drawn samples."""
+    def _greedy_samples(self, tasks: tuple[Task, ...], number: int, limit: int) -> tuple[Sample, ...]:
+        """Draw one greedy completion per task, in their order, numbered after the sampled ones."""
         sampling = SamplingParams(max_tokens=limit, temperature=0.0)
         first = self.config.actor_rollout_ref.rollout.n
         requests, found = self._requests(tasks, 1, batch=number, first=first), list[Sample]()
         for finished in self._drawn(tasks, requests, sampling, None):
-            self.ahead.progress()
+            self.pipeline.progress()
             found += [sample for _, sample in finished]
         return tuple(in_order(requests, found))
 
@@ -158,10 +161,7 @@ class Generation:
         self, tasks: abc.Sequence[Task], requests: list[GenerationRequest], sampling: SamplingParams,
         scorer: RewardScorer | None,
     ) -> Iterator[list[Pair]]:  # fmt: skip
-        """Yield samples with their tasks as they are finished.
-
-        `scorer`: begins to compute their rewards meanwhile.
-        """
+        """Yield samples with their tasks as they finish; start the computation of their rewards by `scorer`."""
         for finished in self.group.generate(requests, sampling) if requests else ():
             pairs = with_tasks(tasks, finished)
             if scorer is not None:
@@ -171,9 +171,9 @@ class Generation:
     def _requests(
         self, tasks: abc.Sequence[Task], n: int, *, batch: int, seed_number: int | None = None, first: int = 0
     ) -> list[GenerationRequest]:
-        """Return `n` requests for each task, numbered from `first` on.
+        """Return `n` requests per task, numbered from `first`.
 
-        The seeds are those of generation batch `seed_number`: 0 for validations; `batch` unless given.
+        Seeds are those of generation batch `seed_number` (0 for validations; default: `batch`).
         """
         ids = [(task, SampleId(batch, task.index, first + number)) for task in tasks for number in range(n)]
         seeds = request_seeds(

@@ -1,4 +1,4 @@
-"""Warnings about answers that begin to go wrong, which metrics show and nobody looks at in time."""
+"""Warnings about degenerating completions: truncation and repetition that increase quickly."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hybrid_gkd.types import Sample
 logger = logging.getLogger(__name__)
 
 WATCHED = {
-    "response_length/clip_ratio": "answers are cut at data.max_response_length",
-    "response/repeated_fraction": "tokens of answers repeat what their answer has said before",
+    "response_length/clip_ratio": "completions truncated at data.max_response_length",
+    "response/repeated_fraction": "completion tokens repeated from earlier in the same completion",
 }
-"""Shares of a rollout's answers or tokens, and what they are of."""
+"""Watched fractions of a rollout's completions or tokens, and their description in the warning."""
 WINDOW, AVERAGED, FLOOR = 20, 5, 0.05
-"""A share that doubles within so many steps is warned of; of the mean over some steps; from this share on."""
+"""Steps within which a fraction must double, steps averaged at either end, and smallest fraction warned about."""
 RUN = 8
-"""Tokens that must come again in the same order to count as a repetition."""
+"""Length in tokens of a repeated sequence that counts as a repetition."""
 
 
 class Guards:
-    """Warns, once in `WINDOW` steps, of a share that has doubled within them."""
+    """Warns, at most once in `WINDOW` steps, about a fraction that has doubled within them."""
 
     def __init__(self) -> None:
         self.recent = {name: deque[float](maxlen=WINDOW) for name in WATCHED}
         self.warned: dict[str, int] = {}
         """Step of the last warning by metric."""
 
-    def look(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step."""
+    def check(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step and warn if necessary."""
         for name in WATCHED.keys() & metrics.keys():
             recent = self.recent[name]
             recent.append(metrics[name])
@@ -42,22 +42,22 @@ class Guards:
             before, now = float(np.mean(values[:AVERAGED])), float(np.mean(values[-AVERAGED:]))
             if now >= FLOOR and now >= 2 * before:
                 self.warned[name] = step
-                text = "step %d: %.0f %% of all %s (%s), and %d steps ago it was %.0f %%; docs/troubleshooting.md"
-                logger.warning(text, step, 100 * now, WATCHED[name], name, len(values) - AVERAGED, 100 * before)
+                text = "step %d: %s: %.0f %%, up from %.0f %% %d steps ago (%s); see docs/troubleshooting.md"
+                logger.warning(text, step, WATCHED[name], 100 * now, 100 * before, len(values) - AVERAGED, name)
 
 
 def repeated_fraction(samples: list[Sample]) -> float:
-    """Return the share of the samples' trained tokens that lie in a run of 8 which their sample has had before."""
+    """Return the fraction of trained tokens inside a sequence of `RUN` tokens seen earlier in the same sample."""
     repeated = sum(repeated_tokens(sample.trained_ids) for sample in samples)
     return repeated / max(1, sum(sample.num_trained for sample in samples))
 
 
 def repeated_tokens(ids: np.ndarray) -> int:
-    """Return how many tokens int32 [R] lie in a run of 8 that has come before, from its second time on."""
+    """Return the number of tokens of int32 [R] inside a second or later occurrence of a sequence of `RUN` tokens."""
     if len(ids) <= RUN:
         return 0
     runs = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), RUN)
-    hashes = runs @ (np.uint64(0x9E3779B97F4A7C15) ** np.arange(RUN, dtype=np.uint64))  # wraps around
+    hashes = runs @ (np.uint64(0x9E3779B97F4A7C15) ** np.arange(RUN, dtype=np.uint64))  # overflow wraps around
     order = np.argsort(hashes, kind="stable")
     again = np.zeros(len(ids), bool)
     starts = order[1:][np.diff(hashes[order]) == 0]

@@ -1,9 +1,10 @@
-"""The difference between the student and what drew its responses, which is older or computes differently.
+"""Rollout correction: importance weights and rejection for off-policy completions.
 
-Importance weights train on such responses as if the present student had drawn them; rejection leaves out what differs
-too much. The rules and their names are those of verl's rollout correction.
+The rollout policy mu differs from the trained policy pi because its weights are older or its engine computes
+differently. Importance weights correct the expectation; rejection drops tokens that differ too much. The rules and
+their names are those of verl's rollout correction.
 
-Shapes: R trained tokens of a sample, N of a batch; a log-ratio is that of the student to what drew, log pi / mu.
+Shapes: R trained tokens of a sample, N of a batch. A log-ratio is log pi / mu.
 """
 
 from __future__ import annotations
@@ -16,24 +17,28 @@ from hybrid_gkd.config import AlgorithmConfig, rejection_bounds
 from hybrid_gkd.types import Sample
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios beyond it count as the limit, where a single token or response may not make the rest vanish."""
+"""Largest absolute log-ratio; larger ones are clipped, so that one token or completion cannot dominate."""
 SMALLEST_LOG_WEIGHT = 80.0
-"""A weight is exp(-80) at least, which float32 still tells from 0: that would be a token that is left out."""
+"""Negated log of the smallest weight: exp(-80) is above 0 in float32, and a weight of 0 would reject the token."""
 
 
 def importance_weights(
     logprobs: np.ndarray, rollout_logprobs: np.ndarray, threshold: float, level: str = "prefix", *, own: bool = True
 ) -> np.ndarray:
-    """min(weight, threshold) of each token, float32 [R] from [R] and [R]; threshold >= 1.
+    """Return min(weight, threshold) of each token, float32 [R].
 
-    level: "prefix" is the product of pi / mu over the tokens up to each, "token" that of the token alone, "sequence"
-    that of all. Per-decision importance sampling (Precup, Sutton and Singh, 2000), truncated, which bounds the variance
-    and biases towards the drawn responses (Ionides, 2008). "token" leaves a bias of the prefixes, at less variance.
-
-    own: whether a token's own ratio counts in its weight, as a loss of the sampled token needs it. A divergence is of
-    the whole distribution that the token is drawn from: without `own` "prefix" is the product over the tokens before
-    each, and "token" is 1. There the own ratio is 1 in the mean, but nearly 0 wherever the student has since moved away
-    from the token that was drawn, and takes the loss away from just those positions. "sequence" is the same with both.
+    Args:
+        logprobs: [R] under the trained policy.
+        rollout_logprobs: [R] under the rollout policy.
+        threshold: upper bound of a weight, at least 1. Truncation bounds the variance and biases towards the rollout
+            policy (Ionides, 2008).
+        level: "prefix" multiplies the ratios pi / mu up to each token (per-decision importance sampling; Precup, Sutton
+            and Singh, 2000), "sequence" those of all tokens, "token" takes the token's alone, which has less variance
+            and ignores the shift of the prefixes.
+        own: whether a token's own ratio is part of its weight. A loss of the sampled token needs it. A divergence sums
+            over the whole distribution at a position and does not: without `own`, "prefix" is the product over the
+            previous tokens and "token" is 1. The own ratio would be 1 in expectation, but nearly 0 wherever the student
+            has moved away from the sampled token, and would mask the loss at those positions. "sequence" ignores `own`.
 
     Example: importance_weights(np.log([0.2, 0.6]), np.log([0.1, 0.3]), 3.0) == [2, 3], and [1, 2] without `own`
     """
@@ -49,7 +54,7 @@ def importance_weights(
 
 
 def kept_tokens(log_ratios: np.ndarray, bounds: dict[str, tuple[float, float]]) -> np.ndarray:
-    """Which tokens of a response pass every rule of `rejection_bounds`, bool [R], from their log-ratios [R].
+    """Return which tokens of a completion pass every rule of `rejection_bounds`, bool [R], given log-ratios [R].
 
     k1, k2 and k3 are Schulman's estimators of KL(mu || pi) from tokens that mu drew (joschu.net/blog/kl-approx.html).
     """
@@ -66,7 +71,7 @@ def kept_tokens(log_ratios: np.ndarray, bounds: dict[str, tuple[float, float]]) 
 
 
 def effective_sample_size(weights: np.ndarray) -> float:
-    """(sum w)^2 / (N sum w^2) of weights [N] (Kish, 1965): 1 if all are equal, 1/N if one is all there is."""
+    """Return (sum w)^2 / (N sum w^2) of weights [N] (Kish, 1965): 1 if all are equal, 1/N if only one is not 0."""
     weights = weights.astype(np.float64)
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
@@ -74,10 +79,10 @@ def effective_sample_size(weights: np.ndarray) -> float:
 def with_rollout_correction(
     section: AlgorithmConfig, samples: list[Sample], logprobs: list[np.ndarray], *, of_sampled: bool
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Add weights from the student's log-probabilities to the samples; also return metrics of the difference.
+    """Add importance weights computed from the student's `logprobs` to the samples; also return metrics.
 
-    of_sampled: a term of the loss is of the sampled tokens (`Config.has_sampled_loss`); then the metrics are of its
-    weights.
+    of_sampled: whether the loss has a term of the sampled tokens (`Config.has_sampled_loss`). Its weights go into the
+    signal `sampled_weights`, and the metrics describe them.
     """
     drawn = [np.asarray(sample.logprobs) for sample in samples]
     log_ratios = [now.astype(np.float64) - then for now, then in zip(logprobs, drawn, strict=True)]

@@ -1,6 +1,6 @@
-"""What a policy loss learns from: the scores of a rollout as advantages of its tokens.
+"""Learning signal of the policy loss: from the scores of a rollout to token-level advantages.
 
-Shapes: B prompts, n responses each, R_i tokens of response i.
+Shapes: B prompts, n completions each, R_i tokens of completion i.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from hybrid_gkd.ppo.advantages import load_estimator
 from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, with_tasks
 
 
-def needs_greedy_answers(config: Config) -> bool:
-    """Whether advantages are relative to the greedy answer to each prompt."""
+def needs_greedy_samples(config: Config) -> bool:
+    """Return whether the greedy completion of each prompt is the baseline of the advantages."""
     return config.has_advantages and ADV_ESTIMATORS.get(config.algorithm.adv_estimator) == "greedy answer"
 
 
-def answers_to_score(rollout: Rollout) -> list[Pair]:
-    """Return each sample of a rollout with its task, and behind them the greedy ones, where there are any."""
+def samples_to_score(rollout: Rollout) -> list[Pair]:
+    """Return the samples of a rollout with their tasks, followed by the greedy ones, if any."""
     return with_tasks(rollout.tasks, (*rollout.samples, *rollout.greedy))
 
 
@@ -28,9 +28,10 @@ def with_advantages(
     """Return the samples of a rollout with their advantages, and metrics.
 
     Args:
-        samples: perhaps with rewards, and with a critic's values, in whose place it is to learn the returns.
-        greedy: those of the rollout, likewise with rewards.
-        of_tokens: further rewards of the trained tokens of each sample, and perhaps of the greedy ones behind them.
+        samples: the samples, with rewards and a critic's values if the run has them. With values, the critic's targets
+            (`returns`) are added too.
+        greedy: the greedy samples of the rollout, with rewards like the others.
+        of_tokens: additional token-level rewards of the samples, optionally followed by those of the greedy ones.
     """
     section, n = config.algorithm, config.actor_rollout_ref.rollout.n
     drawn, of_greedy = scores_of(samples), scores_of(greedy)
@@ -71,10 +72,10 @@ def scores_of(samples: list[Sample]) -> np.ndarray:
 
 
 def greedy_baseline(length: int, score: float, of_tokens: np.ndarray | None) -> np.ndarray:
-    """What remax compares the tokens of a response [R] with: what the greedy answer has from the same position on.
+    """Return the ReMax baseline of a completion's tokens [R]: the greedy completion's return from the same position.
 
-    That is its score at every position (as in arXiv 2310.10505), and the sum of the rewards of its tokens from there,
-    0 behind its end. It depends on the prompt and the position alone, so it leaves the expected gradient as it is.
+    The baseline is the greedy score at every position (arXiv 2310.10505) plus the greedy completion's token rewards
+    summed from there, 0 after its end. It depends on the prompt and the position alone, so the gradient stays unbiased.
     """
     baseline = np.full(length, score, np.float64)
     if of_tokens is not None:
@@ -86,9 +87,9 @@ def greedy_baseline(length: int, score: float, of_tokens: np.ndarray | None) -> 
 def teacher_rewards(
     config: Config, samples: list[Sample], factor: float
 ) -> tuple[Arrays, dict[str, float]]:
-    """factor (log p - log q) of each sampled token, float32 [R_i], and metrics; p of the teacher, q of the student.
+    """Return factor * (log p - log q) of each sampled token, float32 [R_i], for `distillation.as_reward`, and metrics.
 
-    Their expected sum is -KL(q || p), for `distillation.as_reward`. `loss_max_clamp` limits a log-ratio before.
+    p is the teacher, q the student; in expectation the sum is -KL(q || p). `loss_max_clamp` clips log p - log q.
     """
     limit = config.distillation.loss_max_clamp
     log_ratios = [

@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that continues from it have to agree on."""
+"""Settings that a checkpoint and the run that resumes from it must share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAME_BATCHES = (
     "data.train_batch_size", "data.gen_batch_size", "data.shuffle", "data.seed", f"{ARR}.rollout.n",
     f"{ARR}.rollout.seed",
 )  # fmt: skip
-"""Keys that decide which prompts and seeds come next: with others a run cannot continue."""
+"""Keys that determine the next prompts and seeds; they must not change on resume."""
 LEARNING = (
     "data.train_files", "data.train_weights", "data.prompt_key", "data.response_key", "data.loss_mask",
     "data.excluded_spans_key",
@@ -43,40 +43,40 @@ LEARNING = (
     f"{ARR}.teacher.chat_template",
     "distillation", "algorithm", "trainer.scheduler", "trainer.warmup_steps_sft",
 )
-"""Keys and sections that decide what is learned: a run continues with others only if told to."""
+"""Keys and sections that determine what is learned; changes on resume must be allowed explicitly."""
 LIMITS = ("algorithm.filter_groups.max_num_gen_batches",)
-"""Of these, what decides only when a run gives up."""
+"""Keys within `LEARNING` that may change on resume: limits that only decide when a run fails."""
 REFERENCE = tuple(
     f"{ARR}.{key}" for key in (
         "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type", "ref.model.path", "ref.topk",
     )
 )
-"""The same where there is a reference policy."""
+"""Further keys with a reference policy."""
 CRITIC = (
     "critic.model", "critic.optim", "critic.ppo_mini_batch_size", "critic.ppo_epochs", "critic.grad_clip",
     "critic.cliprange_value", "critic.loss_agg_mode", "critic.fsdp_config.model_dtype", "trainer.critic_warmup",
 )
-"""The same where there is a critic; with the values that hold in the place of null."""
+"""Further keys with a critic, compared after null values are resolved."""
 REWARD = (
     "reward.name", "reward.functions", "reward.answer_key", "reward.format", "reward.overlong_buffer",
     "reward.custom_reward_function", "reward.score_on_error", "data.reward_fn_key", "reward_model.enable",
 )  # fmt: skip
-"""The same where a reward is trained on; without, it is only reported."""
+"""Further keys if rewards are trained on and not only reported."""
 REWARD_MODEL = ("reward_model.model.path", "reward_model.max_length")
-"""The same where that is a reward model's."""
+"""Further keys if rewards that are trained on come from a reward model."""
 TEACHER_PATH = f"{ARR}.teacher.model.path"
 
 
 def data_state(config: Config, num_prompts: int) -> dict[str, Any]:
-    """The settings that, with the step, decide which prompts and seeds come next."""
+    """Return the settings that, with the step, determine the next prompts and seeds."""
     return {key: operator.attrgetter(key)(config) for key in SAME_BATCHES} | {"num_prompts": num_prompts}
 
 
 def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
-    """The settings that decide what is learned, by dotted key, as JSON reads them back.
+    """Return the settings that determine what is learned, by dotted key, normalized by a JSON round trip.
 
-    `steps`, of the whole run, count where a rate or a coefficient follows a schedule to the end of it. A given service
-    or store is not its address but the model whose scores it has, which is not known here: `TEACHER_PATH` is missing.
+    `steps`, the length of the run, is included if a schedule depends on it. An external service or a store of scores is
+    identified by its model, not its address. The model is unknown here, so the caller adds `TEACHER_PATH`.
     """
     loss = config.distillation
     rewards: tuple[str, ...] = REWARD if config.trains_on_rewards else ()
@@ -90,7 +90,7 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     scheduled = loss.enabled and loss.distillation_loss_coef_schedule != "constant"
     optims = [config.actor_rollout_ref.actor.optim] + ([config.critic.optim] if critic else [])
     scheduled = scheduled or config.trainer.warmup_steps_sft > 0
-    if scheduled or any(each.lr_scheduler_type != "constant" or shares_warmup(each) for each in optims):
+    if scheduled or any(each.lr_scheduler_type != "constant" or has_relative_warmup(each) for each in optims):
         found["trainer.total_training_steps"] = steps
     if loss.enabled and config.actor_rollout_ref.teacher.is_local:
         found[TEACHER_PATH] = config.actor_rollout_ref.teacher.model.path
@@ -98,8 +98,8 @@ def learning_settings(config: Config, *, steps: int) -> dict[str, Any]:
     return settings
 
 
-def shares_warmup(optim: OptimConfig) -> bool:
-    """Whether the warm-up is a share of the run's optimizer steps."""
+def has_relative_warmup(optim: OptimConfig) -> bool:
+    """Return whether the warm-up is a fraction of the run's optimizer steps."""
     return bool(optim.lr_warmup_steps_ratio and not optim.lr_warmup_steps)
 
 
@@ -111,9 +111,12 @@ def _flat(section: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def contents_of(prompts: Collection[Task], tables: Collection[Rows], *, answers: bool) -> dict[str, str]:
-    """Settings of their own: files may keep their names and change. Of what users write, of all messages and tools of
-    the rows before a chat template (which may tell the date), with `answers` also of what rewards compare with."""
+def data_checksums(prompts: Collection[Task], tables: Collection[Rows], *, answers: bool) -> dict[str, str]:
+    """Return checksums of the training data as settings, because a file may change under the same name.
+
+    They cover the prompts' text, the messages and tools of the rows before the chat template (which may insert the
+    date), the given completions, and with `answers` the reference answers of the rewards.
+    """
     texts: dict[str, Iterable[str]] = {"prompts": (prompt.text for prompt in prompts)}
     rows = (row for table in tables for row in zip(table.messages, table.tools, strict=True))
     texts["messages"] = (json.dumps(row, sort_keys=True, default=str) for row in rows)
@@ -125,8 +128,8 @@ def contents_of(prompts: Collection[Task], tables: Collection[Rows], *, answers:
     return {f"data.train_files (checksum of the {name})": _checksum(each) for name, each in texts.items()}
 
 
-def templates_of(student: Any, teacher: str | None) -> dict[str, str]:
-    """The same of chat templates: the one of the student's tokenizer, and the teacher's where it has its own."""
+def template_checksums(student: Any, teacher: str | None) -> dict[str, str]:
+    """Return checksums of the chat templates as settings: the student's, and the teacher's if it has its own."""
     found = {f"{ARR}.model.path (checksum of the chat template)": student}
     if teacher is not None:
         found[f"{ARR}.teacher.chat_template (checksum)"] = teacher
@@ -140,10 +143,10 @@ def _checksum(texts: Iterable[str]) -> str:
     return f"{checksum:08x}"
 
 
-def changes(was: dict[str, Any], now: dict[str, Any], *, folder: str = "") -> list[str]:
-    """`key: was -> is` for each setting that differs; one that only one side knows has no value to compare.
+def changed_settings(was: dict[str, Any], now: dict[str, Any], *, folder: str = "") -> list[str]:
+    """Return `key: was -> now` for each differing setting; settings present on one side only are ignored.
 
-    Two spellings of one path are one value; relative paths of `was` begin in `folder`, if that is known.
+    Two spellings of one path are equal; relative paths in `was` are relative to `folder`, if given.
     """
     return [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and not _same(was[key], now[key], folder)]
 
@@ -156,25 +159,25 @@ def _same(was: Any, now: Any, folder: str) -> bool:
 
 
 def _real_path(text: str, folder: str) -> str:
-    """Without links and dots; what follows a colon is a split of a data set, or a name in a file of Python."""
+    """Return the path without links and dots; keep a suffix after a colon (data set split or Python attribute)."""
     path, colon, rest = text.partition(":")
     return os.path.realpath(os.path.join(folder, os.path.expanduser(path))) + colon + rest
 
 
 def state_to_resume(folder: Path, config: Config, num_prompts: int) -> TrainerState:
-    """Of a checkpoint. Raises CheckpointError if it cannot be read, or is to be trained on with other data."""
+    """Load the trainer state of a checkpoint. Raises CheckpointError: unreadable, or its data settings differ."""
     state = load_state(folder)
     if config.trainer.val_only:
         return state
     if config.uses_critic and not (folder / "critic").is_dir():
         raise CheckpointError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, and {folder} has none; start "
-            "from its huggingface folder (actor_rollout_ref.model.path) under another trainer.experiment_name"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, and {folder} has none; start a "
+            "new run (trainer.experiment_name) from its huggingface folder (actor_rollout_ref.model.path)"
         )
     for key, now in data_state(config, num_prompts).items():
         if state.data.get(key) != now:
             raise CheckpointError(
-                f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, so it would not "
-                "go on with the same batches; use trainer.resume_mode=disable or another trainer.experiment_name"
+                f"{key}: {folder} was written with {state.data.get(key)}, this run has {now}, and cannot resume with "
+                "other batches; use trainer.resume_mode=disable or another trainer.experiment_name"
             )
     return state

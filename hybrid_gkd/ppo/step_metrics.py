@@ -1,4 +1,4 @@
-"""Metrics of a training step that follow from its rollout and its times."""
+"""Metrics of a training step computed from its rollout and its timings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import ModelSpec, training_flops
 from hybrid_gkd.ppo.guards import repeated_fraction
-from hybrid_gkd.ppo.token_weights import Weighting
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.types import Rollout, drawn
 
 PEAK_FLOPS: dict[str, float] = {
@@ -25,17 +25,16 @@ PEAK_FLOPS: dict[str, float] = {
     "NVIDIA L4": 121e12,
     "NVIDIA L40S": 362e12,
 }
-"""Whole device name, so that neither a part of a GPU (MIG) nor a variant is taken for it -> dense bf16 operations per
-second according to the vendor's data sheets."""
+"""Dense bf16 FLOP/s from the vendor's data sheets, by full device name: MIG slices and variants must not match."""
 
 
 def step_metrics(
     config: Config, rollout: Rollout, measured: Mapping[str, float], *, devices: Iterable[str],
     spec: Callable[[], ModelSpec],
 ) -> dict[str, float]:
-    """Times, speed and lengths of a step, with what was `measured` in it: `timing/*` and memory.
+    """Return timings, throughput, lengths and MFU of a step, including the `measured` `timing/*` and memory metrics.
 
-    `devices`: names of those that train. `spec`: the student's, computed where it is needed.
+    `devices`: names of the training devices. `spec`: returns the student's; called only for MFU.
     """
     gen = "gen" if config.actor_rollout_ref.hybrid_engine else "wait_prev_gen"
     models = ("reward", "reward_model", "values", "update_critic", "ref", "update_actor")
@@ -77,6 +76,6 @@ def step_metrics(
 
 
 def peak_flops(devices: Iterable[str]) -> float:
-    """Dense bf16 operations per second of GPUs together; 0 if one of them is not known."""
+    """Return the total dense bf16 FLOP/s of the GPUs; 0 if one of them is unknown."""
     peaks = [PEAK_FLOPS.get(device, 0.0) for device in devices]
     return sum(peaks) if all(peaks) else 0.0

@@ -1,7 +1,7 @@
-"""The loop: generate, update, publish, validate, report, save.
+"""The training loop: generate, update, publish, validate, report, save.
 
-`PPOTrainer` is a complete trainer on a reward, with a critic where the advantages need one. Subclasses override
-`_update_actor` alone, which owns the whole learning signal; what it may use is listed in the class's docstring.
+`PPOTrainer` is a complete PPO/GRPO trainer, with a critic if the advantage estimator needs one. Subclasses override
+`_update_actor` alone, which owns the whole learning signal; the class's docstring lists its building blocks.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hybrid_gkd.errors import DeviceMemoryError, HybridGKDError, TrainingError
 from hybrid_gkd.models.spec import student_spec
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.ppo.best import best_to_resume, new_best
-from hybrid_gkd.ppo.generation import Generation
+from hybrid_gkd.ppo.checkpoint_writer import CheckpointWriter
+from hybrid_gkd.ppo.generation import RolloutGenerator
 from hybrid_gkd.ppo.guards import Guards
 from hybrid_gkd.ppo.importance import with_rollout_correction
 from hybrid_gkd.ppo.learning_signal import with_advantages
 from hybrid_gkd.ppo.resuming import data_state, state_to_resume
-from hybrid_gkd.ppo.saving import Saving
-from hybrid_gkd.ppo.scheduler import RolloutsAhead
+from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.step_metrics import step_metrics
 from hybrid_gkd.ppo.steps import total_steps
-from hybrid_gkd.ppo.validation import Answers, sample_generations, validation_metrics
+from hybrid_gkd.ppo.validation import ValidationSamples, select_generations, validation_metrics
 from hybrid_gkd.runtime.spans import Clock, working_for
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.scoring.critic import CriticTurn
-from hybrid_gkd.scoring.reference import KLPenalty, reference_scorer
+from hybrid_gkd.scoring.critic_stage import CriticStage
+from hybrid_gkd.scoring.reference_scorer import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPARED = ("actor/kl_loss", "reward/mean", "reward/all_groups")
-"""What a run keeps of its beginning and its end for the final table, beside the metrics of validations."""
-LATE_SECONDS = 30.0
-"""Grace period: the workers' group ends every wait by its own deadline; this much later it is taken for stuck."""
+"""Metrics kept from the first and the last step for the final table, besides those of validations."""
+GRACE_SECONDS = 30.0
+"""Margin after the worker group's own deadline before a generation counts as hung."""
 THROUGHPUT = {"throughput": "perf/tokens_per_second", "teacher's throughput": "teacher/tokens_per_second"}
-"""Curves in the trace, and the metrics that they show."""
+"""Counter tracks of the trace, and their metrics."""
 
 
 class PPOTrainer:
@@ -62,29 +62,29 @@ class PPOTrainer:
     Args:
         config: the whole configuration.
         group: the workers; the caller closes them.
-        tokenizer: decodes responses for rewards and samples.
-        train_prompts, val_prompts: tokenized; no validation where the latter are empty.
-        reward: what scores responses, which the caller closes, or a plain function of a response and the right answer;
-            None where there is no reward.
-        tracking, store, clock: take metrics, checkpoints, spans.
-        resume_from: a checkpoint folder to continue from, or None.
-        settings: those of `learning_settings`, which checkpoints keep.
-        stop_requested: asked once a step; where it is true, training ends there, and the step is saved.
+        tokenizer: decodes completions for rewards and logged samples.
+        train_prompts, val_prompts: tokenized prompts; without the latter there is no validation.
+        reward: scorer of completions (the caller closes it), or a function of a completion and the reference answer;
+            None without rewards.
+        tracking, store, clock: receive metrics, checkpoints, spans.
+        resume_from: checkpoint folder to resume from, or None.
+        settings: result of `learning_settings`, stored in checkpoints.
+        stop_requested: polled once per step; once true, training stops after that step and saves it.
 
-    Raises DataError: fewer prompts than one batch; CheckpointError: it cannot be loaded or belongs to other data.
+    Raises DataError: fewer prompts than one batch; CheckpointError: it cannot be loaded or was written with other data.
 
-    For subclasses, whose `_update_actor` gets a rollout and returns the metrics of the optimizer steps on it:
+    Building blocks for `_update_actor`, which takes a rollout and returns the metrics of its optimizer steps:
 
         with_advantages         rewards, values and advantages of a rollout; the critic's update
         with_old_logprobs       log-probabilities under the weights before the rollout's first mini-batch
-        with_corrections        the same where a policy loss needs them, and importance weights
-        with_reference          the reference policy's log-probabilities, where the loss needs them
+        with_corrections        old log-probabilities if the policy loss needs them, and importance weights
+        with_reference          the reference policy's log-probabilities, if the loss needs them
         train                   all optimizer steps on samples that have their signals
-        train_mini_batches      some of them, each on a whole mini-batch of `batches.mini_batches`
-        train_mini_batch        one of them, on the last part of a mini-batch
-        batches, group, clock   how samples are cut, the workers, spans for the time of each phase
-        generation.on_finished  called with samples as they leave the rollout engine
-        validators              called with the samples of a validation
+        train_mini_batches      optimizer steps on whole mini-batches of `batches.mini_batches`
+        train_mini_batch        one optimizer step, on the last part of a mini-batch
+        batches, group, clock   batching, the workers, spans for the time of each phase
+        generation.on_finished  callbacks with samples as they leave the rollout engine
+        validators              callbacks with the samples of a validation
     """
 
     def __init__(
@@ -103,51 +103,51 @@ class PPOTrainer:
         self.tracking, self.store, self.settings = tracking, store, settings or {}
         self.total_steps = total_steps(config, train_prompts)
         self.step = self.extra_batches = 0
-        """Training steps done, and generation batches that they took beyond one each: the position in the data."""
-        self.saving = Saving(config, group, store)
+        """Position in the data: completed training steps, and generation batches beyond one per step."""
+        self.saving = CheckpointWriter(config, group, store)
         self.best: Best | None = None
-        """The best validation by `trainer.best_metric`; the store has its checkpoint."""
+        """Best validation by `trainer.best_metric`; the store has its checkpoint."""
         self._unreported: dict[str, float] = {}
-        """Metrics of the update of `step`, until they are reported."""
+        """Metrics of the update of `step` until they are reported."""
         self.first_metrics: dict[str, float] = {}
-        """Of the whole run, also a resumed one: the validation before training, and the first step."""
+        """Metrics of the validation before training and of the first step, also in a resumed run."""
         self.last_metrics: dict[str, float] = {}
-        """Of the newest step, with its validation where it had one; empty before the first."""
+        """Metrics of the newest step and its validation, if any; empty before the first."""
         self.validators: list[Callable[[list[Pair]], dict[str, list[np.ndarray]]]] = []
-        """Called with the samples of a validation; give by name a value for every token of each, [R], whose means are
-        reported. They may compute with the student."""
-        self._rollouts = RolloutsAhead(
+        """Callbacks that take the samples of a validation and return, by metric, one value per token of each sample,
+        [R]; the means are reported. They may run the student."""
+        self._rollouts = RolloutPipeline(
             lambda step: self.generation.rollout(step), depth=BATCHES_AHEAD[config.trainer.scheduler], clock=self.clock,
             in_background=not config.actor_rollout_ref.hybrid_engine,
             inactivity_timeout=Timeout(
-                config.actor_rollout_ref.nccl_timeout + LATE_SECONDS, "actor_rollout_ref.nccl_timeout, a grace period"
+                config.actor_rollout_ref.nccl_timeout + GRACE_SECONDS, "actor_rollout_ref.nccl_timeout, a grace period"
             ),
         )
-        self.generation = Generation(config, group, train_prompts, self.rewards, self._rollouts, self.clock)
+        self.generation = RolloutGenerator(config, group, train_prompts, self.rewards, self._rollouts, self.clock)
         self.batches = Batches(config, config.actor_rollout_ref.actor, group)
-        self.critic = CriticTurn(config, group, self.clock) if config.uses_critic else None
+        self.critic = CriticStage(config, group, self.clock) if config.uses_critic else None
         self.old_logprobs = WorkersScorer("old_logprobs", group.compute_logprobs, self.batches)
         self.reference, self.kl_penalty = reference_scorer(config, group, self.batches), KLPenalty(config)
         self.guards = Guards()
         self._student_spec = functools.cache(functools.partial(student_spec, config))
-        self._weights_are_whole = True
-        """Whether the actor's weights are those of `step`: not while optimizer steps are taken."""
+        self._weights_consistent = True
+        """Whether the actor's weights are those of `step`; False during optimizer steps."""
         if resume_from is not None:
             self._resume(resume_from)
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest complete checkpoint that this run wrote or continued from."""
+        """Newest complete checkpoint that this run wrote or resumed from."""
         return self.saving.newest
 
     def fit(self) -> None:
-        """Train to the last step, or until a stop is requested; with `trainer.val_only` validate and no more."""
+        """Train to the last step or until a stop is requested; with `trainer.val_only` only validate."""
         before_training = self.step == 0 and self.config.trainer.val_before_train
         with working_for(self.step):
             self._publish_weights()
             if self.val_prompts and (before_training or self.config.trainer.val_only):
                 self._report(self._validate())
-        self.clock.take()  # the first step's times are its own
+        self.clock.take()  # drop the times before the first step
         self.clock.untimed()
         try:
             rollouts = self._rollouts(self.step + 1, self.total_steps)
@@ -162,17 +162,17 @@ class PPOTrainer:
             raise
         finally:
             if self.step < self.total_steps:
-                self._say_where_to_continue()
+                self._log_resume_hint()
 
     def _train_step(self, rollout: Rollout) -> None:
-        """Update, publish, validate, report, save; without what takes time that a requested stop does not have."""
+        """Update, publish, validate, report, save. A requested stop skips publishing and validation."""
         metrics = self._unreported = self._update_actor(rollout)
-        self.step, self.extra_batches, self._weights_are_whole = rollout.step, rollout.extra_batches, True
+        self.step, self.extra_batches, self._weights_consistent = rollout.step, rollout.extra_batches, True
         self.kl_penalty.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
-        if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._goes_on():
+        if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._continues():
             with self.clock.span("save_checkpoint"):
-                self.saving.take_snapshot()  # now: before the publish the devices have all that is saved
+                self.saving.take_snapshot()  # before publishing, while the whole state is on the devices
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
         if validates or (not ends_here and self.generation.draws(self.step + 1 + self._rollouts.depth)):
             self._publish_weights()
@@ -187,22 +187,22 @@ class PPOTrainer:
         self._report(metrics)
         if best is not None:
             self.best = best
-            logger.info("step %d is the best so far: %s %.5g", best.step, best.metric, best.value)
-        # After the report: a run that resumes here finds the rows of all steps before it.
-        if self.saving.look() and not saves and self._goes_on():
+            logger.info("new best validation: step %d, %s %.5g", best.step, best.metric, best.value)
+        # After the report, so that a run resumed from this checkpoint finds the metrics of all earlier steps.
+        if self.saving.poll() and not saves and self._continues():
             self.store.reserve()
         if saves:
             self._save()
 
     def _end_early(self) -> None:
-        """Save the last step, if it is not, and say where it is."""
+        """Save the last step unless it is saved already."""
         self.saving.finish()
         if self.step != self.saving.step and self.config.trainer.save_freq != 0:
             self._save()
-        logger.warning("the run ends after step %d of %d, as requested", self.step, self.total_steps)
+        logger.warning("stopped after step %d of %d on request", self.step, self.total_steps)
 
     def _update_actor(self, rollout: Rollout) -> dict[str, float]:
-        """Rewards, values, advantages, the critic's update, old log-probabilities, PPO's objective. All metrics."""
+        """Compute rewards, values, advantages and old log-probabilities; update critic and actor. Return metrics."""
         samples, metrics = self.with_advantages(rollout)
         if rollout.step <= self.config.trainer.critic_warmup:
             return metrics
@@ -214,10 +214,11 @@ class PPOTrainer:
     def with_advantages(
         self, rollout: Rollout, samples: list[Sample] | None = None, of_tokens: Arrays | None = None
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples of a rollout, of which `samples` may have more signals, with advantages; metrics.
+        """Return the samples of a rollout with advantages, and metrics; given completions get none.
 
-        Of rewards of the samples, `of_tokens` and a critic's values; see the function `with_advantages`. Given answers
-        get none.
+        Args:
+            samples: the rollout's samples with further signals; None: as they are in the rollout.
+            of_tokens: additional token-level rewards; see `hybrid_gkd.ppo.learning_signal.with_advantages`.
         """
         everything, greedy, metrics = samples or [*rollout.samples], [*rollout.greedy], dict[str, float]()
         samples = drawn(everything)
@@ -246,7 +247,7 @@ class PPOTrainer:
             return everything, metrics | found | self.critic.update(samples)
 
     def with_reference(self, samples: list[Sample]) -> list[Sample]:
-        """Add the reference policy's log-probabilities where the loss needs them."""
+        """Add the reference policy's log-probabilities if the loss needs them."""
         return self._referenced(samples) if self.config.actor_rollout_ref.actor.use_kl_loss else samples
 
     def _referenced(self, samples: list[Sample]) -> list[Sample]:
@@ -256,9 +257,9 @@ class PPOTrainer:
     def with_corrections(
         self, samples: list[Sample], *, policy_loss: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Add old log-probabilities, for a policy loss in several steps, and importance weights; return metrics too.
+        """Add importance weights, and old log-probabilities for a policy loss with several updates; return metrics too.
 
-        Given answers get neither.
+        Given completions get neither.
         """
         section, prompts = self.config.algorithm, self.config.data.train_batch_size
         policy_loss = policy_loss and updates_per_step(prompts, self.config.actor_rollout_ref.actor) > 1
@@ -273,15 +274,15 @@ class PPOTrainer:
         return replaced(samples, own), metrics
 
     def with_old_logprobs(self, samples: list[Sample]) -> list[Sample]:
-        """Add log-probabilities of the trained tokens under the present weights, unless they are there."""
+        """Add log-probabilities of the trained tokens under the present weights, unless present."""
         return scored(self.old_logprobs, self.pairs(samples))
 
     def pairs(self, samples: Iterable[Sample]) -> list[Pair]:
-        """Return samples of the training data with their tasks."""
+        """Return training samples with their tasks."""
         return [(self._tasks[sample.id.row], sample) for sample in samples]
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
-        """Take `ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each."""
+        """Run `ppo_epochs` passes in mini-batches of `ppo_mini_batch_size` prompts, one optimizer step each."""
         mini_batches = self.batches.mini_batches(samples)
         return mean_metrics(self.train_mini_batches(mini_batches * self.config.actor_rollout_ref.actor.ppo_epochs))
 
@@ -291,9 +292,9 @@ class PPOTrainer:
             return self.group.update(self.batches.shares(mini_batches))
 
     def train_mini_batch(self, part: list[Sample], num_tokens: int, *, last: bool) -> dict[str, float]:
-        """Take an optimizer step on a mini-batch of `num_tokens` trained tokens, of which `part` is the last part.
+        """Take an optimizer step on a mini-batch of `num_tokens` trained tokens, given its last part.
 
-        `last`: no other step follows in this update.
+        `last`: whether this is the last optimizer step of the update.
         """
         shares = [[each] for each in self.batches.parts(part, num_tokens)]
         with self._changing_weights(steps=1):
@@ -301,14 +302,14 @@ class PPOTrainer:
 
     @contextlib.contextmanager
     def _changing_weights(self, *, steps: int) -> Iterator[None]:
-        """Around optimizer steps: the weights are those between two training steps again if the only one is refused."""
-        were_whole, self._weights_are_whole = self._weights_are_whole, False
+        """Mark the weights as inconsistent during `steps` optimizer steps, and after a failure that changed them."""
+        were_whole, self._weights_consistent = self._weights_consistent, False
         try:
             yield
         except (TrainingError, DeviceMemoryError) as error:
-            # Refused on all ranks, or given up by the only one: the weights are those before it.
+            # Rejected on all ranks, or failed on the only one before its weights changed.
             unchanged = isinstance(error, TrainingError) or (self.group.size == 1 and not error.weights_changed)
-            self._weights_are_whole = were_whole and steps == 1 and unchanged
+            self._weights_consistent = were_whole and steps == 1 and unchanged
             raise
 
     def _publish_weights(self) -> None:
@@ -318,24 +319,24 @@ class PPOTrainer:
         self.clock.add("offload", seconds["offload"])
 
     def _validate(self) -> dict[str, float]:
-        """Answer the validation prompts; what ppo/validation.py and the validators say of the answers."""
+        """Complete the validation prompts, log some completions and return the validation metrics."""
         token_values: dict[str, list[np.ndarray]] = {}
         with self.clock.span("testing"):
-            found = self.generation.answers(self.val_prompts, self.step)
+            found = self.generation.validation_samples(self.val_prompts, self.step)
             pairs = with_tasks(self.val_prompts, found)
             for validator in self.validators:
                 token_values |= validator(pairs)
-            scores = {} if self.rewards is None else self.rewards.of_validation(pairs)
-        answers = Answers(
+            scores = {} if self.rewards is None else self.rewards.validation_scores(pairs)
+        validation = ValidationSamples(
             tasks=self.val_prompts, samples=found, token_values=token_values,
             texts=[decode(self.tokenizer, sample) for sample in found], **scores,
         )  # fmt: skip
-        shown = sample_generations(answers, self.config.trainer.log_val_generations)
+        shown = select_generations(validation, self.config.trainer.log_val_generations)
         self.tracking.log_generations(shown, self.step)
-        return validation_metrics(answers)
+        return validation_metrics(validation)
 
     def _due(self, every: int) -> bool:
-        """Whether something that happens each `every` steps happens now: -1 = at the last step, 0 = never."""
+        """Return whether an action of period `every` is due: -1 = at the last step, 0 = never."""
         last = self.step == self.total_steps
         return every != 0 and (last or (every > 0 and self.step % every == 0))
 
@@ -344,7 +345,7 @@ class PPOTrainer:
         devices = [worker["device"] for worker in self.group.description]
         measured = self.clock.take() | self.group.device_metrics(generating=generating)
         metrics = step_metrics(self.config, rollout, measured, devices=devices, spec=self._student_spec)
-        self.guards.look(metrics, self.step)
+        self.guards.check(metrics, self.step)
         return metrics
 
     def _report(self, metrics: dict[str, float]) -> None:
@@ -359,7 +360,7 @@ class PPOTrainer:
         self._unreported = {}
 
     def _remember(self, metrics: dict[str, float]) -> None:
-        """Keep what the final table compares: only what belongs to the first or the newest step is called so."""
+        """Keep the metrics of the first and the newest step that the final table compares."""
         names = [name for name in metrics if name in COMPARED or name.startswith("val/")]
         kept = {name: metrics[name] for name in names if math.isfinite(metrics[name])}
         if self.step <= 1:
@@ -367,29 +368,29 @@ class PPOTrainer:
             self.first_metrics |= before
         self.last_metrics = kept
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         return self.step < self.total_steps and not self.stop_requested()
 
     def _save(self) -> None:
-        """Begin to write the step's snapshot; where it has none yet, take one, or write at once."""
+        """Save the step: in the background from a snapshot if the workers support it, otherwise synchronously."""
         with self.clock.span("save_checkpoint"):
-            behind = self.saving.has_snapshot
-            if not behind and self.group.saves_behind and self._goes_on():
+            in_background = self.saving.has_snapshot
+            if not in_background and self.group.saves_behind and self._continues():
                 self.saving.take_snapshot()
-                behind = True
-            (self.saving.start if behind else self.saving.write)(self._state())
-        if not behind and self._goes_on():
+                in_background = True
+            (self.saving.start if in_background else self.saving.write)(self._state())
+        if not in_background and self._continues():
             self.store.reserve()
 
     def _save_last_state(self, cause: Exception) -> None:
-        """After a failure: a checkpoint of the last step, if the student still has its weights and answers."""
+        """After a failure, save the last step if the workers respond and their weights are consistent."""
 
         def nothing_new() -> bool:
-            return self.step == self.saving.step or not self._weights_are_whole
+            return self.step == self.saving.step or not self._weights_consistent
 
         if self.config.trainer.save_freq == 0 or (nothing_new() and not self.saving.is_writing):
             return
-        text = "the run has failed, what can be saved is saved: %s"  # now: that may take long
+        text = "training failed, saving the last completed step: %s"  # logged first, because saving may take long
         logger.error(text, cause if isinstance(cause, HybridGKDError) else repr(cause))
         try:
             if self.group.can_save():
@@ -398,25 +399,25 @@ class PPOTrainer:
                     return
                 self._remember(self._unreported)
                 if self.best is not None and self.best.step != self.step:
-                    self.best = self.saving.best  # of a checkpoint that failed there is nothing to keep
+                    self.best = self.saving.best  # the checkpoint of a later best was not written
                 self.saving.write(self._state())
-                logger.warning("the state after step %d is saved: %s", self.step, self.checkpoint)
-                if self._unreported:  # a run that resumes here will not see this step again
+                logger.warning("saved the state after step %d: %s", self.step, self.checkpoint)
+                if self._unreported:  # a resumed run does not repeat this step
                     metrics = {name: value for name, value in self._unreported.items() if math.isfinite(value)}
                     self.tracking.log(metrics | {"training/global_step": float(self.step)}, self.step)
-        except Exception as error:  # what ended the run is what has to be reported
-            logger.warning("the state after step %d could not be saved: %s", self.step, error)
+        except Exception as error:  # `cause` is the error to raise
+            logger.warning("cannot save the state after step %d: %s", self.step, error)
 
-    def _say_where_to_continue(self) -> None:
-        """After a run that has not come to its end."""
+    def _log_resume_hint(self) -> None:
+        """Log the checkpoints of an unfinished run and the number of lost steps."""
         lost = self.step - self.saving.step
         left = "" if not lost else f"; step {self.step} is lost" if lost == 1 else f"; the {lost} steps since are lost"
         if self.checkpoint is None:
-            logger.warning("there is no checkpoint to continue from%s", left)
+            logger.warning("no checkpoint to resume from%s", left)
         else:
-            logger.warning("to continue from: %s, after step %d%s", self.checkpoint, self.saving.step, left)
+            logger.warning("resume from: %s, after step %d%s", self.checkpoint, self.saving.step, left)
         if (best := self.saving.best) is not None:
-            logger.warning("the best checkpoint: %s, %s %.5g", self.store.folder(best.step), best.metric, best.value)
+            logger.warning("best checkpoint: %s, %s %.5g", self.store.folder(best.step), best.metric, best.value)
 
     def _state(self) -> TrainerState:
         data = data_state(self.config, self.num_train_prompts)

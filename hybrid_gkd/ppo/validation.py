@@ -1,6 +1,6 @@
-"""What a validation reports of the answers to held-out prompts: over all of them, and by data source.
+"""Validation metrics over all held-out prompts and by data source.
 
-Shapes: P prompts with n answers each, R response tokens of an answer.
+Shapes: P prompts with n completions each, R tokens of a completion.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ QUARTERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """The answers of a validation."""
+class ValidationSamples:
+    """Samples of a validation with their rewards."""
 
     tasks: list[Task]
     """[P]."""
     samples: list[Sample]
     """[P * n]; sample j of task i is i * n + j."""
     texts: list[str]
-    """[P * n], the responses as text."""
+    """[P * n] decoded completions."""
     rewards: list[float] | None = None
-    """[P * n]; None where the data has no right answers."""
+    """[P * n] total rewards; None without rewards."""
     by_functions: list[float] | None = None
-    """[P * n], the part of the rewards that functions give, or all of it; None without."""
+    """[P * n] rewards from reward functions; None without."""
     by_model: list[float] | None = None
-    """[P * n], the scores of the reward model; None without one."""
+    """[P * n] scores of the reward model; None without."""
     token_values: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """What validators found at every token of every answer: metric -> [P * n] arrays [R]."""
+    """Token-level values from validators: metric -> [P * n] arrays [R]."""
 
     @property
     def n(self) -> int:
@@ -44,50 +44,51 @@ class Answers:
 
 
 def source_of(task: Task) -> str:
-    """The data source that a row names, or else the file that it is from."""
+    """Return the data source of a row; by default its file."""
     return task.data_source or task.file
 
 
-def validation_metrics(answers: Answers) -> dict[str, float]:
-    """`val/*` of all answers and, where there are several data sources, `val/<data source>/*` of each."""
+def validation_metrics(validation: ValidationSamples) -> dict[str, float]:
+    """Return `val/*` over all samples and, with several data sources, `val/<data source>/*` for each."""
     rows_of: defaultdict[str, list[int]] = defaultdict(list)
-    for row, task in enumerate(answers.tasks):
+    for row, task in enumerate(validation.tasks):
         rows_of[source_of(task)].append(row)
-    groups = {"val": list(range(len(answers.tasks)))}
+    groups = {"val": list(range(len(validation.tasks)))}
     if len(rows_of) > 1:
         groups |= {f"val/{source}": rows for source, rows in rows_of.items()}
-    found = {group: _metrics(answers, rows) for group, rows in groups.items()}
+    found = {group: _metrics(validation, rows) for group, rows in groups.items()}
     return {f"{group}/{name}": value for group, metrics in found.items() for name, value in metrics.items()}
 
 
-def _metrics(answers: Answers, rows: list[int]) -> dict[str, float]:
-    """Of the answers to some of the prompts."""
-    n = answers.n
+def _metrics(validation: ValidationSamples, rows: list[int]) -> dict[str, float]:
+    """Return the metrics of the samples of some prompts."""
+    n = validation.n
     chosen = [row * n + sample for row in rows for sample in range(n)]
-    samples = [answers.samples[index] for index in chosen]
+    samples = [validation.samples[index] for index in chosen]
     metrics = {
         "num_prompts": float(len(rows)),
         "response_length": float(np.mean([sample.num_trained for sample in samples])),
         "response_length/clip_ratio": float(np.mean([sample.status == "length" for sample in samples])),
     }
-    for name, values in answers.token_values.items():
+    for name, values in validation.token_values.items():
         metrics |= by_quarter(name, [values[index] for index in chosen])
-    if answers.by_model is not None:
-        metrics["reward_model"] = float(np.mean([answers.by_model[index] for index in chosen]))
-    if answers.by_functions is not None:
-        rewards = np.array([answers.by_functions[index] for index in chosen]).reshape(-1, n)
-        metrics |= reward_metrics(rewards, _finals(answers, chosen) if n > 1 else [])
+    if validation.by_model is not None:
+        metrics["reward_model"] = float(np.mean([validation.by_model[index] for index in chosen]))
+    if validation.by_functions is not None:
+        rewards = np.array([validation.by_functions[index] for index in chosen]).reshape(-1, n)
+        metrics |= reward_metrics(rewards, _finals(validation, chosen) if n > 1 else [])
     return metrics
 
 
-def _finals(answers: Answers, chosen: list[int]) -> list[Hashable]:
-    return [final_answer(answers.texts[index], answers.tasks[index // answers.n].answer or "") for index in chosen]
+def _finals(validation: ValidationSamples, chosen: list[int]) -> list[Hashable]:
+    tasks = [validation.tasks[index // validation.n] for index in chosen]
+    return [final_answer(validation.texts[i], task.answer or "") for i, task in zip(chosen, tasks, strict=True)]
 
 
 def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
-    """The mean over all tokens, and that of the tokens in each quarter of their answer: `name/q1` is the first.
+    """Return the mean over all tokens (`name`) and over those in each quarter of their completion (`name/q1`, ...).
 
-    Token r of R is in quarter floor(4 r / R) + 1, so an answer of less than four tokens is not in all of them.
+    Token r of R is in quarter floor(4 r / R) + 1; a completion of less than four tokens does not reach all quarters.
     """
     tokens = np.concatenate(values).astype(np.float64)
     quarter = np.concatenate([np.arange(len(each)) * QUARTERS // len(each) for each in values])
@@ -99,7 +100,7 @@ def by_quarter(name: str, values: list[np.ndarray]) -> dict[str, float]:
 
 
 def reward_metrics(rewards: np.ndarray, finals: abc.Sequence[Hashable]) -> dict[str, float]:
-    """Mean, best and majority of the rewards [P, n]; `finals` [P * n], the final answers, are used where n > 1."""
+    """Return mean, best, majority and pass@k of rewards [P, n]; `finals` [P * n] are the final answers, for n > 1."""
     n = rewards.shape[1]
     metrics = {"accuracy": float(rewards.mean())}
     if n > 1:
@@ -112,15 +113,15 @@ def reward_metrics(rewards: np.ndarray, finals: abc.Sequence[Hashable]) -> dict[
 
 
 def pass_sizes(n: int) -> list[int]:
-    """The k of pass@k with n answers: powers of two. pass@1 is the mean."""
+    """Return the k of pass@k for n completions: powers of two from 2 (pass@1 is the mean)."""
     return [2**power for power in range(1, n.bit_length()) if 2**power <= n]
 
 
 def pass_at_k(rewards: np.ndarray, k: int) -> float:
-    """The expected best of k answers to a prompt, drawn from its n without replacement; mean over prompts, [P, n].
+    """Return the expected best of k rewards drawn from a prompt's n without replacement, averaged over prompts [P, n].
 
     With the i-th smallest reward r_i it is sum_i r_i C(i - 1, k - 1) / C(n, k). For rewards of 0 and 1, c of them 1,
-    that is 1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (arXiv 2107.03374, equation 1).
+    it equals 1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (arXiv 2107.03374, equation 1).
     """
     n = rewards.shape[1]
     weights = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
@@ -128,19 +129,20 @@ def pass_at_k(rewards: np.ndarray, k: int) -> float:
 
 
 def majority(rewards: np.ndarray, finals: abc.Sequence[Hashable]) -> float:
-    """The reward of the final answer that most of a prompt's n answers have (self-consistency, arXiv 2203.11171).
+    """Return the reward of the most frequent final answer among n completions (self-consistency, arXiv 2203.11171).
 
-    Of several that are equally frequent, the one that came first. The mean of their rewards, should they differ.
+    The first of equally frequent ones wins. The result is the mean if completions with this final answer differ.
     """
-    chosen = Counter(finals).most_common(1)[0][0]  # in the order of their first appearance
+    chosen = Counter(finals).most_common(1)[0][0]  # ties: in the order of first appearance
     return float(np.mean([reward for reward, final in zip(rewards, finals, strict=True) if final == chosen]))
 
 
 def final_answer(text: str, right_answer: str) -> Hashable:
-    """What a response ends up with: the content of its last `\\boxed{...}`, else what follows its last `####` in that
-    line, else all of it; and if the right answer is a number, the last number there (None without one).
+    """Extract the final answer of a completion.
 
-    White space, dollar signs and a full stop at the end do not count.
+    It is the content of the last `\\boxed{...}`, else the rest of the line after the last `####`, else the whole text.
+    If the right answer is a number, it is the last number in there, or None. White space, dollar signs and a trailing
+    full stop are removed.
     """
     return final_number(_conclusion(text)) if _is_number(_conclusion(right_answer)) else _conclusion(text)
 
@@ -161,19 +163,19 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def sample_generations(answers: Answers, num_prompts: int) -> list[Generation]:
-    """All answers to so many prompts, as equally many of each data source as there are, for people to read."""
+def select_generations(validation: ValidationSamples, num_prompts: int) -> list[Generation]:
+    """Return all completions of `num_prompts` prompts for logging, taken evenly from the data sources."""
     taken: Counter[str] = Counter()
     order = []
-    for row, task in enumerate(answers.tasks):
+    for row, task in enumerate(validation.tasks):
         taken[source_of(task)] += 1
         order.append((taken[source_of(task)], row))
-    rewards: abc.Sequence[float | None] = answers.rewards or [None] * len(answers.samples)
+    rewards: abc.Sequence[float | None] = validation.rewards or [None] * len(validation.samples)
     return [
         Generation(
-            prompt=answers.tasks[row].text, response=answers.texts[index], answer=answers.tasks[row].answer,
-            reward=rewards[index], data_source=source_of(answers.tasks[row]), sample=index - row * answers.n,
+            prompt=validation.tasks[row].text, response=validation.texts[index], answer=validation.tasks[row].answer,
+            reward=rewards[index], data_source=source_of(validation.tasks[row]), sample=index - row * validation.n,
         )
         for row in sorted(row for _, row in sorted(order)[:num_prompts])
-        for index in range(row * answers.n, (row + 1) * answers.n)
+        for index in range(row * validation.n, (row + 1) * validation.n)
     ]

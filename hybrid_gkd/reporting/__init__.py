@@ -1,1 +1,1 @@
-"""What a run shows: metrics, trackers, trace, final table."""
+"""Output of a run: metrics, trackers, trace, report, final table."""

@@ -1,4 +1,4 @@
-"""The steps of a run on the console: `trainer.console`."""
+"""Console output of the steps of a run (`trainer.console`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hybrid_gkd.reporting.logs import TIME
 from hybrid_gkd.types import Generation, RunInfo
 
 PLAIN_LINE_SECONDS = 5.0
-"""With trainer.console=progress and no terminal, a step that ends sooner after the last line gets no line."""
+"""Minimum time between two lines with trainer.console=progress and no terminal."""
 
 
 class Console:
-    """A progress bar, a line for every step, or a short one every few seconds."""
+    """Shows a progress bar, a full line per step, or a short line every few seconds."""
 
     def __init__(self, info: RunInfo):
         self._stream, self._style = sys.stderr, info.config["trainer"]["console"]
@@ -29,8 +29,8 @@ class Console:
         self._prompt: str | None = None
         self._bar = None
         has_width = self._stream.isatty()
-        with contextlib.suppress(OSError):  # not a real terminal; tqdm takes a width of its own
-            # A recorder or a container may offer a terminal of no columns, on which tqdm would show nothing.
+        with contextlib.suppress(OSError):  # not a real terminal; tqdm uses a default width
+            # Recorders and containers may provide a terminal with 0 columns, on which tqdm would show nothing.
             has_width = has_width and os.get_terminal_size(self._stream.fileno()).columns > 0
         if has_width and self._style in ("auto", "progress"):
             self._bar = tqdm(
@@ -59,7 +59,7 @@ class Console:
             return
         now = time.monotonic()
         if self._style == "full":
-            summary, held_out = [all_by_name(metrics)], []
+            summary, held_out = [format_metrics(metrics)], []
         elif not held_out and step < self._total and now - self._last_line < PLAIN_LINE_SECONDS:
             return
         self._last_line = now
@@ -70,9 +70,9 @@ class Console:
         self._print("  ".join([*parts, *summary, *held_out]))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        """On a terminal, one: the lowest reward of the first validation, then the same prompt again.
+        """On a terminal, show one sample: the lowest reward of the first validation, later the same prompt again.
 
-        All are in generations.jsonl.
+        All samples are in generations.jsonl.
         """
         if self._bar is not None:
             sample = next((sample for sample in samples if sample.prompt == self._prompt), None)
@@ -80,8 +80,8 @@ class Console:
                 sample = min(samples, key=lambda sample: math.inf if sample.reward is None else sample.reward)
                 self._prompt = sample.prompt
             width = self._bar.ncols or shutil.get_terminal_size().columns
-            texts = {"prompt": sample.prompt, "answer": sample.response, "reference": sample.answer}
-            lines = [f"  {name:9}  {' '.join(text.split())}" for name, text in texts.items() if text is not None]
+            texts = {"prompt": sample.prompt, "completion": sample.response, "reference": sample.answer}
+            lines = [f"  {name:10}  {' '.join(text.split())}" for name, text in texts.items() if text is not None]
             reward = "" if sample.reward is None else f", reward {sample.reward:g}"
             title = f"step {step}, one of {len(samples)} samples{reward}:"
             cut = [line if len(line) <= width else line[: width - 3] + "..." for line in lines]
@@ -90,16 +90,16 @@ class Console:
     def close(self, *, failed: bool) -> None:
         is_last = self._step >= self._total
         if self._bar is not None:
-            if not is_last:  # what was left is not coming any more
-                self._bar.bar_format = "{desc}: {n_fmt}/{total_fmt} after {elapsed}, where the run ended"
+            if not is_last:  # the estimate of the remaining time is void
+                self._bar.bar_format = "{desc}: stopped at {n_fmt}/{total_fmt} after {elapsed}"
             self._bar.close()
         elif not is_last and self._style != "quiet":
-            self._print(f"step {self._step}/{self._total}, where the run ended")
+            self._print(f"stopped at step {self._step}/{self._total}")
 
     def _print(self, line: str) -> None:
         print(time.strftime(TIME), line, file=self._stream, flush=True)
 
 
-def all_by_name(metrics: Mapping[str, float]) -> str:
-    """All metrics of a step in one line."""
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Format all metrics of a step in one line."""
     return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())

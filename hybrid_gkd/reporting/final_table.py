@@ -1,4 +1,4 @@
-"""The table that a run prints at its end: did the student get better, and where is everything."""
+"""Final table of a run: results of the student, and locations of its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.reporting.metrics import data_source_of
+from hybrid_gkd.reporting.metric_table import data_source_of
 
 
 def final_table(
@@ -16,18 +16,18 @@ def final_table(
     huggingface: Path | None = None, metrics: Path | None = None, report: Path | None = None,
     config_file: Path | None = None, resumed: bool = False,
 ) -> str:
-    """Plain text, one line per fact, without a newline at the end.
+    """Return the table as plain text, one line per fact, without a trailing newline.
 
-    What the configuration does not compute has no line, and what is not known is a dash.
+    Facts that the configuration does not compute are omitted; unknown ones are a dash.
 
     Args:
-        steps: training steps done, those before a resume included.
-        first: metrics of the validation before training and of the first step, as far as they are known.
-        last: metrics of the last step, and of the validation after it.
+        steps: completed training steps, including those before a resume.
+        first: metrics of the validation before training and of the first step, as far as known.
+        last: metrics of the last step and of the validation after it.
         teacher_accuracy: from 0 to 1, on the validation prompts.
-        best: value, step and checkpoint of the best validation, where `trainer.best_metric` asks for it.
-        checkpoint, huggingface, metrics, report, config_file: where they are; `report` absolute.
-        resumed: whether it went on from a checkpoint; `wall_seconds` are of this start alone.
+        best: value, step and checkpoint of the best validation by `trainer.best_metric`.
+        checkpoint, huggingface, metrics, report, config_file: paths; `report` is absolute.
+        resumed: whether the run was resumed; `wall_seconds` covers this start only.
     """
     minutes, seconds = divmod(round(wall_seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -56,9 +56,9 @@ def final_table(
 
 
 def comparison(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """A table of models, each a line with its metrics; plain text, without a newline at the end.
+    """Return a table with one line of metrics per model, as plain text without a trailing newline.
 
-    Where there are several data sources, a line for each follows. Quarters of answers are left out.
+    With several data sources, one line per source follows. Metrics by quarter are omitted.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
     for model, metrics in rows.items():
@@ -96,7 +96,7 @@ def _validated(config: Config, checkpoint: Path | None) -> str:
 def _results(
     config: Config, first: Mapping[str, float], last: Mapping[str, float], teacher_accuracy: float | None
 ) -> list[tuple[str, str]]:
-    """The lines about the student."""
+    """Return the lines with the student's results."""
     distils, validates = config.distillation.enabled, bool(config.data.val_files)
 
     def change(name: str) -> str:

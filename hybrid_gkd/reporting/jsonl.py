@@ -1,8 +1,8 @@
-"""Files of JSON lines in the run folder.
+"""JSON Lines files in the run folder.
 
-metrics.jsonl has an object per step, generations.jsonl one per sample answer, tokens.jsonl one for each of a few of
-these, with what teacher and student would have said at its tokens, lengths.jsonl one per step: how many responses of
-its rollout had how many tokens.
+metrics.jsonl has one object per step, generations.jsonl one per logged sample, tokens.jsonl one for each of a few of
+these with the candidates of teacher and student at its tokens, and lengths.jsonl one per step with the histogram of
+completion lengths.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 NAMES = ("metrics.jsonl", "generations.jsonl", "lengths.jsonl", "tokens.jsonl")
 BINS = 50
-"""Of the lengths of responses, up to data.max_response_length."""
+"""Number of bins of the length histogram, up to data.max_response_length."""
 
 
 class JsonLines:
-    """Writes the files; a resumed run drops the rows that its steps will write again."""
+    """Writes the files; a resumed run first drops the rows of steps that it repeats."""
 
     def __init__(self, info: RunInfo):
         paths = [info.run_dir / name for name in NAMES]
@@ -35,7 +35,7 @@ class JsonLines:
                 temporary.replace(path)
             elif path.exists():
                 older = path.rename(free_path(path.with_suffix(""), path.suffix))
-                logger.warning("%s is from an earlier run; kept as %s", path, older.name)
+                logger.warning("%s is from an earlier run; renamed to %s", path, older.name)
         self._files = [JsonLinesFile(path) for path in paths]
         self._metrics, self._generations, self._lengths, self._tokens = self._files
         self._config = info.config
@@ -47,7 +47,7 @@ class JsonLines:
         self._generations.append({"step": step, **asdict(sample)} for sample in samples)
 
     def log_lengths(self, lengths: Sequence[int], step: int) -> None:
-        """`counts[n]` responses had n * bin tokens or more, and fewer than (n + 1) * bin."""
+        """Log the histogram: `counts[n]` completions have at least n * bin and less than (n + 1) * bin tokens."""
         width = -(-(self._config["data"]["max_response_length"] + 1) // BINS)
         counts = [0] * (max(lengths) // width + 1)
         for length in lengths:
@@ -61,6 +61,6 @@ class JsonLines:
         for name, file in zip(NAMES, self._files, strict=True):
             with contextlib.closing(file):
                 try:
-                    file.append([])  # what a full disk did not take before
+                    file.append([])  # retry rows that could not be written before
                 except OSError as error:
-                    logger.warning("%s has lost the rows that waited for room: %s", name, error)
+                    logger.warning("%s: lost the rows that could not be written: %s", name, error)

@@ -1,4 +1,4 @@
-"""What a run says: on the console, and with all details in run.log of its folder."""
+"""Logging of a run: on the console, and in full detail in run.log of the run folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hybrid_gkd.errors import ConfigError
 RUN_LOG = "run.log"
 TIME = "%Y-%m-%d %H:%M:%S"
 PACKAGE = logging.getLogger("hybrid_gkd")
-"""Its messages at INFO and above are for the console; those at DEBUG are for run.log alone."""
+"""Logger of this package: INFO and above go to the console, DEBUG only to run.log."""
 EARLY_LINES = 10_000
-"""Kept, at most, of what is said before there is a run folder."""
+"""Maximum number of log records buffered until the run folder exists."""
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Standard error: above the progress bar where there is one, with the time where it is not a terminal."""
+    """Handler for standard error: above the progress bar, if any; with the time unless on a terminal."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -38,7 +38,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 class RunLogFile(logging.FileHandler):
-    """run.log. A full disk costs lines of it, which the console has, and no more than one line there."""
+    """Handler for run.log. Lines lost to a full disk are still on the console, with a single warning there."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8", errors="replace")
@@ -51,25 +51,25 @@ class RunLogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
-            PACKAGE.warning("%s cannot be written, the run goes on without it: %s", self.baseFilename, error)
+            PACKAGE.warning("cannot write %s, the run continues without it: %s", self.baseFilename, error)
 
 
 def log_to_console() -> None:
-    """Show this package's messages and the warnings of others; keep them for `run_log`."""
+    """Log this package's messages and the warnings of others to the console; buffer them for `run_log`."""
     early = MemoryHandler(EARLY_LINES, flushLevel=logging.CRITICAL + 1)
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(), early])
     logging.captureWarnings(True)
     PACKAGE.setLevel(logging.DEBUG)
 
 
-def print_whatever_the_locale() -> None:
-    """Have standard output show ? for characters that its encoding lacks, where a print would end the program."""
+def replace_unencodable() -> None:
+    """Make standard output print ? for characters that its encoding lacks, instead of raising an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
-def quieten() -> None:
-    """From now on the console shows warnings and errors only; run.log has everything."""
+def silence_console() -> None:
+    """Limit the console to warnings and errors; run.log stays complete."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, ConsoleHandler):
             handler.setLevel(logging.WARNING)
@@ -77,7 +77,7 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def run_log(run_dir: Path) -> Iterator[None]:
-    """Append to run.log what was logged before, and what is within the block. Raises ConfigError if it cannot."""
+    """Log to run.log within the context, after the buffered records. Raises ConfigError: it cannot be written."""
     try:
         file = RunLogFile(run_dir / RUN_LOG)
     except OSError as error:
@@ -94,16 +94,16 @@ def run_log(run_dir: Path) -> Iterator[None]:
     finally:
         PACKAGE.setLevel(level)
         root.removeHandler(file)
-        with contextlib.suppress(OSError):  # of a full disk, which has been said
+        with contextlib.suppress(OSError):  # a full disk has been reported already
             file.close()
 
 
 @contextlib.contextmanager
 def failure_logged() -> Iterator[None]:
-    """Write what ends the block into run.log, with its traceback; the console shows the message alone."""
+    """Log an exception from the context to run.log with its traceback; the console shows the message only."""
     try:
         yield
     except BaseException as error:
-        what = f"the run ends: {type(error).__name__}: {error}"
+        what = f"run failed: {type(error).__name__}: {error}"
         PACKAGE.error(what, exc_info=True, extra={"for_the_file": True})
         raise

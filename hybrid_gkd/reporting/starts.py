@@ -1,4 +1,4 @@
-"""starts.jsonl in the run folder: each start of a run, when it was ready to train, and how it ended."""
+"""starts.jsonl in the run folder: each start of a run with its ready time, end and error."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ STARTS = "starts.jsonl"
 
 @contextlib.contextmanager
 def recorded_start(run_dir: Path, facts: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Append a row `{"start": time, **facts}`, at the call of what is yielded `{"ready": time}`, and at the end
-    `{"end": time, "error": text or null}`; times are seconds of the wall clock.
+    """Append the rows of a start: `{"start": time, **facts}`, `{"ready": time}` when the yielded function is called,
+    and at the end `{"end": time, "error": text or null}`; times are Unix timestamps in seconds.
 
-    A failing disk costs the rows, with a warning, and not the run.
+    Disk errors are logged as warnings and do not fail the run.
     """
     def append(row: dict[str, Any]) -> None:
         try:
             with contextlib.closing(JsonLinesFile(run_dir / STARTS)) as file:
                 file.append([row])
         except OSError as error:
-            logger.warning("%s cannot be written, the run goes on without its rows: %s", STARTS, error)
+            logger.warning("cannot write %s, the run continues without its rows: %s", STARTS, error)
 
     append({"start": time.time(), **facts})
     try:

@@ -1,4 +1,4 @@
-"""TensorBoard, through torch's writer: `tensorboard --logdir <run folder>/tensorboard`."""
+"""Tracker for TensorBoard: `tensorboard --logdir <run folder>/tensorboard`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """Event files in the run folder. A resumed run adds a file, which hides the steps that it does again."""
+    """Writes event files in the run folder. A resumed run adds a file that hides the steps it repeats."""
 
     def __init__(self, info: RunInfo):
         from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
@@ -22,14 +22,14 @@ class TensorBoard:
         folder = info.run_dir / "tensorboard"
         purge_step = info.start_step + 1 if info.resume else None
         self._writer = SummaryWriter(folder, purge_step=purge_step, flush_secs=FLUSH_SECONDS)
-        logger.info("to see the run in a browser: tensorboard --logdir %s", folder)
+        logger.info("view the run in a browser: tensorboard --logdir %s", folder)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        # TensorBoard shows Markdown; four spaces make text that is not interpreted.
+        # TensorBoard renders Markdown; four spaces make a literal block.
         blocks = [
             "\n\n".join(f"{name}\n\n    " + str(value).replace("\n", "\n    ") for name, value in asdict(each).items())
             for each in samples

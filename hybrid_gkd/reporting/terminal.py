@@ -1,4 +1,4 @@
-"""What a person at a terminal sees beside the log: the plan before a run, and what to do after it."""
+"""Terminal output besides the log: the plan before a run, and the next steps after it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import TextIO
 from hybrid_gkd.offload.residency import MEMORY_OWNERS
 
 LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that vLLM makes room for, the default first."""
+"""Adapter ranks that vLLM supports, the default first."""
 
 
 def show_plan(
     stream: TextIO, lines: list[str], phases: Mapping[str, Mapping[str, float]], *, card_bytes: int | None = None
 ) -> None:
-    """Draw who is where, and what each worker's memory holds by phase.
+    """Print the placement, and the memory of each worker by phase.
 
     Args:
-        lines: `what: where and how`, a fact each.
+        lines: facts in the form `label: text`.
         phases: phase -> owner -> bytes.
-        card_bytes: what the GPU of a worker has, where there is one and it is known.
+        card_bytes: total memory of a worker's GPU, if known.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -56,13 +56,13 @@ def show_next_steps(
     stream: TextIO, *, report: Path | None, huggingface: Path | None, base: str, on_gpu: bool, train_on: list[str],
     run_dir: Path,
 ) -> None:
-    """Say how to look at the run, serve the student and train on; paths are links where the terminal has them.
+    """Print how to view the run, serve the student and continue training; paths are links if supported.
 
     Args:
-        report, huggingface: the run's page and the student in Hugging Face format, where they are.
-        base: the model that the student began as, which adapters in `huggingface` need.
-        on_gpu: whether this machine has one to serve it on.
-        train_on: what the command of this run needs beside it to train further.
+        report, huggingface: the report, and the folder with the student in Hugging Face format, if any.
+        base: the initial model of the student, required by adapters in `huggingface`.
+        on_gpu: whether this machine has a GPU for serving.
+        train_on: additional arguments that make this run's command continue training.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -73,13 +73,14 @@ def show_next_steps(
     if huggingface is not None and importlib.util.find_spec("vllm") is not None:
         command = serving_command(huggingface, base, on_gpu=on_gpu)
         console.print(f"serve the student: {escape(shlex.join(command))}")
-    console.print(f"train on: the same command with {escape(' '.join(train_on))}; run folder: {escape(str(run_dir))}")
+    more, folder = escape(" ".join(train_on)), escape(str(run_dir))
+    console.print(f"continue training: the same command with {more}; run folder: {folder}")
 
 
 def serving_command(huggingface: Path, base: str, *, on_gpu: bool) -> list[str]:
-    """vLLM's server for a student, by this interpreter and for this machine alone.
+    """Return the command of vLLM's server for the student, with this interpreter and on this machine only.
 
-    `vllm` is on the PATH in an activated environment only, and `vllm serve` does not start in the CPU build.
+    It does not use `vllm serve`, which needs an activated environment and does not start in the CPU build.
     """
     served, adapters = ["--model", str(huggingface)], huggingface / "adapter_config.json"
     if adapters.is_file():
@@ -87,7 +88,7 @@ def serving_command(huggingface: Path, base: str, *, on_gpu: bool) -> list[str]:
         rank = json.loads(adapters.read_text(encoding="utf-8"))["r"]
         if rank > LORA_RANKS[0]:
             served += ["--max-lora-rank", str(next((room for room in LORA_RANKS if room >= rank), rank))]
-    if not on_gpu:  # here it is a share of the host's memory, all of which has to be free; the default is 0.92
+    if not on_gpu:  # here it is a fraction of the host's memory, which must be free; the default is 0.92
         served += ["--gpu-memory-utilization", "0.5"]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     return [*server, *served]

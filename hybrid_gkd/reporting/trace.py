@@ -1,4 +1,4 @@
-"""trace.json: the spans of all processes of a run, for Perfetto and chrome://tracing; see docs/timeline.md.
+"""trace.json: spans of all processes of a run, for Perfetto and chrome://tracing; see docs/timeline.md.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def recording(run_dir: Path) -> Iterator[Clock]:
-    """The clock of a run's trainer; at the end the trace is written, when the workers have ended."""
+def trace_recording(run_dir: Path) -> Iterator[Clock]:
+    """Provide the clock of a run's trainer; write the trace at the end, after the workers have ended."""
     with contextlib.closing(SpanFile(run_dir / "logs" / f"{TRAINER}{SUFFIX}")) as file:
         try:
             yield Clock(sink=file)
@@ -29,7 +29,7 @@ def recording(run_dir: Path) -> Iterator[Clock]:
             try:
                 write_trace(run_dir)
             except OSError as error:
-                logger.warning("trace.json cannot be written: %s", error)
+                logger.warning("cannot write trace.json: %s", error)
 
 
 def write_trace(run_dir: Path) -> Path:
@@ -48,11 +48,11 @@ def write_trace(run_dir: Path) -> Path:
 
 
 def _events(recorded: Iterable[Span | Counters]) -> Iterator[dict[str, Any]]:
-    """A span as a complete event, each counter as its own, in microseconds; a row's first after its name and place."""
+    """Yield trace events in microseconds: complete events of spans, counter events, and metadata of new rows."""
     rows: dict[str, int] = {}
     for each in recorded:
         if each.row not in rows:
-            role, _, rank = each.row.rpartition(" ")  # workers that only generate come after those that train
+            role, _, rank = each.row.rpartition(" ")  # rollout workers follow the training workers
             pid = {TRAINER: 1, "teacher": 2}.get(each.row) or 3 + int(rank) + 10_000 * (role == "rollout worker")
             rows[each.row] = pid
             yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": each.row}}
@@ -68,7 +68,7 @@ def _events(recorded: Iterable[Span | Counters]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the trace.json of a run folder.")
+    parser = argparse.ArgumentParser(description="Write the trace.json of a run folder.")
     parser.add_argument("run_folder", type=Path)
     try:
         print(write_trace(parser.parse_args().run_folder))

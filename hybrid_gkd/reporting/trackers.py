@@ -1,7 +1,7 @@
-"""Where the metrics of a run go: its own files, and what `trainer.logger` names.
+"""Trackers: destinations of a run's metrics, the run's own files and those of `trainer.logger`.
 
-A tracker that cannot start is an error, since the user asked for it. A tracker that fails later warns
-once and training goes on: a full disk or a lost connection is no reason to lose the run.
+A tracker that cannot start is an error. A tracker that fails later is logged once as a warning, and training continues:
+a full disk or a lost connection must not fail the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_gkd.errors import ConfigError
-from hybrid_gkd.reporting.console import Console, all_by_name
+from hybrid_gkd.reporting.console import Console, format_metrics
 from hybrid_gkd.reporting.jsonl import JsonLines
-from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.reporting.metric_table import check_names
 from hybrid_gkd.reporting.tensorboard import TensorBoard
 from hybrid_gkd.reporting.trackio import Trackio
-from hybrid_gkd.reporting.wandb import Wandb
+from hybrid_gkd.reporting.wandb_tracker import Wandb
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.runtime.imports import how_to_install, load_object
 from hybrid_gkd.types import Generation, MetricLog, RunInfo
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(MetricLog, Protocol):
-    """One destination, made as `Tracker(info)`. A constructor that fails leaves nothing open."""
+    """Destination of metrics, constructed as `Tracker(info)`. A failing constructor must leave nothing open."""
 
     def close(self, *, failed: bool) -> None:
-        """The run has ended."""
+        """Finish at the end of the run; `failed`: whether it ended with an error."""
 
 
-# In the order in which they start: wandb reads the metrics.jsonl that JsonLines has just cut to length.
+# In the order of their start: Wandb reads metrics.jsonl after JsonLines has truncated it.
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "console": Console, "jsonl": JsonLines, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
 }  # fmt: skip
 EXTRAS = {"tensorboard": "tensorboard>=2.20", "trackio": "trackio>=0.43"}
-"""Trackers that need a package of the same name, which is not always installed -> that of their extra in setup.cfg."""
+"""Requirements of trackers that need an optional package of the same name, as in the extras of setup.cfg."""
 
 
 def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Tracker]]:
-    """The classes of `trainer.logger`, a user's own last.
+    """Return the classes of `trainer.logger`, custom ones last.
 
-    Raises ConfigError if one of those cannot be imported, or a package is missing.
+    Raises ConfigError: a custom class cannot be imported, or a package is missing.
     """
     for name, package in EXTRAS.items():
         if name in loggers and importlib.util.find_spec(name) is None:
@@ -59,7 +59,7 @@ def load_trackers(loggers: Sequence[str]) -> dict[str, Callable[[RunInfo], Track
 class Tracking:
     """Sends the metrics of a run to metrics.jsonl, run.log and the trackers of `trainer.logger`.
 
-    Raises ConfigError if one cannot start.
+    Raises ConfigError: a tracker cannot start.
     """
 
     def __init__(self, loggers: Sequence[str], info: RunInfo):
@@ -71,10 +71,10 @@ class Tracking:
                 self._trackers[name] = make(info)
             except Exception as error:
                 self.close(failed=True)
-                if name == "jsonl":  # not a choice
+                if name == "jsonl":  # always on
                     rule = f"cannot be written to: {error}"
                     raise ConfigError("trainer.default_local_dir", rule, str(info.run_dir)) from error
-                rule = f"{name} cannot start: {error} (leave {name} out to train without it)"
+                rule = f"{name} cannot start: {error} (remove {name} to train without it)"
                 raise ConfigError("trainer.logger", rule, list(loggers)) from error
         self._started = time.monotonic() - (elapsed_before(info.run_dir) if info.resume else 0.0)
 
@@ -84,7 +84,7 @@ class Tracking:
         self._last_step = step
         numbers = {name: float(value) for name, value in metrics.items()}
         numbers["timing/elapsed"] = time.monotonic() - self._started
-        logger.debug("step %d  %s", step, all_by_name(numbers))
+        logger.debug("step %d  %s", step, format_metrics(numbers))
         self._each(lambda tracker: tracker.log(numbers, step))
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
@@ -92,15 +92,15 @@ class Tracking:
             self._each(lambda tracker: tracker.log_generations(samples, step))
 
     def log_lengths(self, lengths: Sequence[int], step: int) -> None:
-        """Tokens of each response of a step: a file of the run folder has them, of trackers none."""
+        """Log the completion lengths of a step to the run folder only, not to other trackers."""
         self._to_files(lambda files: files.log_lengths(lengths, step))
 
     def log_tokens(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Tokens of held-out answers, likewise."""
+        """Log token-level scores of held-out completions to the run folder only."""
         self._to_files(lambda files: files.log_tokens(answers, step))
 
     def close(self, *, failed: bool = False) -> None:
-        """Finish every tracker. Harmless when repeated."""
+        """Finish all trackers; idempotent."""
         self._each(lambda tracker: tracker.close(failed=failed))
         self._trackers.clear()
 
@@ -122,18 +122,18 @@ class Tracking:
     def _attempt(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a tracker's library raises, training goes on
+        except Exception as error:  # no error of a tracker may fail the run
             if name not in self._warned:
                 self._warned.add(name)
                 reason = f"{type(error).__name__}: {error}"
                 if name == "jsonl":
-                    logger.warning("rows of metrics.jsonl and generations.jsonl wait for room: %s", reason)
+                    logger.warning("cannot write metrics.jsonl and generations.jsonl, will retry: %s", reason)
                 else:
-                    logger.warning("trainer.logger: %s failed, training goes on without its rows: %s", name, reason)
+                    logger.warning("trainer.logger: %s failed, training continues without it: %s", name, reason)
 
 
 def elapsed_before(run_dir: Path) -> float:
-    """`timing/elapsed` of the last row that metrics.jsonl has; 0 without one."""
+    """Return the largest `timing/elapsed` in metrics.jsonl; 0 without one."""
     path = run_dir / "metrics.jsonl"
     rows = read_json_lines(path) if path.is_file() else ()
     return max((row.get("timing/elapsed", 0.0) for row in rows), default=0.0)

@@ -1,4 +1,4 @@
-"""Trackio: a local dashboard with wandb's calls (`trackio show`)."""
+"""Tracker for Trackio, a local dashboard with wandb's API (`trackio show`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Trackio:
-    """A run in trackio's database on this machine (TRACKIO_DIR). A resumed run continues the run of its name."""
+    """Logs to trackio's local database (TRACKIO_DIR). A resumed run continues the run of the same name."""
 
     def __init__(self, info: RunInfo):
-        import trackio  # takes half a second, and may be missing
+        import trackio  # optional dependency; the import takes half a second
 
         self._trackio = trackio
         with contextlib.redirect_stdout(io.StringIO()):  # a banner
@@ -25,7 +25,7 @@ class Trackio:
                 project=info.project_name, name=info.experiment_name, config=dict(info.config), embed=False,
                 resume="allow" if info.resume else "never", auto_log_gpu=False, auto_log_cpu=False,
             )
-        logger.info('to see the run in a browser: trackio show --project "%s"', info.project_name)
+        logger.info('view the run in a browser: trackio show --project "%s"', info.project_name)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -37,4 +37,4 @@ class Trackio:
 
     def close(self, *, failed: bool) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # the run's own call would be followed by another at the end of the process
+            self._trackio.finish()  # the run's own method would be called again at exit

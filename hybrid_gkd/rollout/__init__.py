@@ -1,1 +1,1 @@
-"""Rollout engines, and the ways in which weights reach them."""
+"""Rollout engines and the publication of weights to them."""

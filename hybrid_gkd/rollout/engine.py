@@ -1,7 +1,7 @@
-"""Rollout engines: their interface, the loop that drives them, and the table of them.
+"""Rollout engines: the interface, the generation loop, and the table of engines.
 
-An engine runs in the worker's own process and draws completions with the actor's weights, which `load_weights` copies
-in. `actor_rollout_ref.rollout.name` names one of ROLLOUT_ENGINES, or a class of the user's own as `my_module:MyEngine`.
+An engine runs in the worker's process and samples completions with the actor's weights, which `load_weights` copies in.
+`actor_rollout_ref.rollout.name` is a key of `ROLLOUT_ENGINES` or the import path of a class (`my_module:MyEngine`).
 """
 
 from __future__ import annotations
@@ -29,113 +29,113 @@ ROLLOUT_ENGINES = {
     "vllm": "hybrid_gkd.rollout.vllm:VLLMRolloutEngine",
     "hf": "hybrid_gkd.rollout.hf:HFRolloutEngine",
 }
-"""Name -> the class, which is imported where it is used."""
+"""Import paths of the engine classes by name; imported on use."""
 PROGRESS_SECONDS = 1.0
-"""How often `generate` shows progress while no sample finishes, if the engine has computed tokens since."""
-TOGETHER_SECONDS = 0.01
-"""Samples that finish within it are yielded together: each time costs the host a part of a decode step."""
+"""Seconds between two progress signals of `generate_samples` while tokens are computed but no sample finishes."""
+GROUPING_SECONDS = 0.01
+"""Samples that finish within this time are yielded together, since every yield costs the host part of a decode step."""
 
 
 class RolloutEngine(Protocol):
-    """The interface of an engine. Every request that is added comes back once, as a sample of `step` or of `pause`.
+    """Interface of an engine. `step` or `pause` returns every added request exactly once, as a sample.
 
-    The constructor takes the whole configuration and, as keywords, `device` (torch.device) and `stop_token_ids` (ids
-    that end a completion); all workers of the pool call it at the same time. The ranks of a tensor-parallel engine are
-    called in the same order with the same arguments. A subclass inherits what an engine needs that never sleeps.
+    The constructor takes the whole configuration and the keywords `device` (torch.device) and `stop_token_ids` (ids
+    that end a completion). It is collective over the workers of the pool. The ranks of a tensor-parallel engine get the
+    same calls with the same arguments in the same order. The defaults suit an engine that never sleeps.
     """
 
     description: str
-    """The engine and its version, for the report."""
+    """Name and version of the engine, for the report."""
     dtype: torch.dtype
-    """Type of the engine's weights: publish in it."""
+    """Data type of the engine's weights; weights are published in it."""
     weight_bytes: int
-    """Size of the weights on this device."""
+    """Size of the weights on this device, bytes."""
     num_ids: int | None = None
-    """Ids that are tokens, from 0 on. Rows of the weights beyond are never drawn, and have no probability. None: all
-    rows are tokens. `make_engine` sets it."""
+    """Number of token ids. Embedding rows beyond have probability 0 and are never sampled. None: all rows are tokens.
+    Set by `make_engine`."""
     weight_version: int | None = None
-    """Optimizer steps behind the weights; None: they are undefined until `load_weights`."""
+    """Number of optimizer steps of the loaded weights; None while they are undefined."""
     can_pause: bool = False
-    """Whether `pause` can interrupt a sample; without, `step` finishes every sample that it begins."""
+    """Whether `pause` can interrupt a sample; otherwise `step` finishes every sample that it starts."""
     can_sleep: bool = False
-    """Whether `sleep` and the wakes do anything."""
+    """Whether `sleep` and the `wake_*` methods have an effect."""
 
     def add(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
-        """Take requests, at any time, also while others are being generated."""
+        """Queue requests; allowed at any time, also during generation."""
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """Whether `step` has work left."""
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens, prompts included, of the unfinished requests: as long as it changes, the engine makes progress.
+        """Number of tokens, prompts included, of unfinished requests; a change proves progress.
 
-        An engine that finishes samples in every step need not count.
+        An engine that finishes samples in every step need not implement it.
         """
         return 0
 
     def step(self) -> list[Sample]:
-        """Compute for a short time and return the samples that have finished: status "stop" or "length"."""
+        """Compute for a short time; return the samples that finished, with status "stop" or "length"."""
 
     def pause(self) -> list[Sample]:
-        """Abort everything unfinished and return it as far as it was written: status "paused", R = 0 if not begun.
+        """Abort all unfinished requests; return their partial samples: status "paused", R = 0 if not started.
 
-        The engine is empty and usable afterwards. A sample is continued by a request whose prompt is its tokens.
+        The engine is empty and usable afterwards. To continue a sample, send a request with its tokens as prompt.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take full tensors under their Hugging Face names, buffers that a folder has among them.
+        """Load full tensors under their Hugging Face names, including saved buffers.
 
-        All of them have to be taken: gathering is collective. The engine is empty (`pause`).
+        The iterable must be exhausted, because gathering is collective. The engine must be empty (`pause`).
         """
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Compare the engine's weights with full tensors. Raises WorkerError naming the first that differs."""
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back. The weights are lost."""
+        """Free the memory of weights and KV cache. The weights are discarded."""
         return
 
     def sleeping_bytes(self) -> tuple[int, int]:
-        """Bytes that `wake_weights` and `wake_kv_cache` take; zeros: to be measured when they wake."""
+        """Return the bytes that `wake_weights` and `wake_kv_cache` will allocate; zeros if they must be measured."""
         return 0, 0
 
     def wake_weights(self) -> None:
-        """Take memory for the weights; their content is undefined until `load_weights`."""
+        """Allocate memory for the weights; their content is undefined until `load_weights`."""
         return
 
     def wake_kv_cache(self) -> None:
-        """Take memory for the KV cache."""
+        """Allocate memory for the KV cache."""
         return
 
     def sample(
         self, request: GenerationRequest, new_ids: Sequence[int] | np.ndarray, *, status: str,
         logprobs: Sequence[float] | np.ndarray | None,
     ) -> Sample:
-        """Return the sample of a request for which the loaded weights have written `new_ids` [R], with `logprobs`.
+        """Build the sample of a request with generated `new_ids` [R] and optional `logprobs` [R].
 
-        Raises WorkerError: one of them is no token.
+        Raises WorkerError: an id is not a token (`num_ids`).
         """
         assert self.weight_version is not None, "the engine's weights are undefined until they are published"
         new_ids = np.asarray(new_ids, np.int32)
         if self.num_ids is not None and (largest := new_ids.max(initial=0)) >= self.num_ids:
-            raise WorkerError(f"{KEY}: {self.description} has drawn {largest}; tokens are the ids below {self.num_ids}")
+            raise WorkerError(f"{KEY}: {self.description} sampled id {largest}; token ids are below {self.num_ids}")
         return generated(
             request, new_ids, version=self.weight_version, status=status,
             logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         )
 
 
-def generate(
+def generate_samples(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: SamplingParams
 ) -> Iterator[list[Sample]]:
-    """Yield the samples of an empty engine's requests as they finish; an empty list shows progress while none does.
+    """Run an empty engine on requests; yield samples as they finish, and empty lists as signs of progress.
 
-    An engine that computes nothing shows none, so that the caller's timeout ends the generation.
+    An engine that computes no tokens yields nothing, so that the caller's timeout applies.
 
     Raises:
-        WorkerError: the engine has nothing left to do, and samples are missing.
+        WorkerError: the engine is done but samples are missing.
     """
     assert engine.weight_version is not None, "the engine's weights are undefined until they are published"
     engine.add(requests, sampling)
@@ -151,17 +151,17 @@ def generate(
         if not finished and waited > PROGRESS_SECONDS:
             before, computed = computed, engine.computed_tokens
             advances = computed != before
-        if advances or (finished and (waited > TOGETHER_SECONDS or not missing)):
+        if advances or (finished and (waited > GROUPING_SECONDS or not missing)):
             yield finished
             last_progress, finished = time.monotonic(), []
 
 
 def resolve_engine(name: str) -> str:
-    """`auto` -> vllm where it is installed, else hf; any other name is checked and stays.
+    """Resolve `auto` to vllm if installed, else hf; check any other name and return it.
 
     Raises:
-        ConfigError: vllm was asked for and is missing, or an import path leads nowhere.
-        ModelError: vllm is there in a version that is not supported.
+        ConfigError: vllm is required but not installed, or an import path cannot be imported.
+        ModelError: the installed version of vllm is not supported.
     """
     if name == "auto":
         name = "vllm" if vllm_compat.vllm_available() else "hf"
@@ -178,9 +178,9 @@ def make_engine(
     config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
     room: EngineRoom | None = None,
 ) -> RolloutEngine:
-    """The engine that `actor_rollout_ref.rollout.name` asks for; vLLM's may find its share of a GPU by the `room`.
+    """Create the engine of `actor_rollout_ref.rollout.name`. Collective over the process group.
 
-    `num_ids`: see `RolloutEngine`. Collective over the process group.
+    `num_ids`: see `RolloutEngine`. `room`: memory budget from which vLLM derives an unset gpu_memory_utilization.
     """
     name = resolve_engine(config.actor_rollout_ref.rollout.name)
     arguments: dict[str, Any] = {"device": device, "stop_token_ids": stop_token_ids}

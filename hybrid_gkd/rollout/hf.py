@@ -1,4 +1,4 @@
-"""transformers' generation as rollout engine, for where vLLM cannot be installed."""
+"""Rollout engine on transformers' `generate`, for machines without vLLM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
-from hybrid_gkd.rollout.verify import refuse_unset, verify
+from hybrid_gkd.rollout.verify import check_all_set, verify
 from hybrid_gkd.rollout.weights import num_bytes
 from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams
 
 
 class HFRolloutEngine(RolloutEngine):
-    """transformers' `generate` on a copy of the student: slow, but runs wherever torch does.
+    """Runs transformers' `generate` on a copy of the student: slow, but works wherever torch does.
 
-    A step generates one batch to its end, with one seed: so unlike with vLLM, completions depend on which requests are
-    added together. Its memory is not managed: it never sleeps.
+    A step generates one batch to its end with one seed. Unlike with vLLM, completions therefore depend on which
+    requests are added together. The engine never sleeps.
     """
 
     description = "hf (transformers generation)"
@@ -41,13 +41,13 @@ class HFRolloutEngine(RolloutEngine):
         self.model = AutoModelForCausalLM.from_config(
             hf_config, dtype=self.dtype, trust_remote_code=model.trust_remote_code
         ).to(device).eval()
-        self.model.generation_config = GenerationConfig()  # the model's would fill what a request leaves open
+        self.model.generation_config = GenerationConfig()  # the model's own would supply unset options
         head = self.model.get_output_embeddings()
         if num_ids is not None and num_ids < head.out_features:
             head.register_forward_hook(lambda module, inputs, logits: logits[..., :num_ids])
         self.weight_bytes = num_bytes(self.model)
         self.batches = deque[tuple[Sequence[GenerationRequest], SamplingParams]]()
-        """Not begun."""
+        """Batches not started yet."""
 
     def add(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         by_length = sorted(requests, key=lambda request: len(request.prompt_ids))
@@ -115,7 +115,7 @@ class HFRolloutEngine(RolloutEngine):
         own = self.model.state_dict(keep_vars=True)
         for name, tensor in weights:
             own.pop(name).copy_(tensor)
-        refuse_unset(set(own))
+        check_all_set(set(own))
         self.weight_version = version
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM as rollout engine."""
+"""Rollout engine on vLLM."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams
 logger = logging.getLogger(__name__)
 
 SHARDED_SAMPLING = "enable_batch_sharded_sampling"
-"""An option of vLLM with which its runner draws from logits that `mask_logits` does not see."""
+"""vLLM option whose sampling bypasses `mask_logits`."""
 
 
 class VLLMRolloutEngine(RolloutEngine):
-    """vLLM's offline engine, stepped by hand, in this process and this process group. Seeds all random states.
+    """vLLM's offline engine in this process and process group, stepped explicitly. Seeds all random states.
 
-    Before a step vLLM gets as many tokens of prompts as the step can take, so that the device computes while the host
-    prepares the others. What a step computes is what it would if vLLM had all requests.
+    Before each step, vLLM gets only as many prompt tokens as the step can take, so that the host prepares the other
+    requests while the device computes. The computation is the same as if vLLM had all requests from the start.
     """
 
     can_pause = True
@@ -54,15 +54,15 @@ class VLLMRolloutEngine(RolloutEngine):
         rows = hf_config.get_text_config().vocab_size
         num_ids = rows if num_ids is None else num_ids
         if num_ids < rows:
-            _refuse_sharded_sampling(rollout, num_ids)
+            _check_sharded_sampling(rollout, num_ids)
         arguments: dict[str, Any] = {
             "model": model.path,
             "skip_tokenizer_init": True,
             "trust_remote_code": model.trust_remote_code,
             "hf_overrides": overrides_for_engine(hf_config, model.override_config),
-            "load_format": "dummy",  # every weight is published before the first token is drawn
+            "load_format": "dummy",  # all weights are published before the first generation
             "generation_config": "vllm",  # sampling defaults in the model folder must not change the distribution
-            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+            "logprobs_mode": "processed_logprobs",  # under the distribution that is sampled from
             "tensor_parallel_size": rollout.tensor_model_parallel_size,
             "distributed_executor_backend": "external_launcher",
             "disable_custom_all_reduce": True,  # it looks peers up by index, and each worker sees one GPU
@@ -82,7 +82,7 @@ class VLLMRolloutEngine(RolloutEngine):
         if not rollout.enforce_eager:
             arguments |= vllm_compat.decode_graph_args(device.type, rollout.max_num_seqs)
         if device.type == "cuda":
-            arguments["gpu_memory_utilization"] = _share(rollout.gpu_memory_utilization, room)
+            arguments["gpu_memory_utilization"] = _memory_fraction(rollout.gpu_memory_utilization, room)
         if rollout.fast_paths:
             arguments |= scheduler.engine_args(rollout.engine_kwargs.vllm)
         self.llm = load_llm(llm_class, arguments, rollout.engine_kwargs.vllm, hf_config, alone=False)
@@ -93,30 +93,30 @@ class VLLMRolloutEngine(RolloutEngine):
             self.llm.collective_rpc(vllm_compat.let_neighbours_grow)
         self.engine = self.llm.llm_engine
         self.scheduler = scheduler.short_path(self.engine)
-        """With the short path for decode steps; None where vLLM has its own."""
+        """Scheduler with the short path for decode steps; None if vLLM's own is used."""
         self.runner = self._install_runner() if rollout.fast_paths else None
         capacity = vllm_compat.full_sequences(self.engine)
-        logger.info("rollout engine: its KV cache holds %.0f sequences of %d tokens", capacity, max_model_len)
+        logger.info("rollout engine: KV cache for %.0f sequences of %d tokens", capacity, max_model_len)
         self.dtype: torch.dtype = self.engine.model_config.dtype
         self.description = f"vllm {vllm_compat.vllm_version()}"
         self.weight_bytes: int = self.llm.apply_model(num_bytes)[0]
-        # The model's own loader copies into the live tensors at once, but only where they hold the weights as they
-        # are; the other way takes any model apart and puts it together again.
+        # The model's own loader copies directly into the live tensors, if these hold untransformed weights; otherwise
+        # vLLM's `reload_weights` must repeat the processing after loading.
         self.copies_in_place: bool = device.type == "cuda" and self.llm.apply_model(holds_plain_weights)[0]
         self.on_cpu, self.model_type = device.type == "cpu", hf_config.model_type
         if rollout.verify_weights:
             self.layout: VLLMLayout = self.llm.apply_model(VLLMLayout)[0]
         self.waiting = deque[tuple[GenerationRequest, SamplingParams]]()
-        """Requests that vLLM has not got yet."""
+        """Requests not yet passed to vLLM."""
         self.running: dict[str, GenerationRequest] = {}
-        """Those that it has, by their names there."""
+        """Requests in vLLM by their request id."""
         self.names = map(str, itertools.count())
 
     def _install_runner(self) -> Any:
-        """vLLM's model runner with the short path for the scheduler's short steps; None where it stays vLLM's."""
-        reason = "its steps are vLLM's" if self.scheduler is None else runner.install(self.engine)
+        """Install the short path for decode steps in vLLM's model runner; return the runner, None if not possible."""
+        reason = "the scheduler is vLLM's own" if self.scheduler is None else runner.install(self.engine)
         if reason is not None:
-            logger.info("rollout engine: vLLM's model runner prepares every step itself: %s", reason)
+            logger.info("rollout engine: no short path for decode steps in vLLM's model runner: %s", reason)
             return None
         return runner.model_runner(self.engine)
 
@@ -189,7 +189,7 @@ class VLLMRolloutEngine(RolloutEngine):
             arguments = {"weights_iterator": named, "weights_path": None, "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=arguments)
         if not self.llm.reset_prefix_cache():
-            raise WorkerError("the prefix cache could not be reset: requests are still running")
+            raise WorkerError("cannot reset the prefix cache of vLLM: requests are still running")
         self.weight_version = version
 
     def verify_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -211,20 +211,20 @@ class VLLMRolloutEngine(RolloutEngine):
         self.llm.wake_up(tags=["kv_cache"])
 
 
-def _refuse_sharded_sampling(rollout: RolloutConfig, num_ids: int) -> None:
-    """Raises ConfigError where vLLM would draw from rows that are no tokens, past `mask_logits`."""
+def _check_sharded_sampling(rollout: RolloutConfig, num_ids: int) -> None:
+    """Check that vLLM's sampling respects `mask_logits`. Raises ConfigError: sharded sampling is enabled."""
     if rollout.engine_kwargs.vllm.get(SHARDED_SAMPLING):
-        rule = f"must not be set where a model has rows that are no tokens ({num_ids} are), which it draws from"
+        rule = f"must not be set for a model with more embedding rows than tokens ({num_ids}): it would sample the rest"
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{SHARDED_SAMPLING}", rule, True)
 
 
-def _share(configured: float | None, room: EngineRoom | None) -> float:
-    """`gpu_memory_utilization`; left open, by what is free of this rank's GPU now."""
+def _memory_fraction(configured: float | None, room: EngineRoom | None) -> float:
+    """Return the configured `gpu_memory_utilization`; if unset, derive it from the free memory of this rank's GPU."""
     if configured is not None or room is None:
         return LARGEST_SHARE if configured is None else configured
     free, total = torch.cuda.mem_get_info()
-    share = room.share(total_bytes=total, free_bytes=free)
+    fraction = room.share(total_bytes=total, free_bytes=free)
     logger.info(
-        "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB are free)", share, free / 2**30, total / 2**30
+        "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB free)", fraction, free / 2**30, total / 2**30
     )
-    return share
+    return fraction

@@ -1,4 +1,4 @@
-"""Full weights from shards, a bucket at a time. Knows torch and its process groups, but no engine."""
+"""Gathering of full weights from shards, bucket by bucket. Depends on torch only, not on an engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hybrid_gkd.compat.torch import copy_each
 
-# The older name is deprecated since torch 2.13, where the newer one is first found.
+# torch 2.13 renames all_gather_into_tensor to all_gather_single.
 all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Names = tuple[str, ...]
-"""Of one tensor: several where weights are tied."""
+"""Names of one tensor: several if weights are tied."""
 Layout = list[tuple[Names, torch.Size]]
-"""Weights in the order in which they travel, a tied one once."""
+"""Names and shapes of the weights in transfer order; tied weights occur once."""
 Sized = TypeVar("Sized", Tensor, torch.Size)
 
 
 def unique_tensors(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Names, Tensor]]:
-    """Every tensor once, with all its names, in order."""
+    """Return every tensor once, with all its names, in order."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in named:
@@ -41,8 +41,8 @@ def num_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def cut(weights: list[tuple[Names, Sized]], length: int) -> list[list[tuple[Names, Sized]]]:
-    """Runs of neighbours with at most `length` elements; a larger weight is alone."""
+def split_buckets(weights: list[tuple[Names, Sized]], length: int) -> list[list[tuple[Names, Sized]]]:
+    """Split the weights, in order, into buckets of at most `length` elements; a larger weight gets its own bucket."""
     buckets: list[list[tuple[Names, Sized]]] = []
     filled = 0
     for names, weight in weights:
@@ -54,40 +54,40 @@ def cut(weights: list[tuple[Names, Sized]], length: int) -> list[list[tuple[Name
     return buckets
 
 
-def itself(name: str, parameter: Tensor) -> Tensor:
+def identity_shard(name: str, parameter: Tensor) -> Tensor:
     return parameter
 
 
 @torch.no_grad()
 def gather_in_buckets(
     named_parameters: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, bucket_bytes: int,
-    shard_of: Callable[[str, Tensor], Tensor] = itself,
+    shard_of: Callable[[str, Tensor], Tensor] = identity_shard,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors in `dtype` under their names, in order, with one collective per bucket of parameters.
+    """Yield full tensors in `dtype` with their names, in order, with one collective per bucket of parameters.
 
-    A parameter under several names is gathered once and handed out under all of them in a row. No memory is
-    used twice: the receiver may keep a tensor for as long as it likes. Where there is nothing to gather and
-    nothing to cast, a tensor is the parameter itself. Collective: every rank has to take every tensor.
+    A parameter with several names is gathered once and yielded under each name in a row. Memory is not reused: the
+    receiver may keep the tensors. Without gathering and casting, a tensor is the parameter itself. Collective: every
+    rank must exhaust the iterator.
 
     Args:
-        named_parameters: plain tensors, or DTensors that FSDP2 sharded in dimension 0 (with replicas or not), all over
-            the same ranks.
-        dtype: the shards are cast to it before they are gathered.
-        bucket_bytes: full size of a bucket; a larger parameter gets a bucket of its own.
-        shard_of: first name and parameter -> what is gathered for it, sharded in the same way; called bucket by bucket.
+        named_parameters: plain tensors, or DTensors sharded by FSDP2 in dimension 0 (with or without replicas), all
+            over the same ranks.
+        dtype: type to which the shards are cast before they are gathered.
+        bucket_bytes: full size of a bucket; a larger parameter gets its own bucket.
+        shard_of: maps first name and parameter to the tensor to gather, sharded in the same way; called per bucket.
     """
-    for bucket in cut(unique_tensors(named_parameters), bucket_bytes // dtype.itemsize):
+    for bucket in split_buckets(unique_tensors(named_parameters), bucket_bytes // dtype.itemsize):
         full = _gather([shard_of(names[0], parameter) for names, parameter in bucket], dtype)
         for (names, _), tensor in zip(bucket, full, strict=True):
             yield from ((name, tensor) for name in names)
 
 
 def _shard_of(parameter: Tensor) -> tuple[Tensor, dist.ProcessGroup | None]:
-    """This rank's part, and the group that has the others; None where the part is the whole."""
+    """Return this rank's shard and the group of all shards; None as group if the shard is the whole parameter."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), None
     *outer, last = parameter.placements
-    # A subclass of Shard lays its rows out in another order.
+    # Subclasses of Shard have another row order.
     assert type(last) is Shard, parameter.placements
     assert last.dim == 0, parameter.placements
     assert all(isinstance(placement, Replicate) for placement in outer), parameter.placements
@@ -96,7 +96,7 @@ def _shard_of(parameter: Tensor) -> tuple[Tensor, dist.ProcessGroup | None]:
 
 
 def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Copies in `dtype`, many made by one kernel; those that have it are themselves."""
+    """Cast tensors to `dtype` with few kernels; tensors that have it are returned as they are."""
     found = [each if each.dtype == dtype else torch.empty_like(each, dtype=dtype) for each in tensors]
     pairs = [(new, old) for new, old in zip(found, tensors, strict=True) if new is not old]
     if pairs:
@@ -111,7 +111,7 @@ def _gather(parameters: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
         yield from _cast(shards, dtype)
         return
     ranks = dist.get_world_size(group)
-    # Elements of a rank's part, padded to the rows that `torch.chunk` gives to the first ranks.
+    # Elements of a rank's shard, padded to the number of rows that `torch.chunk` gives to the first ranks.
     lengths = [-(-parameter.shape[0] // ranks) * math.prod(parameter.shape[1:]) for parameter in parameters]
     piece = torch.empty(sum(lengths), dtype=dtype, device=shards[0].device)
     for shard, part in zip(shards, piece.split(lengths), strict=True):
@@ -119,6 +119,6 @@ def _gather(parameters: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
         part[shard.numel() :].zero_()
     gathered = piece.new_empty(ranks * piece.numel())
     all_gather(gathered, piece, group=group)
-    # Only the last ranks' parts are padded, so without its tail the sequence of parts is the tensor.
+    # Only the last ranks' shards are padded, so the concatenated shards without the tail are the tensor.
     for parameter, parts in zip(parameters, gathered.view(ranks, -1).split(lengths, dim=1), strict=True):
         yield parts.reshape(-1)[: parameter.numel()].view(parameter.shape)

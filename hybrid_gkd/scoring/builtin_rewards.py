@@ -1,7 +1,7 @@
-"""The built-in rewards: functions of a response and the right answer, and their table.
+"""Built-in reward functions of a completion and the reference answer, and their table.
 
-One more is a function and a row in `BUILTIN_REWARDS`, with its name in `REWARD_FUNCTIONS` of config/learning.py. A
-user's own is loaded by reward_functions.py. Imported by the processes that compute rewards: no torch.
+To add one, write a function and a row in `BUILTIN_REWARDS`, and add its name to `REWARD_FUNCTIONS` in
+config/learning.py. reward_functions.py loads a user's own functions. Reward processes import this module: no torch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a reward function is asked about."""
+    """Input of a reward function: a completion and the columns of its row."""
 
     text: str
-    """Without special tokens."""
+    """Decoded completion without special tokens."""
     answer: str | None = None
-    """The right one; None where `reward.answer_key` names no column."""
+    """Reference answer; None without the column `reward.answer_key`."""
     data_source: str | None = None
     extra_info: dict[str, Any] | None = None
-    share_of_limit: float = 0.0
-    """Its tokens divided by `data.max_response_length`."""
+    limit_fraction: float = 0.0
+    """Number of tokens divided by `data.max_response_length`."""
 
     @property
     def right_answer(self) -> str:
-        """For a function that cannot do without. Raises DataError."""
+        """Reference answer. Raises DataError: there is none."""
         if self.answer is None:
-            raise DataError("there is no answer to compute a reward from")
+            raise DataError("no reference answer (reward.answer_key) to compute the reward from")
         return self.answer
 
 
@@ -52,20 +52,20 @@ _ANSWER_LINE = re.compile(r"answer[ *]*:([^\n]+)", re.IGNORECASE)
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1.0 if response and answer are the same text, surrounding white space aside, else 0.0; nothing is no answer."""
+    """Return 1.0 if response and answer are equal after stripping and not empty, else 0.0."""
     return float(response.strip() == answer.strip() != "")
 
 
 def gsm8k(response: str, answer: str, *, strict: bool = False) -> float:
-    """1.0 if the response's final number equals the answer's, else 0.0.
+    """Return 1.0 if the response's final number equals the answer's, else 0.0.
 
     The final number of a text is the one that follows its last `####` (the notation of GSM8K, arXiv 2110.14168),
     or the last number of the text if it has no `####`. Thousands commas and a dollar sign are ignored and the
-    comparison is numerical: "1,200.0" equals "1200". A response without a number gets 0.0, with `strict` also one
+    comparison is numerical: "1,200.0" equals "1200". A response without a number gets 0.0; with `strict`, so does one
     without `####`.
 
     Raises:
-        DataError: the answer holds no number.
+        DataError: the answer contains no number.
     """
     truth = final_number(answer)
     if truth is None:
@@ -74,7 +74,7 @@ def gsm8k(response: str, answer: str, *, strict: bool = False) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """See `gsm8k`; None where there is no number."""
+    """Return the final number of a text as `gsm8k` defines it; None without a number."""
     _, marker, conclusion = text.rpartition("####")
     found = _NUMBER.findall(conclusion)
     if not found:
@@ -83,16 +83,16 @@ def final_number(text: str) -> Decimal | None:
 
 
 def math(response: str, answer: str, *, strict: bool = False) -> float:
-    """1.0 if the response's last mathematical expression equals the answer, else 0.0; with the library math-verify.
+    """Return 1.0 if the response's last mathematical expression equals the answer, else 0.0; uses math-verify.
 
-    That is the content of the last \\boxed{}; without one what follows "the answer is" or the like, else the last
-    expression. With `strict` a response without a \\boxed{} gets 0.0. LaTeX and plain numbers and expressions are
-    read, and compared as expressions: 1/2 is 0.5 and \\frac{1}{2}. One that takes the library more than 5 s is wrong.
+    The expression is the content of the last \\boxed{}, else what follows "the answer is" or the like, else the last
+    expression of the text. With `strict`, a response without a \\boxed{} gets 0.0. LaTeX, plain numbers and plain
+    expressions are compared symbolically: 1/2 equals 0.5 and \\frac{1}{2}. A comparison of more than 5 s gives 0.0.
 
     Raises:
-        DataError: the answer holds no expression.
+        DataError: the answer contains no expression.
     """
-    import math_verify  # optional, and takes a second
+    import math_verify  # optional dependency; the import takes a second
 
     boxed = last_boxed(response)
     right = math_verify.parse(f"\\boxed{{{last_boxed(answer) or answer}}}")
@@ -100,13 +100,13 @@ def math(response: str, answer: str, *, strict: bool = False) -> float:
         raise DataError(f"the math reward needs an expression in every answer; got {answer!r}")
     if boxed is None and strict:
         return 0.0
-    # Of several boxes the library would make the set of their contents.
+    # Given several boxes, the library would compare the set of their contents.
     found = math_verify.parse(response if boxed is None else f"\\boxed{{{boxed}}}")
     return float(math_verify.verify(right, found))
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{}, up to the brace that closes it; None without one."""
+    """Return the content of the last \\boxed{}, up to its closing brace; None without one."""
     _, *boxes = _BOX.split(text)
     depth = 1
     for end, letter in enumerate(boxes[-1] if boxes else ""):
@@ -117,10 +117,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def math_dapo(response: str, answer: str, *, strict: bool = False) -> dict[str, float]:
-    """`math` as a score of -1.0 or 1.0, beside `acc`, which is 0.0 or 1.0: what verl gives data sets for DAPO.
+    """Return `math` as `score` -1.0 or 1.0 and `acc` 0.0 or 1.0, as verl scores the data sets of DAPO.
 
-    Their prompts ask for a last line "Answer: ...", which is read in the place of a box. With `strict` a response
-    without such a line is wrong. Raises as `math`.
+    Their prompts ask for a last line "Answer: ...", which is read instead of a box. With `strict`, a response without
+    such a line is wrong. Raises DataError as `math` does.
     """
     lines = _ANSWER_LINE.findall(response)
     if not lines:
@@ -139,16 +139,16 @@ DATA_SOURCES: dict[str, str] = {
     "numina_synthetic_math": "math", "numina_amc_aime": "math", "numina_synthetic_amc": "math",
     "numina_cn_k12": "math", "numina_olympiads": "math",
 }  # fmt: skip
-"""Function of the rows of a data set, for by_data_source; those whose names begin with aime are math_dapo."""
+"""Reward function by data source, for by_data_source; data sources that begin with aime use math_dapo."""
 
 
 def function_of_source(data_source: str | None) -> str | None:
-    """Name of the reward for the rows of a data set; None where none is known."""
+    """Return the name of the reward function of a data source; None if it is unknown."""
     return "math_dapo" if (data_source or "").startswith("aime") else DATA_SOURCES.get(data_source or "")
 
 
-def wrong_answer(name: str, response: Response) -> float | dict[str, float]:
-    """What a built-in reward gives a response that is no right answer, for one that took too long."""
+def lowest_score(name: str, response: Response) -> float | dict[str, float]:
+    """Return the score of a built-in reward function for a wrong response; used after a timeout."""
     dapo = name == "by_data_source" and function_of_source(response.data_source) == "math_dapo"
     return _dapo(0.0) if dapo else 0.0
 
@@ -161,7 +161,7 @@ def _compares(function: Callable[..., float]) -> Callable[[RewardConfig], Comput
 
 
 def check_math_verify() -> None:
-    """Raises ConfigError: the library of the reward math is missing."""
+    """Check the dependency of the reward math. Raises ConfigError: math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         rule = f"math needs the package math-verify: {how_to_install('math-verify[antlr4_13_2]>=0.8')}"
         raise ConfigError("reward.name", rule, show_value=False)
@@ -179,8 +179,8 @@ def _by_data_source(section: RewardConfig) -> Compute:
         name = function_of_source(response.data_source)
         if name is None:
             raise DataError(
-                f"the reward by_data_source knows no function for the data source {response.data_source!r}; it knows "
-                f"{', '.join(DATA_SOURCES)}, and aime..."
+                f"the reward by_data_source has no function for the data source {response.data_source!r}; known data "
+                f"sources: {', '.join(DATA_SOURCES)}, aime*"
             )
         return functions[name](response.text, response.right_answer, strict=section.strict)
 
@@ -194,12 +194,12 @@ def _format(section: RewardConfig) -> Compute:
 
 @dataclass(frozen=True)
 class Builtin:
-    """A row of the table."""
+    """Entry of `BUILTIN_REWARDS`."""
 
     make: Callable[[RewardConfig], Compute]
-    """Raises ConfigError: what it needs is missing."""
+    """Builds the function. Raises ConfigError: a dependency is missing."""
     can_hang: bool = False
-    """On some responses: it is computed in a process of its own, and a response that takes too long gets 0."""
+    """Whether it may hang on some responses: it then runs in a separate process, and scores 0 after a timeout."""
 
 
 BUILTIN_REWARDS: dict[str, Builtin] = {
@@ -208,11 +208,11 @@ BUILTIN_REWARDS: dict[str, Builtin] = {
     "math": Builtin(_math, can_hang=True),
     "by_data_source": Builtin(_by_data_source, can_hang=True),
     "format": Builtin(_format, can_hang=True),
-    "length": Builtin(lambda section: lambda response: -response.share_of_limit),
+    "length": Builtin(lambda section: lambda response: -response.limit_fraction),
 }
 
 
 def overlong_penalty(num_tokens: int, max_response_length: int, buffer: OverlongBufferConfig) -> float:
-    """At most 0: eq. 13 of arXiv 2503.14476 (DAPO) times `penalty_factor`, of a response of so many tokens."""
+    """Return the length penalty, at most 0: equation 13 of arXiv 2503.14476 (DAPO) times `penalty_factor`."""
     beyond = num_tokens - (max_response_length - buffer.len)
     return -buffer.penalty_factor * max(beyond / buffer.len, 0.0)

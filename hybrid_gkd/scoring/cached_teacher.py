@@ -1,4 +1,4 @@
-"""A teacher whose scores of given answers are kept in a store, or come from one without any teacher."""
+"""Teacher with a persistent cache of its scores of given completions; usable without a live teacher."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from hybrid_gkd.errors import TeacherError, TeacherMismatch
-from hybrid_gkd.scoring.scorer import done
-from hybrid_gkd.scoring.teacher import Teacher
+from hybrid_gkd.scoring.scorer import completed_future
+from hybrid_gkd.scoring.teacher_scorer import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
-from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Reading, TopK
 
@@ -26,38 +26,40 @@ KEY = "actor_rollout_ref.teacher.cache"
 
 
 def stored_teacher(store: ScoreStore, needs: StudentNeeds) -> ScoredBy:
-    """The only teacher whose scores a run can take without asking one. Raises TeacherMismatch with both sides' values.
+    """Return the teacher whose stored scores fit the student, for a run without a teacher service.
 
-    It is what the handshake is with a service.
+    This replaces the handshake with a service. Raises TeacherMismatch with the values of both sides: no teacher fits,
+    or several do.
     """
     found = store.teachers()
     if not found:
-        raise TeacherMismatch(f"{KEY}: {store.folder} holds no scores; python -m hybrid_gkd.teacher score makes them")
+        raise TeacherMismatch(f"{KEY}: {store.folder} has no scores; create them: python -m hybrid_gkd.teacher score")
     fitting = [each for each in found if (each.topk, each.temperature) == (needs.topk, needs.temperature)]
     if not fitting:
         raise TeacherMismatch(
             f"{KEY}: {store.folder} has scores of {', '.join(map(str, found))}; the student needs K {needs.topk} "
-            f"(distillation.topk) at temperature {needs.temperature:g} (distillation.temperature)"
+            f"(distillation.topk), temperature {needs.temperature:g} (distillation.temperature)"
         )
     if len(fitting) > 1:
         raise TeacherMismatch(
             f"{KEY}: {store.folder} has scores of several teachers: {', '.join(map(str, fitting))}; a run without a "
-            "teacher needs a store of one"
+            "teacher needs a store with the scores of one"
         )
-    limits = {"max_topk": needs.topk, "max_sequence_length": needs.max_sequence_length}  # of a service
+    # The limits of a service do not apply.
+    limits = {"max_topk": needs.topk, "max_sequence_length": needs.max_sequence_length}
     needs.check(str(store.folder), msgspec.structs.replace(fitting[0].model, **limits))
     return fitting[0]
 
 
 class CachedTeacher:
-    """A teacher whose scores of given answers are kept: the methods of `TeacherClient` that a scorer needs.
+    """Caches a teacher's scores of given completions; implements the protocol `Teacher`.
 
-    What a reading does not ask to keep (`Reading.keep`) goes to the client alone.
+    Readings without `Reading.keep` bypass the store.
 
     Args:
-        store: the caller closes it, after the client.
-        scored_by: whose scores they are.
-        client: for what the store does not have; None: that is an error.
+        store: the store of scores; the caller closes it, after the client.
+        scored_by: the teacher of the stored scores.
+        client: scores readings that the store does not have; None: a missing reading is an error.
     """
 
     def __init__(self, store: ScoreStore, scored_by: ScoredBy, *, client: Teacher | None):
@@ -68,7 +70,7 @@ class CachedTeacher:
             store.add_teacher(scored_by)
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
-        """As `TeacherClient.submit`; what is in the store is there at once."""
+        """Queue readings for scoring as `TeacherClient.submit` does; stored scores are available immediately."""
         futures = [self._stored(reading) if reading.keep else None for reading in readings]
         if self.client is None:
             return [self._missing(reading) if future is None else future for reading, future in zip(
@@ -82,20 +84,20 @@ class CachedTeacher:
         return [future for future in futures if future is not None]
 
     def _stored(self, reading: Reading) -> Future[Any] | None:
-        """The scores that the store has; a damaged entry is logged and counts as none."""
+        """Return the stored scores of a reading; None if there are none. A damaged entry is logged and ignored."""
         self._lookups += 1
         try:
             found = self.store.get(self.scored_by, reading)
         except TeacherError as error:
-            log.warning("%s: its scores in %s are damaged, and not used: %s", reading.name, self.store.folder, error)
+            log.warning("%s: ignoring damaged scores in %s: %s", reading.name, self.store.folder, error)
             return None
         if found is None:
             return None
         self._hits += 1
-        return done(found)
+        return completed_future(found)
 
     def _missing(self, reading: Reading) -> Future[TopK]:
-        what = "has no scores in" if reading.keep else "is no given answer, and there is no teacher beside"
+        what = "has no scores in" if reading.keep else "is not a given completion, and there is no teacher besides"
         future: Future[TopK] = Future()
         future.set_exception(TeacherError(
             f"{reading.name} {what} {self.store.folder} ({KEY}) of {self.scored_by}: score it with `python -m "
@@ -104,7 +106,7 @@ class CachedTeacher:
         return future
 
     def _keep(self, reading: Reading, future: Future[TopK]) -> None:
-        """Called in the client's thread. A store that takes no more costs time in the next epoch, not this one."""
+        """Store new scores; runs in the client's thread. If the store is full, later scores are computed again."""
         if self._is_full or future.cancelled() or future.exception() is not None:
             return
         reason = ""
@@ -115,21 +117,21 @@ class CachedTeacher:
             reason = str(error)
         if reason:
             self._is_full = True
-            log.warning("%s: nothing more is kept, and scored again when it is needed: %s", self.store.folder, reason)
+            log.warning("%s: stops storing scores, further ones are computed again: %s", self.store.folder, reason)
 
     def describe(self) -> str:
-        """As `TeacherClient.describe`."""
+        """Return the state of the teacher's servers as `TeacherClient.describe` does."""
         return f"{self.store.folder}, without a teacher" if self.client is None else self.client.describe()
 
     def drain_metrics(self) -> TeacherMetrics:
-        """As `TeacherClient.drain_metrics`."""
+        """Return counters since the last call, including cache hits."""
         found = TeacherMetrics(complete_until=time.monotonic()) if self.client is None else self.client.drain_metrics()
         found.cache_hits, found.cache_lookups, self._hits, self._lookups = self._hits, self._lookups, 0, 0
         return found
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """As `TeacherClient.uncounted`."""
+        """Exclude requests in this context from the metrics."""
         counted = self._hits, self._lookups
         with contextlib.nullcontext() if self.client is None else self.client.uncounted():
             yield

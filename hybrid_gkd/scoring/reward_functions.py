@@ -1,9 +1,9 @@
-"""Reward functions in one form, the built-in ones and a user's own, and what they find.
+"""Loading of reward functions, built-in and custom, behind one interface.
 
-A function of the user's own is called by the names of its parameters: (response, answer), whatever the two are called,
-or as in verl `compute_score(data_source, solution_str, ground_truth, extra_info)`, or with all responses of a rollout
-at once `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`. Each may be async. Imported by the
-processes that compute rewards: no torch.
+A custom function is called according to its parameters: with two positional ones as (response, answer); with verl's as
+`compute_score(data_source, solution_str, ground_truth, extra_info)`; with verl's batch parameters, for all completions
+of a rollout at once, as `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`. Each may be async.
+Reward processes import this module: no torch.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 
 KEY = "reward.custom_reward_function"
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Parameters of a function of one response."""
+"""verl's parameters of a function of one completion."""
 BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Parameters of a function of all responses of a rollout."""
-NOT_IN_TIME = "did not return in time (reward.timeout)"
-"""Why there is no score of a function that took too long."""
+"""verl's parameters of a function of all completions of a rollout."""
+TIMED_OUT = "timed out (reward.timeout)"
+"""Reason of a failure by timeout."""
 NUMBER = (numbers.Real, np.bool_)
-"""What comparisons of numpy's numbers give is none of Python's."""
-AT_ONCE = 64
-"""Responses for which an async function is awaited at a time in one process."""
+"""Types of a score; numpy's bool is not registered as a number."""
+MAX_CONCURRENT = 64
+"""Completions for which an async function is awaited concurrently in one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a function says of a response."""
+    """Result of a reward function for one completion."""
 
     value: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers, of a function that returns a dictionary."""
+    """Additional numbers from a function that returns a dictionary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no score: "raised ValueError: ..."."""
+    """Missing score of a completion, with the reason ("raised ValueError: ...")."""
 
     reason: str
-    of_data: bool = False
-    """The row is wrong, not the response."""
+    is_data_error: bool = False
+    """Whether the row of the data is at fault, not the completion."""
 
 
 Outcome = Score | Failure
@@ -65,39 +65,39 @@ Outcome = Score | Failure
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, loaded."""
+    """A loaded reward function."""
 
     name: str
-    """In `reward.functions` and in metrics."""
+    """Name in `reward.functions` and in metrics."""
     label: str
-    """In messages: the name, or file and function."""
+    """Name in messages: `name`, or file and function."""
     compute: Callable[[Sequence[Response]], list[Outcome]]
-    """Of at most `at_once` responses."""
+    """Function of at most `at_once` completions."""
     at_once: float = 1
     can_hang: bool = False
-    """It is computed in a process of its own."""
+    """Whether it runs in a separate process."""
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         return self.name == CUSTOM
 
     @property
     def needs_all(self) -> bool:
-        """Whether it has to see all responses of a rollout together."""
+        """Whether one call must get all completions of a rollout."""
         return self.at_once == math.inf
 
 
 def load_functions(section: RewardConfig) -> dict[str, RewardFunction]:
-    """By name, those whose weighted sum is the reward, without the reward model.
+    """Load the configured reward functions by name, without the reward model.
 
-    Raises ConfigError: a file that is missing or fails to import, a function that it lacks or that takes other
-    parameters, a package that is not installed.
+    Raises ConfigError: a file is missing or cannot be imported, it lacks the function, the function takes other
+    parameters, or a package is not installed.
     """
     names = [name for name in section.weights if name != MODEL]
-    functions = {name: _own(section) if name == CUSTOM else _builtin(name, section) for name in names}
+    functions = {name: _custom(section) if name == CUSTOM else _builtin(name, section) for name in names}
     can_hang = [function.label for function in functions.values() if function.can_hang]
     if can_hang and importlib.util.find_spec("pebble") is None:
-        rule = f"is computed in processes of the package pebble: {how_to_install('pebble>=5.1')}"
+        rule = f"runs in separate processes and needs the package pebble: {how_to_install('pebble>=5.1')}"
         raise ConfigError("reward", f"{can_hang[0]} {rule}", show_value=False)
     return functions
 
@@ -107,30 +107,30 @@ def _builtin(name: str, section: RewardConfig) -> RewardFunction:
     return RewardFunction(name, name, one_by_one(row.make(section)), can_hang=row.can_hang)
 
 
-def _own(section: RewardConfig) -> RewardFunction:
+def _custom(section: RewardConfig) -> RewardFunction:
     custom = section.custom_reward_function
     label = f"{custom.path}:{custom.name}"
     function = load_object(f"{KEY}.path", label)
     names = accepted_names(function, label, set(custom.reward_kwargs))
     if not names and section.answer_key is None:
-        raise ConfigError("reward.answer_key", f"{label} needs the column with the right answers")
+        raise ConfigError("reward.answer_key", f"{label} needs the column with the reference answers")
     call = functools.partial(_call, function, names, custom.reward_kwargs)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if set(names) & set(BATCH):
         return RewardFunction(CUSTOM, label, functools.partial(_all, call, is_async), math.inf, can_hang=True)
     if is_async:
         compute = functools.partial(_awaited, call, section.timeout)
-        return RewardFunction(CUSTOM, label, compute, AT_ONCE, can_hang=True)
+        return RewardFunction(CUSTOM, label, compute, MAX_CONCURRENT, can_hang=True)
     return RewardFunction(CUSTOM, label, one_by_one(call), can_hang=True)
 
 
 def accepted_names(function: Callable[..., Any], label: str, given: set[str]) -> tuple[str, ...]:
-    """Those of `ONE` or of `BATCH` that a function is called with; () for response and answer, by position.
+    """Return the names of `ONE` or `BATCH` to call a function with; () for positional (response, answer).
 
-    `given`: names of further arguments. Raises ConfigError for a function that cannot be called in any of these ways.
+    `given`: names of additional keyword arguments. Raises ConfigError: the function fits none of these signatures.
     """
     rule = (
-        f"{label} must take (response, answer), ({', '.join(ONE)}), or for all responses of a rollout "
+        f"{label} must take (response, answer), ({', '.join(ONE)}), or for all completions of a rollout "
         f"({', '.join(BATCH)}); further parameters need a default or a value in {KEY}.reward_kwargs"
     )
     try:
@@ -151,37 +151,37 @@ def accepted_names(function: Callable[..., Any], label: str, given: set[str]) ->
         if set(needed) <= set(names) & known and (takes_any or names[1] in known):
             return names if takes_any else tuple(name for name in names if name in known)
     in_order = all(parameters[name].kind in by_position for name in needed)
-    if len(needed) == 2 and in_order and not {*ONE[::3], *BATCH[::3]} & set(needed):  # first: something else in verl
+    if len(needed) == 2 and in_order and not {*ONE[::3], *BATCH[::3]} & set(needed):  # those are not (response, answer)
         return ()
     raise ConfigError(f"{KEY}.name", rule, f"({', '.join(map(str, parameters.values()))})")
 
 
-def _call(function: Callable[..., Any], names: tuple[str, ...], further: dict[str, Any], asked: Any) -> Any:
-    """`asked`: a response, or all of them for a batch function."""
+def _call(function: Callable[..., Any], names: tuple[str, ...], kwargs: dict[str, Any], inputs: Any) -> Any:
+    """Call a custom function with one `Response`, or with a list of them if it is a batch function."""
     if not names:
-        return function(asked.text, asked.right_answer, **further)
-    if isinstance(asked, Response):
-        values = _arguments(asked)
+        return function(inputs.text, inputs.right_answer, **kwargs)
+    if isinstance(inputs, Response):
+        values = _arguments(inputs)
     else:
-        columns = zip(*map(_arguments, asked), strict=True)
+        columns = zip(*map(_arguments, inputs), strict=True)
         values = tuple(list(column) for column in columns)
-    by_name = dict(zip(ONE if isinstance(asked, Response) else BATCH, values, strict=True))
-    return function(**{name: by_name[name] for name in names}, **further)
+    by_name = dict(zip(ONE if isinstance(inputs, Response) else BATCH, values, strict=True))
+    return function(**{name: by_name[name] for name in names}, **kwargs)
 
 
 def _arguments(response: Response) -> tuple[Any, ...]:
-    """In the order of `ONE`."""
+    """Return the arguments in the order of `ONE`."""
     return response.data_source, response.text, response.answer, response.extra_info or {}
 
 
 def one_by_one(call: Callable[[Response], object]) -> Callable[[Sequence[Response]], list[Outcome]]:
-    """The form of all functions, of one that takes a response."""
-    return lambda responses: [_guarded(call, response) for response in responses]
+    """Wrap a function of one completion as a function of several that returns outcomes."""
+    return lambda responses: [_outcome(call, response) for response in responses]
 
 
-def _guarded(call: Callable[[Response], object], response: Response) -> Outcome:
+def _outcome(call: Callable[[Response], object], response: Response) -> Outcome:
     try:
-        return checked(call(response))
+        return as_outcome(call(response))
     except Exception as error:  # whatever a function raises
         return _failure(error)
 
@@ -195,8 +195,8 @@ def _all(
     except Exception as error:
         return [_failure(error)] * len(responses)
     if len(values) != len(responses):
-        return [Failure(f"returned {len(values)} scores for {len(responses)} responses")] * len(responses)
-    return [checked(value) for value in values]
+        return [Failure(f"returned {len(values)} scores for {len(responses)} completions")] * len(responses)
+    return [as_outcome(value) for value in values]
 
 
 def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequence[Response]) -> list[Outcome]:
@@ -204,9 +204,9 @@ def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequenc
         limit = asyncio.timeout(None if timeout == math.inf else timeout)
         try:
             async with limit:
-                return checked(await call(response))
+                return as_outcome(await call(response))
         except Exception as error:  # whatever a function raises
-            return Failure(NOT_IN_TIME) if limit.expired() else _failure(error)
+            return Failure(TIMED_OUT) if limit.expired() else _failure(error)
 
     async def together() -> list[Outcome]:
         return list(await asyncio.gather(*map(one, responses)))
@@ -216,12 +216,12 @@ def _awaited(call: Callable[[Response], Any], timeout: float, responses: Sequenc
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop for the life of the process: a client that a function keeps belongs to its loop."""
+    """Return the process's event loop; clients that a function keeps between calls are bound to their loop."""
     return asyncio.Runner()
 
 
-def checked(value: object) -> Outcome:
-    """What a function has returned, as a score; a failure where that is none."""
+def as_outcome(value: object) -> Outcome:
+    """Convert a function's return value to a `Score`, or to a `Failure` if it is not a finite number."""
     found: Any = value.get("score") if isinstance(value, Mapping) else value
     if not isinstance(found, NUMBER) or not math.isfinite(found):
         rule = "must return a finite number, or a dictionary with one under 'score'"
@@ -235,6 +235,6 @@ def checked(value: object) -> Outcome:
 
 def _failure(error: Exception) -> Failure:
     if isinstance(error, DataError):
-        return Failure(str(error), of_data=True)
+        return Failure(str(error), is_data_error=True)
     at = traceback.extract_tb(error.__traceback__)[-1]
     return Failure(f"raised {type(error).__name__}: {error} (at {at.filename}:{at.lineno})")

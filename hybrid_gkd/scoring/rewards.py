@@ -1,7 +1,7 @@
-"""Rewards of responses: the weighted sum of what reward functions and reward model say of each.
+"""Rewards of completions: the weighted sum of reward functions and the reward model.
 
-Functions that can hang are computed in processes (reward_pool.py) from the moment on that a response leaves the engine;
-the others, which are quick, and the reward model, when the rewards are asked for. Messages name the row of the data.
+Functions that can hang run in separate processes (reward_pool.py), starting when a completion leaves the engine. The
+others, which are fast, and the reward model run when the rewards are requested. Messages name the row of the data.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.models.tokenizer import decode
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout, waiting
-from hybrid_gkd.scoring.builtin_rewards import Response, overlong_penalty, wrong_answer
-from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, checked, one_by_one
-from hybrid_gkd.scoring.scorer import done
+from hybrid_gkd.scoring.builtin_rewards import Response, lowest_score, overlong_penalty
+from hybrid_gkd.scoring.reward_functions import Outcome, RewardFunction, Score, as_outcome, one_by_one
+from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.types import Arrays, Pair, SampleId, Signal
 
 if TYPE_CHECKING:
-    from hybrid_gkd.scoring.reward_model import RewardModelTurn
+    from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer
     from hybrid_gkd.scoring.reward_pool import RewardPool
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 60.0
-"""Grace period: processes are killed at their own deadline; with no response done this much later, they have not been
-replaced."""
-SAID = 3
-"""Failures of a function that are logged for a rollout, one by one."""
+GRACE_SECONDS = 60.0
+"""Margin after `reward.timeout`, at which processes are killed and replaced; without progress by then, the pool counts
+as hung."""
+NUM_LOGGED = 3
+"""Failures that are logged one by one per rollout."""
 Reward = Callable[[str, str], float]
 
 
 def token_rewards(scores: Iterable[float], lengths: list[int]) -> Arrays:
-    """Return scores of whole samples as rewards of their tokens, float32 [R] each: at the last one, if there is one."""
+    """Convert scores of whole samples to token-level rewards, float32 [R] each: the score is at the last token."""
     rewards = [np.zeros(length, np.float32) for length in lengths]
     for reward, score in zip(rewards, scores, strict=True):
         reward[-1:] = score
@@ -53,63 +53,63 @@ def token_rewards(scores: Iterable[float], lengths: list[int]) -> Arrays:
 
 @dataclass
 class _Entry:
-    """A response with what is known of its reward."""
+    """A completion and its scores so far."""
 
     row: int
     response: Response
     alive: weakref.ref[np.ndarray]
     outcomes: dict[str, Future[Outcome]] = field(default_factory=dict)
-    """By function, of those that the pool computes."""
+    """Futures by function, for functions in the pool."""
     scores: dict[str, Score] = field(default_factory=dict)
-    """By function; of the reward model under MODEL."""
+    """Scores by function; that of the reward model is under MODEL."""
     failed: bool = False
-    """Whether a function has no score of it, and another value counts."""
+    """Whether a function failed and a default score is used."""
 
 
 class RewardScorer:
-    """Applies the reward functions of a run to responses. Close it: it may have processes.
+    """Computes the rewards of a run's completions. Must be closed: it may own processes.
 
     Args:
-        functions: by name.
-        tokenizer: decodes responses.
+        functions: reward functions by name.
+        tokenizer: decodes completions.
         config: the whole configuration.
-        model: the reward model, where there is one.
-        clock: gets the spans `reward`.
-        weights: of functions and model by name; None: those of the configuration.
+        model: the reward model, if any.
+        clock: records the spans `reward`.
+        weights: weights of functions and reward model by name; None for those of the configuration.
     """
 
     name = "rewards"
 
     def __init__(
         self, functions: dict[str, RewardFunction], tokenizer: Any, config: Config,
-        model: RewardModelTurn | None = None, clock: Clock | None = None, weights: dict[str, float] | None = None,
+        model: RewardModelScorer | None = None, clock: Clock | None = None, weights: dict[str, float] | None = None,
     ):  # fmt: skip
         self.functions, self.tokenizer, self.config, self.model = functions, tokenizer, config, model
         self.section, self._clock = config.reward, clock or Clock()
         self._is_waited_for = config.actor_rollout_ref.hybrid_engine or not config.algorithm.filter_groups.enable
-        """Else a background thread scores what it has generated, while the trainer does something else."""
+        """Whether the trainer waits for rewards; otherwise a background thread scores what it has generated."""
         known = {*functions, *([MODEL] if model is not None else [])}
         weights = config.reward_weights if weights is None else weights
         self._weights = {name: weight for name, weight in weights.items() if name in known}
         self._pool: RewardPool | None = None
-        self._lock = threading.Lock()  # a rollout may be generated in another thread while one is scored
+        self._lock = threading.Lock()  # a background thread may generate a rollout while another is scored
         self._entries: dict[SampleId, _Entry] = {}
-        """Of the samples whose tokens, which copies of a sample share, still exist."""
+        """Entries of the samples whose token array, shared by copies of a sample, is still alive."""
 
     @classmethod
     def of(cls, function: Reward, tokenizer: Any, config: Config, clock: Clock) -> RewardScorer:
-        """Of a plain function (response, answer), which is called in this process."""
+        """Build a scorer from a plain function (response, answer), called in this process."""
         compute = one_by_one(lambda response: function(response.text, response.right_answer))
         given = RewardFunction(CUSTOM, getattr(function, "__name__", "given"), compute)
         return cls({CUSTOM: given}, tokenizer, config, clock=clock, weights={CUSTOM: 1.0})
 
     def close(self) -> None:
-        """End the processes, if there are any."""
+        """Stop the processes, if any."""
         if self._pool is not None:
             self._pool.close()
 
     def begin(self, pairs: Iterable[Pair]) -> None:
-        """Have the processes compute what they can of responses that have just been finished; returns at once."""
+        """Start the pooled functions on finished completions without waiting."""
         if any(function.can_hang for function in self.functions.values()):
             entries = [self._entry(pair) for pair in pairs]
             for function in self.functions.values():
@@ -117,25 +117,25 @@ class RewardScorer:
                     self._submit(function, entries)
 
     def scores(self, pairs: list[Pair], *, in_training: bool = False) -> list[float]:
-        """Of responses to their prompts: the weighted sum of the functions and the reward model.
+        """Return the weighted sums of reward functions and reward model.
 
-        Raises TrainingError or DataError that names the row of the data: there is no score of it.
+        Raises TrainingError or DataError, naming the row of the data: a score is missing.
         """
         entries = [self._entry(pair) for pair in pairs]
         for function in self.functions.values():
             self._submit(function, entries)
         with self.model.span() if self.model is not None and in_training else contextlib.nullcontext():
-            self._ask_model(pairs)
+            self._run_model(pairs)
         if self.functions:
             timed = in_training and self._is_waited_for
             with self._clock.span("reward") if timed else contextlib.nullcontext():
                 self._wait_for_functions(entries)
         return [self._sum(entry, self._weights) for entry in entries]
 
-    def of_validation(self, pairs: list[Pair]) -> dict[str, list[float]]:
-        """The scores, and where there are any the accuracy by functions and what the reward model says: for `Answers`.
+    def validation_scores(self, pairs: list[Pair]) -> dict[str, list[float]]:
+        """Return the fields of `ValidationSamples`: rewards, function rewards (accuracy) and reward model scores.
 
-        Raises as `scores`.
+        Raises the errors of `scores`.
         """
         found = {"rewards": self.scores(pairs)}
         entries = [self._entry(pair) for pair in pairs]
@@ -146,56 +146,56 @@ class RewardScorer:
         return found
 
     def _sum(self, entry: _Entry, names: Iterable[str], *, accuracy: bool = False) -> float:
-        """Weighted, of the scores; or of the number `acc` beside them, where a function returns one."""
+        """Return the weighted sum of scores; with `accuracy`, of the values `acc` that functions return besides."""
         scores = [(self._weights[name], entry.scores[name]) for name in names]
         return sum(w * (score.metrics.get("acc", score.value) if accuracy else score.value) for w, score in scores)
 
-    def _ask_model(self, pairs: list[Pair]) -> None:
-        """Have the reward model score what it has not."""
+    def _run_model(self, pairs: list[Pair]) -> None:
+        """Run the reward model on completions that it has not scored yet."""
         new = [pair for pair in pairs if self.model is not None and MODEL not in self._entry(pair).scores]
         if new and self.model is not None:
             for pair, score in zip(new, self.model.scores(new), strict=True):
                 self._entry(pair).scores[MODEL] = score
 
     def _wait_for_functions(self, entries: list[_Entry]) -> None:
-        """Raises as `scores`."""
-        whom = ", ".join(function.label for function in self.functions.values())
+        """Wait for all functions and store their scores. Raises the errors of `scores`."""
+        labels = ", ".join(function.label for function in self.functions.values())
         pooled = math.isfinite(self.section.timeout) and any(f.can_hang for f in self.functions.values())
         limit = Timeout(self.section.timeout, "reward.timeout") if pooled else None
         done = failed = 0
 
         def detail() -> str:
-            now = f", now one to row {entries[done].row} of the data" if done < len(entries) else ""
-            return f"{done} of {len(entries)} responses are scored{now}"
+            now = f", now row {entries[done].row} of the data" if done < len(entries) else ""
+            return f"{done} of {len(entries)} completions are scored{now}"
 
-        with waiting(f"the reward function {whom}", limit, detail) as wait:
+        with waiting(f"the reward function {labels}", limit, detail) as wait:
             for entry in entries:
                 for function in self.functions.values():
                     if function.name not in entry.scores:
                         outcome = self._outcome(function, entry, wait.restart_timeout)
                         failed += not isinstance(outcome, Score)
                         entry.failed |= not isinstance(outcome, Score)
-                        entry.scores[function.name] = self._score(function, entry, outcome, say=failed <= SAID)
+                        entry.scores[function.name] = self._score(function, entry, outcome, log=failed <= NUM_LOGGED)
                 done += 1
-        if failed > SAID:
-            logger.warning("%d responses in all have no score, see the first %d above", failed, SAID)
+        if failed > NUM_LOGGED:
+            logger.warning("%d completions have no score; the first %d are listed above", failed, NUM_LOGGED)
 
     def submit(self, pairs: list[Pair]) -> list[Future[Signal]]:
-        """Wait for what is trained on, see `rewards`; a score is at the last token. Raises as `scores`."""
+        """Wait for `rewards`; return them as token-level rewards. Raises the errors of `scores`."""
         lengths = [sample.num_trained for _, sample in pairs]
-        return [done(each) for each in token_rewards(self.rewards(pairs), lengths)]
+        return [completed_future(each) for each in token_rewards(self.rewards(pairs), lengths)]
 
     def rewards(self, pairs: list[Pair]) -> list[float]:
-        """What is trained on: the scores, and the penalty on long responses where there is one. Raises as `scores`."""
+        """Return the scores plus the overlong penalty, if configured. Raises the errors of `scores`."""
         found = self.scores(pairs, in_training=True)
         if not self.section.overlong_buffer.enable:
             return found
         return [score + self._penalty(pair) for score, pair in zip(found, pairs, strict=True)]
 
     def accuracies(self, pairs: list[Pair]) -> list[float]:
-        """The number `acc` that a function returns beside its score, and the score where none does. Raises as `scores`.
+        """Return the value `acc` that a function returns besides its score, by default the score; as verl's dapo does.
 
-        So does verl's reward manager dapo.
+        Raises the errors of `scores`.
         """
         found = zip(self.scores(pairs), map(self._entry, pairs), strict=True)
         return [
@@ -204,8 +204,11 @@ class RewardScorer:
         ]
 
     def metrics(self, pairs: list[Pair]) -> dict[str, float]:
-        """Of responses whose rewards are known: `reward/<name>/mean` of each of several parts and of what else one of
-        them has found, and `reward/failures` where functions can fail."""
+        """Return metrics of scored completions.
+
+        `reward/<name>/mean` is the mean per reward component, if there are several, and per additional metric;
+        `reward/failures` is the fraction of failures, if functions run in the pool.
+        """
         entries = [self._entry(pair) for pair in pairs]
         found: defaultdict[str, list[float]] = defaultdict(list)
         for entry in entries:
@@ -225,20 +228,20 @@ class RewardScorer:
         if key not in self._entries:
             response = Response(
                 text=decode(self.tokenizer, sample), answer=task.answer, data_source=task.data_source,
-                extra_info=task.extra_info, share_of_limit=sample.num_trained / self.config.data.max_response_length,
+                extra_info=task.extra_info, limit_fraction=sample.num_trained / self.config.data.max_response_length,
             )  # fmt: skip
             alive = weakref.ref(sample.tokens, lambda _: self._entries.pop(key, None))
             self._entries[key] = _Entry(task.row, response, alive)
         return self._entries[key]
 
     def _submit(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Have the pool compute what it has not been given yet."""
+        """Submit to the pool what has not been submitted yet."""
         new = [entry for entry in entries if function.name not in entry.outcomes and function.name not in entry.scores]
         if not new or not function.can_hang:
             return
         with self._lock:
             if self._pool is None:
-                from hybrid_gkd.scoring.reward_pool import RewardPool  # only here is it needed
+                from hybrid_gkd.scoring.reward_pool import RewardPool  # needs pebble
 
                 self._pool = RewardPool(self.section)
         futures = self._pool.submit(function, [entry.response for entry in new])
@@ -246,43 +249,43 @@ class RewardScorer:
             entry.outcomes[function.name] = future
 
     def _outcome(self, function: RewardFunction, entry: _Entry, progress: Callable[[], None]) -> Outcome:
-        """Raises TrainingError: the processes have ended, or do not answer."""
+        """Compute or wait for an outcome. Raises TrainingError: the reward processes have ended or hang."""
         if function.name not in entry.outcomes:
             return function.compute([entry.response])[0]
         assert self._pool is not None
         future, seen = entry.outcomes[function.name], -1
-        late = None if self.section.timeout == math.inf else self.section.timeout + LATE_SECONDS
+        limit = None if self.section.timeout == math.inf else self.section.timeout + GRACE_SECONDS
         while True:
             try:
-                outcome = future.result(late)
+                outcome = future.result(limit)
                 progress()
                 return outcome
             except TimeoutError:
                 if self._pool.num_done == seen:
                     raise TrainingError(
-                        f"row {entry.row} of the data: the processes that compute the reward {function.label} do not "
-                        f"answer ({late:.0f} s without any score)"
+                        f"row {entry.row} of the data: the processes of the reward {function.label} hang ({limit:.0f} "
+                        "s without any score)"
                     ) from None
                 seen = self._pool.num_done
                 progress()
 
-    def _score(self, function: RewardFunction, entry: _Entry, outcome: Outcome, *, say: bool) -> Score:
-        """What counts for an outcome. Raises TrainingError or DataError where the run is to end."""
+    def _score(self, function: RewardFunction, entry: _Entry, outcome: Outcome, *, log: bool) -> Score:
+        """Return the score, or the default score of a failure. Raises TrainingError or DataError: there is none."""
         if isinstance(outcome, Score):
             return outcome
-        if outcome.of_data:
+        if outcome.is_data_error:
             raise DataError(f"row {entry.row} of the data: {outcome.reason}")
         text = (
-            f"row {entry.row} of the data: the reward {function.label} {outcome.reason}, for the answer "
-            f"{(entry.response.answer or '')[:80]!r} and a response that starts with {entry.response.text[:80]!r}"
+            f"row {entry.row} of the data: the reward {function.label} {outcome.reason}; reference answer "
+            f"{(entry.response.answer or '')[:80]!r}, completion {entry.response.text[:80]!r}"
         )
-        value = self.section.score_on_error if function.is_own else wrong_answer(function.name, entry.response)
+        value = self.section.score_on_error if function.is_custom else lowest_score(function.name, entry.response)
         if value is None:
             raise TrainingError(text)
-        score = checked(value)
+        score = as_outcome(value)
         assert isinstance(score, Score)
-        if say:
-            logger.warning("%s; it counts as %g", text, score.value)
+        if log:
+            logger.warning("%s; using the score %g", text, score.value)
         return score
 
     def _penalty(self, pair: Pair) -> float:

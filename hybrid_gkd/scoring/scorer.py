@@ -1,6 +1,6 @@
-"""Scorers: each computes one signal of samples, wherever its model or its function is.
+"""Scorers: each computes one signal of samples.
 
-Teachers answer later and have deadlines of their own (teacher.py); the others answer at once.
+Teachers are asynchronous and have their own deadlines (teacher_scorer.py); the other scorers are synchronous.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ class Scorer(Protocol):
     """Computes one signal of samples."""
 
     name: str
-    """Of the signal, one of `SIGNALS`."""
+    """Name of the signal, one of `SIGNALS`."""
 
     def submit(self, pairs: list[Pair]) -> Sequence[Future[Signal]]:
-        """Queue samples for scoring; return a future for each, in their order."""
+        """Queue samples for scoring; return one future per sample, in order."""
 
 
 class WorkersScorer:
-    """Scores samples by a model of the workers: student, reference policy or critic.
+    """Scores samples with a model of the workers: student, reference policy or critic.
 
     Args:
-        name: of the signal.
+        name: name of the signal.
         compute: a forward pass of the worker group.
-        batches: cuts the samples for it.
+        batches: plans the micro-batches.
     """
 
     def __init__(self, name: str, compute: Callable[[Plan], Mapping[SampleId, Signal]], batches: Batches):
         self.name, self.compute, self.batches = name, compute, batches
 
     def submit(self, pairs: list[Pair]) -> list[Future[Signal]]:
-        """Score the samples before this returns. Raises as the worker group."""
-        bare = [dataclasses.replace(sample, signals={}) for _, sample in pairs]  # a forward pass reads no signals
+        """Score the samples synchronously. Raises the errors of the worker group."""
+        bare = [dataclasses.replace(sample, signals={}) for _, sample in pairs]  # a forward pass needs no signals
         found = self.compute(self.batches.plan(bare))
-        return [done(found[sample.id]) for sample in bare]
+        return [completed_future(found[sample.id]) for sample in bare]
 
 
-def done(signal: Signal) -> Future[Signal]:
-    """Return a future that has its result."""
+def completed_future(signal: Signal) -> Future[Signal]:
+    """Return a completed future."""
     future: Future[Signal] = Future()
     future.set_result(signal)
     return future
 
 
 def scored(scorer: Scorer, pairs: Sequence[Pair]) -> list[Sample]:
-    """Return the samples with the signal of a scorer that answers at once, which those that lack it get."""
+    """Add the signal of a synchronous scorer to the samples that lack it; return all samples."""
     missing = [pair for pair in pairs if scorer.name not in pair[1].signals]
     futures = scorer.submit(missing) if missing else []
     found = {sample.id: future.result(0) for (_, sample), future in zip(missing, futures, strict=True)}

@@ -1,6 +1,6 @@
-"""What teacher and student would have said at the tokens of some held-out answers, for people to look at.
+"""Token-level view of held-out completions: the most likely candidates of teacher and student at each token.
 
-Shapes: R response tokens of an answer, s candidates that are shown of each.
+Shapes: R tokens of a completion, s candidates shown per model.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 from hybrid_gkd.types import Sample, TopK
 
 ANSWERS, TOKENS = 3, 200
-"""Answers of a validation whose tokens are kept, and tokens from the beginning of each."""
+"""Completions of a validation whose tokens are shown, and leading tokens of each."""
 
 
 def token_scores(
     sample: Sample, teacher: TopK, found: np.ndarray, decode: Callable[[list[int]], str]
 ) -> list[list[Any]]:
-    """A row for each token: its text, KL(teacher, student) in nats, the teacher's s most likely tokens and those s of
-    the teacher's candidates that the student finds most likely; a candidate is text, the teacher's probability, the
-    student's. `found` [R, 2 + 3 s] is what `Actor.compute_divergences` gives.
+    """Return one row per token: text, KL(teacher, student) in nats, the teacher's candidates, the student's candidates.
+
+    The s candidates of either are the most likely ones by that model among the teacher's top k; a candidate is (text,
+    teacher's probability, student's probability). `found` [R, 2 + 3 s] is the result of `Actor.compute_divergences`.
     """
     shown = (found.shape[1] - 2) // 3
     text_of = functools.cache(lambda token: decode([token]))

@@ -1,4 +1,4 @@
-"""The actor: a sharded model with the objective of distillation or PPO. Knows neither Ray nor vLLM.
+"""The actor: a sharded model with the objective of distillation or PPO. Depends on neither Ray nor vLLM.
 
 Shapes: R trained tokens of a micro-batch, K candidates per trained token.
 """
@@ -40,17 +40,18 @@ from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId, TopK
 
 WARMUP_AFTER_SFT = 0.1
-"""Of the optimizer steps behind a warm-up by SFT: at a high rate at once its student would lose what it has learned."""
+"""Warm-up fraction of the optimizer steps after a warm start by SFT, if none is configured: a high initial rate would
+undo the warm start."""
 SHOWN_CANDIDATES = 5
-"""Of teacher and student, at a token of a held-out answer."""
+"""Number of candidates of teacher and student shown per token of a held-out completion."""
 HEAD_METRICS = {"entropy": "actor/entropy", "overlap_ratio": "actor/distillation/overlap_ratio"}
-"""What the head calls them -> what they are reported as."""
+"""Metric names by the head's names."""
 HEAD_ROWS = "rows of the head"
-"""Name of the number of rows that the head computes, where it is not that of trained tokens."""
+"""Name of the count of rows that the head computes, if it differs from the number of trained tokens."""
 
 
 def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool = False) -> Objective:
-    """The terms of a run's loss, in the order in which they are added up. `given`: there are given answers."""
+    """Return the terms of the loss in order of summation. `given`: whether there are given completions."""
     row = table.policy_loss(actor.policy_loss.loss_mode)
     bounds = {f"clip_ratio_{side}": getattr(actor, f"clip_ratio_{side}") for side in ("low", "high")}
     options = {key: actor.clip_ratio if value is None else value for key, value in bounds.items()}
@@ -62,7 +63,7 @@ def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool 
             table.weighted_divergences(loss.loss_mode, loss.mixed_weights, loss.loss_fn),
             tail=loss.tail, beta=loss.beta,
             estimator=loss.loss_mode, policy=policy if loss.use_policy_gradient else None,
-            # As a reward it is in the advantages; the divergence is only reported then.
+            # As a reward, it is part of the advantages, and the divergence is only reported.
             coefficient=0.0 if loss.as_reward else loss.distillation_loss_coef,
             limit=None if loss.as_reward else loss.loss_max_clamp,
         ))  # fmt: skip
@@ -77,7 +78,7 @@ def make_objective(loss: DistillationConfig, actor: ActorConfig, *, given: bool 
 
 
 class Actor(TrainedModel):
-    """One rank of the student. Raises ModelError if it cannot be loaded or its architecture not be trained exactly.
+    """One rank of the student. Raises ModelError: it cannot be loaded or its architecture is not supported.
 
     `num_ids`: see `LogprobModel`.
     """
@@ -91,9 +92,9 @@ class Actor(TrainedModel):
         self.optim_sft, self.sft_updates = arr.actor.optim_sft, config.sft_updates
         row = config.distillation.weighting
         self.selection = row if row is not None and row.needs == "student" else None
-        """Token weights that need the student's distribution."""
+        """Token weights that depend on the student's distribution, if configured."""
         self.skips_rows = config.distils_alone
-        """Rows that are not selected are left out of the head: no other term needs them."""
+        """Whether the head skips unselected rows, because no other term needs them."""
         self.topk = config.distillation.topk if config.distillation.enabled else 0
         self.ref_topk = config.ref_topk
         self.sampling_temperature = arr.rollout.temperature
@@ -106,7 +107,7 @@ class Actor(TrainedModel):
         )
 
     def learning_rate(self) -> float:
-        """Of the next optimizer step; the first `sft_updates` have a schedule of their own."""
+        """Return the rate of the next optimizer step; the first `sft_updates` steps have their own schedule."""
         assert self.optim is not None
         done, left = self.updates_done - self.sft_updates, self.num_updates - self.sft_updates
         if done < 0:
@@ -117,7 +118,7 @@ class Actor(TrainedModel):
         return learning_rate(optim, done, left)
 
     def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sums over the trained tokens of a micro-batch: of the loss, of the metrics by name, and of `_reported`."""
+        """Return sums over a micro-batch's trained tokens: the loss, and metrics and token counts by name."""
         batch, rows, sampled_ids = pack_samples(micro_batch, self.device)
         ids, topk, signals = self._signals(micro_batch, sampled_ids)
         options: dict[str, Any] = {"entropy_weights": self.objective.entropy_weights(signals, len(rows), self.device)}
@@ -146,8 +147,8 @@ class Actor(TrainedModel):
         return loss, {HEAD_METRICS.get(name, name): value for name, value in sums.items()} | counts
 
     def _signals(self, micro_batch: tuple[Sample, ...], sampled_ids: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
-        """The ids [R, ...] whose log-probabilities the loss needs, of how many the head sums the mass outside, and the
-        signals that it compares them with."""
+        """Return the inputs of the loss: ids [R, ...] whose log-probabilities it needs, the number of leading ids that
+        define the tail, and the signals."""
         signals = join_signals(micro_batch, self.objective.signals, self.device)
         columns = [signals[f"{name}.ids"] for name in self.objective.candidates if f"{name}.ids" in signals]
         topk = columns[0].shape[1] if columns else 0
@@ -158,10 +159,10 @@ class Actor(TrainedModel):
     def _select(
         self, micro_batch: tuple[Sample, ...], signals: dict[str, Tensor], student: RowStatistics
     ) -> tuple[Tensor | None, LossFunction]:
-        """Select rows by the student's distribution, as `LogprobModel.forward` needs it; reduce the signals to them.
+        """Select rows by the student's distribution for `LogprobModel.forward`, and reduce the signals to them.
 
-        Where another term needs all rows, the signals stay, and rows that are not selected get the factor 0 in the
-        distillation term.
+        If another term needs all rows, the signals are kept, and unselected rows get the factor 0 in the distillation
+        term.
         """
         assert self.selection is not None
         scores, counted = self.selection.function(student, signals), signals.get("weights/distillation")
@@ -177,7 +178,7 @@ class Actor(TrainedModel):
         return None, self.objective.loss_fn(signals)
 
     def check_packing(self, longest: int) -> None:
-        """See `check_packing` in logprob_model.py. Raises ModelError, for the key of the model's path."""
+        """Run `check_packing` of logprob_model.py. Raises ModelError naming the key of the model's path."""
         self.hf_model.eval()  # PhiMoE's router draws random numbers in training
         with naming(PATH_KEY):
             check_packing(self.model, self.hf_model.config, longest=longest, device=self.device)
@@ -185,7 +186,7 @@ class Actor(TrainedModel):
         self.reshard()
 
     def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
-        """Of each sample float32 [R], the log-probabilities of its trained tokens at the sampling temperature."""
+        """Return log-probabilities of the trained tokens at the sampling temperature, float32 [R] per sample."""
         self._seed()
         temperature = self.sampling_temperature
         found = sampled_logprobs(self.model, micro_batches, temperature=temperature, device=self.device)
@@ -194,10 +195,10 @@ class Actor(TrainedModel):
 
     @torch.no_grad()
     def compute_divergences(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
-        """Of each sample, all of them scored, float32 [R, 2 + 3 s], at `distillation.temperature`.
+        """Return divergences of scored samples, float32 [R, 2 + 3 s] each, at `distillation.temperature`.
 
-        First forward and reverse KL between teacher and student, nats, on the teacher's top k and the tail; the rest
-        compares their s most likely candidates, see `Objective.keep_divergences`. s is 5, or k where that is less.
+        The first two columns are forward and reverse KL between teacher and student, nats, on the teacher's top-k and
+        the tail. The others compare their s most likely candidates, see `Objective.keep_divergences`; s is min(5, k).
         """
         self._seed()
         result: dict[SampleId, np.ndarray] = {}
@@ -212,16 +213,16 @@ class Actor(TrainedModel):
         return result
 
     def compute_ref_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
-        """As `compute_logprobs`, of the model below the LoRA adapters: a reference that needs no second model."""
+        """Return `compute_logprobs` of the base model without LoRA adapters, as a reference without a second model."""
         assert self.adapters is not None, "a student without adapters has no other weights"
-        with self.adapters.left_out():
+        with self.adapters.disabled():
             return self.compute_logprobs(micro_batches)
 
     def compute_ref_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
-        """As `compute_ref_logprobs`, with the `ref.topk` most likely tokens."""
+        """Return the base model's `ref.topk` most likely tokens at the trained tokens of each sample."""
         assert self.adapters is not None, "a student without adapters has no other weights"
         self._seed()
-        with self.adapters.left_out():
+        with self.adapters.disabled():
             found = top_candidates(
                 self.model, micro_batches, temperature=self.sampling_temperature, device=self.device, k=self.ref_topk
             )
@@ -236,18 +237,18 @@ class Actor(TrainedModel):
 
 
 def _count(metric: str, signals: tuple[str, ...]) -> str:
-    """Name of the number of tokens that have one of the signals, and are in the quarter that the metric is of."""
+    """Return the name of a metric's token count: tokens with one of the signals, in the metric's quarter, if any."""
     quarter = _quarter(metric)
     return f"tokens with {' or '.join(signals)}" + ("" if quarter is None else f" in quarter {quarter}")
 
 
 def _num_counted(sample: Sample) -> int:
-    """Return how many of the trained tokens have a weight other than 0 in the distillation term."""
+    """Return the number of trained tokens with a non-zero weight in the distillation term."""
     name = "weights/distillation"
     return int(np.count_nonzero(sample.array(name))) if name in sample.signals else sample.num_trained
 
 
 def _quarter(metric: str) -> int | None:
-    """Which quarter of the answers a metric is of, 0 to 3; None: of all."""
+    """Return the quarter of the completions, 0 to 3, that a metric covers; None for all."""
     _, found, number = metric.rpartition("/q")
     return int(number) - 1 if found else None

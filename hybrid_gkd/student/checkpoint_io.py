@@ -1,4 +1,4 @@
-"""A sharded model's part of a checkpoint, and its export as a Hugging Face folder."""
+"""Saving and loading of a sharded model in a checkpoint, and export as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hybrid_gkd.student.shard_files import Part, ShardFiles, write_shard
 from hybrid_gkd.student.sharded_model import ShardedModel
 
 WEIGHTS = "weights"
-"""Tensors are named `weights/<Hugging Face name>`, `exp_avg/<Hugging Face name>` and so on by the optimizer's names.
-With LoRA they are the adapters, under peft's names: the weights below them are those of the model that is given."""
+"""Prefix of weights. Tensors are named `weights/<Hugging Face name>`, `exp_avg/<Hugging Face name>` and so on for the
+optimizer state. With LoRA, they are the adapters under peft's names; base weights are not saved."""
 
 
 def snapshot_model(
     model: ShardedModel, to_host: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> Callable[[Path], dict[str, FileSum]]:
-    """Take this rank's rows of weights and optimizer state, each row on one rank; with `to_host` as they are now.
+    """Take this rank's rows of weights and optimizer state, each row on one rank; `to_host` may copy them.
 
-    Returns a function that writes them into a folder and gives the file's name and checksum. It is not collective, and
+    Returns a function that writes them to a folder and returns the file's name and checksum. It is not collective and
     raises CheckpointError.
     """
     name = f"rank_{dist.get_rank()}_of_{dist.get_world_size()}.safetensors"
@@ -52,37 +52,37 @@ def snapshot_model(
 
 
 def snapshot_bytes(model: ShardedModel) -> int:
-    """Of what `snapshot_model` takes once the optimizer has its two moments of every weight."""
+    """Return the bytes of a snapshot of `snapshot_model`, including two optimizer moments per weight."""
     local = (_part(name, weight, lambda tensor: tensor) for name, weight in _weights(model).items())
     return sum(3 * part.values().nbytes for part in local if part is not None)
 
 
 def export_bytes(model: ShardedModel) -> int:
-    """Of the weights that `gather_huggingface` takes on rank 0, adapters aside."""
+    """Return the bytes of the weights that `gather_huggingface` gathers on rank 0, without adapters."""
     return int(model.hf_model.stored_dtype.itemsize * sum(weight.numel() for weight in model.hf_model.parameters()))
 
 
 def save_model(model: ShardedModel, folder: Path) -> dict[str, FileSum]:
-    """Write this rank's rows of weights and optimizer state, each row by one rank; the file's name and checksum.
+    """Write this rank's rows of weights and optimizer state; return the file's name and checksum. Collective.
 
-    Collective. Raises CheckpointError on all ranks if one of them cannot write.
+    Each row is written by one rank. Raises CheckpointError on all ranks if one of them cannot write.
     """
     reason, written = None, None
     try:
         written = snapshot_model(model)(folder)
     except CheckpointError as error:
         reason = str(error)
-    # The others must not wait for this rank in the next collective. On the host: on a GPU the first collective takes
-    # half a GiB for NCCL, which a single worker otherwise never needs.
+    # The other ranks must not wait for a failed one in the next collective. On the host, because the first collective
+    # on a GPU makes NCCL allocate half a GiB, which a single worker otherwise never needs.
     failed = torch.tensor(float(written is None))
     dist.all_reduce(failed)
     if written is None or failed.item():
-        raise CheckpointError(reason or f"cannot write {folder}: another worker has failed")
+        raise CheckpointError(reason or f"cannot write {folder}: another worker failed")
     return written
 
 
 def load_model(model: ShardedModel, folder: Path) -> None:
-    """Restore the state of `save_model`, also on another number of ranks. Raises CheckpointError."""
+    """Restore the state saved by `save_model`, on any number of ranks. Raises CheckpointError."""
     files = ShardFiles(folder)
     for name, tensor in _weights(model).items():
         _fill(files, f"{WEIGHTS}/{name}", tensor)
@@ -92,10 +92,10 @@ def load_model(model: ShardedModel, folder: Path) -> None:
 
 
 def _load_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer, files: ShardFiles) -> None:
-    """The optimizer's state, on new tensors, which the optimizer puts where it wants them."""
+    """Load the optimizer state into new tensors."""
     names = {id(parameter): name for name, parameter in _weights(model).items()}
     kinds = sorted({name.partition("/")[0] for name in files.names()} - {WEIGHTS})
-    optimizer.state.clear()  # before there are new ones: it is most of a model's memory
+    optimizer.state.clear()  # first, because the state is most of a model's memory
     state: dict[int, dict[str, Tensor]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
@@ -107,13 +107,13 @@ def _load_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer, files
             tensor = torch.zeros(()) if files.shape(name) == () else torch.zeros_like(parameter)
             _fill(files, name, tensor)
             state[number][kind] = tensor
-    # Rates and decay are those of this run's configuration.
+    # Learning rate and weight decay follow this run's configuration.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _weights(model: ShardedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each once, under the first of its Hugging Face names; or the adapters."""
-    # Here FSDP2 takes back what a pass that has failed left gathered: not the weights that the optimizer knows.
+    """Return parameters and persistent buffers, each once under its first Hugging Face name; or the adapters."""
+    # state_dict also reshards weights that a failed pass left gathered.
     state = model.hf_model.state_dict(keep_vars=True)
     if model.adapters is not None:
         return dict(adapter_weights(model.hf_model))
@@ -130,11 +130,11 @@ def _tensors(model: ShardedModel) -> dict[str, Tensor]:
 
 
 def _part(name: str, tensor: Tensor, to_host: Callable[[Tensor], Tensor]) -> Part | None:
-    """What this rank writes: its rows if it is the first of those that have them."""
+    """Return this rank's rows if it is the first rank that holds them; otherwise None."""
     local, first_row = _rows(tensor)
     place = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else [dist.get_rank(), 0]
     assert place is not None
-    if not local.numel() or any(place[:-1]):  # the last dimension of the mesh shards, a first one replicates
+    if not local.numel() or any(place[:-1]):  # the last mesh dimension shards, a first one replicates
         return None
     values = to_host(local.detach())
     return Part(name, local.dtype, tuple(local.shape), tuple(tensor.shape), first_row, lambda: values)
@@ -146,13 +146,13 @@ def _fill(files: ShardFiles, name: str, tensor: Tensor) -> None:
 
 
 def _rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's memory, and the row of the whole tensor at which it begins."""
+    """Return this rank's local tensor and its first row in the whole tensor."""
     local, rows = local_rows(tensor)
     return local, (rows.start or 0) if isinstance(rows, slice) else 0
 
 
 def export_huggingface(model: ShardedModel, folder: Path, **options: Any) -> None:
-    """`gather_huggingface` with its options, and write at once. Collective."""
+    """Gather with `gather_huggingface` and its options, and write the folder. Collective."""
     gather_huggingface(model, **options)(folder)
 
 
@@ -160,10 +160,10 @@ def gather_huggingface(
     model: ShardedModel, *, tokenizer_path: str, trust_remote_code: bool, merge: bool = False,
     to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
 ) -> Callable[[Path], None]:
-    """Gather the weights in their stored type and take them to the host of rank 0. Collective.
+    """Gather the weights in their stored type to the host of rank 0. Collective.
 
-    Returns a function that writes there a folder that transformers and vLLM load: weights, config, tokenizer; on other
-    ranks it does nothing. With LoRA the folder is peft's of the adapters, or with `merge` has the whole model.
+    Returns a function that writes, on rank 0 only, a folder for transformers and vLLM: weights, config, tokenizer. With
+    LoRA it is a peft adapter folder, or with `merge` the whole model.
     """
     is_first, hf_model = dist.get_rank() == 0, model.hf_model
     write: Callable[[dict[str, Tensor], Path], None]
@@ -182,23 +182,23 @@ def gather_huggingface(
             tokenizer.save_pretrained(folder)
             has_config = (folder / GENERATION_CONFIG_NAME).is_file()  # adapters have none
             if has_config and tokenizer.eos_token_id is not None:
-                _end_with(tokenizer.eos_token_id, folder)
+                _add_end_token(tokenizer.eos_token_id, folder)
 
     return export
 
 
-def _end_with(token: int, folder: Path) -> None:
-    """Have transformers end responses where the student's ended: it does not ask the tokenizer, as vLLM does."""
+def _add_end_token(token: int, folder: Path) -> None:
+    """Add the tokenizer's end token to generation_config.json; vLLM reads the tokenizer, transformers does not."""
     fields = GenerationConfig.from_pretrained(folder).to_dict()
     ends = fields["eos_token_id"] if isinstance(fields["eos_token_id"], list) else [fields["eos_token_id"]]
     if token not in ends:
         fields["eos_token_id"] = [end for end in ends if end is not None] + [token]
-        # Without the mark that these are config.json's: transformers would take the tokens from there.
+        # Without the private field that makes transformers read the tokens from config.json.
         GenerationConfig(**{name: value for name, value in fields.items() if name[0] != "_"}).save_pretrained(folder)
 
 
 def _write_weights(hf_model: Any, weights: dict[str, Tensor], folder: Path) -> None:
     hf_model.save_pretrained(folder, state_dict=weights)
     exported = copy.deepcopy(hf_model.config)
-    exported.dtype = hf_model.stored_dtype  # save_pretrained names the type of the master weights
+    exported.dtype = hf_model.stored_dtype  # save_pretrained writes the type of the master weights
     exported.save_pretrained(folder)

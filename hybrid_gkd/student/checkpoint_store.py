@@ -1,15 +1,15 @@
-"""The checkpoints of a run: names, atomic writes, checksums. `student/checkpoint_io.py` fills them.
+"""The checkpoints of a run: names, atomic writes, checksums. `student/checkpoint_io.py` writes their contents.
 
     <run folder>/
-      latest_checkpointed_iteration.txt     number of the newest complete checkpoint
+      latest_checkpointed_iteration.txt     step of the newest complete checkpoint
       global_step_N/
-        actor/              weights and optimizer state: a safetensors file of each rank, see student/shard_files.py
-        huggingface/        config, safetensors, tokenizer; of LoRA, an adapter folder of peft's
+        actor/              weights and optimizer state: one safetensors file per rank, see student/shard_files.py
+        huggingface/        config, safetensors, tokenizer; with LoRA a peft adapter folder
         trainer_state.json  see TrainerState
-        manifest.json       every other file with its size and checksum
+        manifest.json       size and checksum of every other file
 
-A checkpoint is written under a temporary name, perhaps while training goes on, synced to the disk and renamed when it
-is complete. It is numbers and JSON: nothing in it is executed when it is read.
+A checkpoint is written under a temporary name, possibly in the background, flushed to disk and renamed when it is
+complete. It consists of numbers and JSON: loading it executes nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 LATEST, STATE, MANIFEST = "latest_checkpointed_iteration.txt", "trainer_state.json", "manifest.json"
 RESERVED, UNFINISHED = ".reserved_for_a_checkpoint", ".global_step_*.writing"
-"""What a killed run leaves behind: the room that it held, and a checkpoint that it had begun."""
+"""Names of the file that reserves disk space, and of incomplete checkpoints; a killed run leaves them behind."""
 READERS = 8
-"""Files that are checked at the same time."""
+"""Number of files checked concurrently."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best validation of a run so far."""
+    """Best validation of a run so far."""
 
     metric: str
     value: float
@@ -53,45 +53,45 @@ class TrainerState:
     """Progress of a run."""
 
     step: int
-    """Training steps done; with `extra_batches` they are the position in the data."""
+    """Completed training steps; with `extra_batches`, the position in the data."""
     data: dict[str, Any]
-    """Settings that the position in the data also depends on; with other values a resume would train other batches."""
+    """Settings that determine the batches at this position; they must not change on resume."""
     first_metrics: dict[str, float]
-    """Metrics of the first step and of the validation before training, for the final report."""
+    """Metrics of the first step and of the validation before training, for the final table."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What decided the learning, see ppo/resuming.py; empty where that is not known."""
+    """Settings that determine what is learned, see ppo/resuming.py; empty if unknown."""
     working_dir: str = ""
-    """Folder in which relative paths of the settings begin; empty where that is not known."""
+    """Base folder of relative paths in the settings; empty if unknown."""
     best: Best | None = None
-    """Its checkpoint is kept; None where none is asked for or known."""
+    """Best validation, whose checkpoint is kept; None without one."""
     kl_coef: float | None = None
-    """Of the KL in the rewards, where `algorithm.kl_ctrl.type=adaptive` changes it."""
+    """Coefficient of the KL penalty in the rewards, if `algorithm.kl_ctrl.type=adaptive`."""
     extra_batches: int = 0
-    """Generation batches that these steps took beyond one each (`algorithm.filter_groups`)."""
+    """Generation batches beyond one per step (`algorithm.filter_groups`)."""
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run folder, of which the newest `keep` stay, and the best; None keeps all."""
+    """Checkpoints of a run folder; keeps the newest `keep` and the best one, or all if `keep` is None."""
 
     run_dir: Path
     keep: int | None
     reserved_bytes: int = 0
-    """Room that `reserve` takes on the disk for the next checkpoint."""
+    """Disk space that `reserve` allocates for the next checkpoint."""
 
     def reserve(self) -> None:
-        """Hold the room of one checkpoint until the next is written. Raises CheckpointError if the disk has less."""
+        """Reserve disk space for the next checkpoint. Raises CheckpointError: the disk has less."""
         try:
             self._remove_unfinished()
             self._reserved.take()
         except OSError as error:
             needed = f"{self.reserved_bytes / 2**20:.0f} MiB"
             raise CheckpointError(
-                f"{self.run_dir}: no room for the next checkpoint ({needed}): {error.strerror}"
+                f"{self.run_dir}: not enough disk space for the next checkpoint ({needed}): {error.strerror}"
             ) from error
 
     def release(self) -> None:
-        """Give the room back. Harmless when repeated."""
+        """Free the reserved space; idempotent."""
         self._reserved.release()
 
     @property
@@ -99,26 +99,26 @@ class CheckpointStore:
         return ReservedSpace(self.run_dir / RESERVED, self.reserved_bytes)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, or None. What it holds is not looked at."""
+        """Return the newest checkpoint, or None; its contents are not checked."""
         return next(iter(self.newest_first()), None)
 
     def newest_first(self) -> list[Path]:
-        """The checkpoint that the pointer names, be it there or not, and those of the steps before it."""
+        """Return the checkpoint that the pointer names, existing or not, followed by those of earlier steps."""
         pointer, steps = self.run_dir / LATEST, self._steps()
         if pointer.is_file() and (text := pointer.read_bytes().strip()).isdigit():
             named = int(text)
             folder, replaced = self._folders(named)
-            if not folder.exists() and replaced.exists():  # a run was killed while it wrote this step anew
+            if not folder.exists() and replaced.exists():  # a run was killed while it replaced this step
                 os.rename(replaced, folder)
             steps = [*(step for step in steps if step < named), named]
         return [self._folders(step)[0] for step in reversed(steps)]
 
     @contextlib.contextmanager
     def writing(self, state: TrainerState, sums: dict[str, FileSum] | None = None) -> Iterator[Path]:
-        """Yield a folder to write into; make it `global_step_<step>` when the block ends without an exception.
+        """Yield a folder to write to; rename it to `global_step_<step>` at the end, unless there is an exception.
 
-        `sums`, by the path in the folder: what the block has computed while it wrote; other files are read for it.
-        Raises CheckpointError if the disk is full or not writable; earlier checkpoints are as they were.
+        `sums`: checksums by path in the folder, computed while writing; other files are read to compute theirs. Raises
+        CheckpointError: the disk is full or not writable; earlier checkpoints are unchanged.
         """
         folder = self.begin(state.step)
         try:
@@ -128,7 +128,7 @@ class CheckpointStore:
         self.complete(state, sums or {})
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of the checkpoint after a step, until `complete`. Raises CheckpointError."""
+        """Create an empty folder for a step's checkpoint, to be finished by `complete`. Raises CheckpointError."""
         folder = self._unfinished(step)
         try:
             self.release()
@@ -139,7 +139,7 @@ class CheckpointStore:
         return folder
 
     def complete(self, state: TrainerState, sums: dict[str, FileSum]) -> None:
-        """Make the folder of `begin` a checkpoint, with all its files flushed to the disk, and remove old ones."""
+        """Flush the folder of `begin` to disk, make it a checkpoint, and remove old ones. Raises CheckpointError."""
         (final, replaced), folder = self._folders(state.step), self._unfinished(state.step)
         pointer = self.run_dir / f".{LATEST}.writing"
         try:
@@ -147,7 +147,7 @@ class CheckpointStore:
             write_manifest(folder, sums)
             _sync(folder)
             shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():  # of a run that was resumed from an earlier step
+            if final.exists():  # the run was resumed from an earlier step
                 os.rename(final, replaced)
             os.rename(folder, final)
             pointer.write_text(f"{state.step}\n", encoding="utf-8")
@@ -160,7 +160,7 @@ class CheckpointStore:
             self._prune(state, self.keep)
 
     def _remove_unfinished(self) -> None:
-        """A run was killed, or a write has failed."""
+        """Remove incomplete checkpoints of killed runs and failed writes."""
         for folder in self.run_dir.glob(UNFINISHED):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,11 +171,11 @@ class CheckpointStore:
         return CheckpointError(f"cannot write checkpoint {self.folder(step)}: {error}")
 
     def folder(self, step: int) -> Path:
-        """Of the checkpoint after a step, be it there or not."""
+        """Return the folder of a step's checkpoint, existing or not."""
         return self.run_dir / f"global_step_{step}"
 
     def _folders(self, step: int) -> tuple[Path, Path]:
-        """Of a checkpoint, and where it waits while a new one of the same step takes its place."""
+        """Return the folder of a checkpoint, and its temporary name while it is replaced."""
         return self.folder(step), self.run_dir / f".global_step_{step}.replaced"
 
     def _steps(self) -> list[int]:
@@ -187,8 +187,8 @@ class CheckpointStore:
             if state.best is None or step != state.best.step:
                 try:
                     shutil.rmtree(self.folder(step))
-                except OSError as error:  # the new one is complete: a file that is in use, or a link, ends no run
-                    logger.warning("an old checkpoint stays: %s: %s", self.folder(step), error)
+                except OSError as error:  # a file in use or a link must not fail the run: the new one is complete
+                    logger.warning("cannot remove an old checkpoint: %s: %s", self.folder(step), error)
 
 
 def load_state(folder: Path) -> TrainerState:
@@ -203,7 +203,7 @@ def load_state(folder: Path) -> TrainerState:
 
 
 def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
-    """List all files of a checkpoint; those that are not in `sums` are read. Raises OSError."""
+    """Write the list of all files of a checkpoint; compute checksums missing in `sums`. Raises OSError."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(lambda name: sums.get(name) or FileSum.of(folder / name), names)
@@ -212,10 +212,10 @@ def write_manifest(folder: Path, sums: dict[str, FileSum]) -> None:
 
 
 def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) -> dict[str, str]:
-    """What is wrong with the files of a checkpoint whose path in it matches a pattern, by that path.
+    """Return the problems of a checkpoint's files by path, for paths that match a pattern.
 
-    All sizes are compared, and the checksums of files up to `largest` bytes. Raises CheckpointError if the manifest
-    cannot be read.
+    All sizes are checked, and the checksums of files up to `largest` bytes. Raises CheckpointError: the manifest cannot
+    be read.
     """
     file = folder / MANIFEST
     try:
@@ -240,7 +240,7 @@ def find_damage(folder: Path, *, files: str = "*", largest: float = math.inf) ->
 
 
 def _sync(folder: Path) -> None:
-    """Flush every file and folder below `folder` to the disk."""
+    """Flush every file and folder below `folder` to disk."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The critic: a sharded model whose head gives one value per token. Knows neither Ray nor vLLM.
+"""The critic: a sharded model with a value head. Depends on neither Ray nor vLLM.
 
 Shapes: R trained tokens of a micro-batch, D hidden size.
 """
@@ -17,41 +17,41 @@ from hybrid_gkd.models.packed_attention import PackedBatch
 from hybrid_gkd.student.loading import PATH_KEY
 from hybrid_gkd.student.logprob_model import (
     by_sample,
+    check_supported,
     count_tokens,
     hidden_states,
     join_signals,
     pack_samples,
-    refuse_unsupported,
 )
 from hybrid_gkd.student.trained_model import TrainedModel
 from hybrid_gkd.types import Sample, SampleId
 
 READ_SIGNALS = ("values", "returns", "weights", "weights/value", "sampled_weights")
-"""By the loss."""
+"""Signals that the loss reads."""
 
 
 class ValueModel(nn.Module):
     """A causal LM whose output embedding is replaced by a linear map to one value.
 
-    Raises ModelError if the architecture mixes packed sequences or has dropout.
+    Raises ModelError: the architecture mixes packed sequences or has dropout.
     """
 
     def __init__(self, model: Any):
         super().__init__()
-        refuse_unsupported(model)
+        check_supported(model)
         hidden_size = model.get_output_embeddings().in_features
         model.set_output_embeddings(nn.Linear(hidden_size, 1, device="meta", dtype=torch.float32))
         self.model: Any = model
 
     def forward(self, batch: PackedBatch, rows: Tensor) -> Tensor:
-        """Values at the packed positions `rows` [R], float32 [R]: of the state before the token that each predicts."""
+        """Return the values at the packed positions `rows` [R], float32 [R]: before the token that each predicts."""
         head = self.model.get_output_embeddings()
-        values: Tensor = head(hidden_states(self.model, batch, rows).float()).sum(1)  # not a view, which FSDP2 warns of
+        values: Tensor = head(hidden_states(self.model, batch, rows).float()).sum(1)  # FSDP2 warns about views
         return values
 
 
 class Critic(TrainedModel):
-    """One rank of the critic. Raises ModelError if it cannot be loaded or its architecture not be trained exactly."""
+    """One rank of the critic. Raises ModelError: it cannot be loaded or its architecture is not supported."""
 
     prefix, loss_name, section = "critic", "critic/vf_loss", "critic"
 
@@ -84,7 +84,7 @@ class Critic(TrainedModel):
 
     @torch.no_grad()
     def compute_values(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
-        """Of each sample float32 [R], what the critic expects before each trained token."""
+        """Return the value before each trained token, float32 [R] per sample."""
         self._seed()
         result: dict[SampleId, np.ndarray] = {}
         for micro_batch in micro_batches:

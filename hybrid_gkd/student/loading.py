@@ -1,12 +1,12 @@
-"""A student whose weights are never whole in one place: built without memory, sharded, then read row by row.
+"""Sharded loading of models: no process ever holds the whole weights.
 
     model = build_model(path, ...)          # parameters on the meta device, buffers real
     fully_shard(...)                        # shards on the meta device
     materialize(root, device)               # empty shards on the device
     load_shards(model, path)                # each rank reads its own rows from the safetensors files
 
-A rank holds its shards and, while it reads, the rows of one of them. Only a checkpoint that transformers has to rename
-or convert (or not in safetensors) is loaded whole, on rank 0's host, and handed out tensor by tensor.
+A rank holds its shards and, while it reads, the rows of one of them. Only a checkpoint that transformers must rename or
+convert, or that is not in safetensors, is loaded whole on rank 0's host and broadcast tensor by tensor.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ from hybrid_gkd.rollout.weights import unique_tensors
 PATH_KEY = "actor_rollout_ref.model.path"
 logger = logging.getLogger(__name__)
 Weight = tuple[tuple[str, ...], Tensor]
-"""A parameter or persistent buffer after all of its names (more than one where weights are tied)."""
+"""All names (several if weights are tied) of a parameter or persistent buffer, and the tensor."""
 
 
 def build_model(
     path: str, *, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any], key: str = PATH_KEY,
     classifier: bool = False,
 ) -> Any:
-    """The causal LM (or classifier) that `path` describes, with packed attention; parameters on the meta device,
-    buffers real.
+    """Build the causal LM (or classifier) of `path` with packed attention: parameters on the meta device, buffers real.
 
-    Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps. `key` is that of the
-    path, for messages.
+    Its attribute `stored_dtype` is the type of the weights in the folder, which an export keeps. `key` is the
+    configuration key of the path, for messages.
 
-    Raises ModelError if there is no such model or its weights are quantised, ConfigError as `read_config`.
+    Raises ModelError: there is no such model or its weights are quantised; ConfigError as `read_config` does.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
@@ -58,8 +57,8 @@ def build_model(
     try:
         hf_config = read_config(path, trust_remote_code, override_config)
         if getattr(hf_config, "quantization_config", None) is not None:
-            raise ModelError(f"{key}: {path!r} holds quantised weights, which cannot be trained")
-        stored = getattr(hf_config, "dtype", None) or torch.float32  # text where another library read config.json
+            raise ModelError(f"{key}: {path!r} has quantised weights, which cannot be trained")
+        stored = getattr(hf_config, "dtype", None) or torch.float32  # a string if another library read config.json
         with init_empty_weights(include_buffers=False):
             model = auto_class(hf_config, classifier).from_config(
                 hf_config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
@@ -69,17 +68,17 @@ def build_model(
     except (KeyError, TypeError, AttributeError) as error:  # of a field that the architecture needs
         raise ModelError(f"{key}: cannot load {path!r}: {in_words(error)}") from error
     model.stored_dtype = getattr(torch, stored) if isinstance(stored, str) else stored
-    model.tie_weights()  # init_empty_weights makes two parameters of a tied one
+    model.tie_weights()  # init_empty_weights splits tied parameters
     use_torch_norms(model)
     if classifier:
         return model
-    with contextlib.suppress(OSError):  # not every folder has one; then it follows from config.json
+    with contextlib.suppress(OSError):  # optional file; by default derived from config.json
         model.generation_config = _saveable(GenerationConfig.from_pretrained(path), model.generation_config, path)
     return model
 
 
 def classifier_head(model: Any) -> nn.Linear:
-    """The linear map from the last hidden state to the logit of a classifier. Raises ModelError: it has none."""
+    """Return the linear map from the last hidden state to a classifier's logit. Raises ModelError: there is none."""
     for name in ("score", "classifier"):
         if isinstance(head := getattr(model, name, None), nn.Linear) and head.out_features == 1:
             return head
@@ -87,9 +86,10 @@ def classifier_head(model: Any) -> nn.Linear:
 
 
 def _saveable(found: Any, derived: Any, path: str) -> Any:
-    """A folder's generation_config.json, which transformers loads also where it would refuse to save it; or `derived`.
+    """Return a folder's generation config if transformers can save it, otherwise `derived`.
 
-    Most such files have a temperature and no `do_sample`, and mean that one should sample.
+    Invalid ones, which transformers loads but does not save, mostly set a temperature without `do_sample`; that field
+    is added.
     """
     for sampling in (found.do_sample, True):
         found.do_sample = sampling
@@ -98,14 +98,14 @@ def _saveable(found: Any, derived: Any, path: str) -> Any:
             return found
         except ValueError as error:
             reason = in_words(error)
-    logger.warning("%s: generation_config.json is left out of exports: %s", path, reason)
+    logger.warning("%s: generation_config.json is invalid and not exported: %s", path, reason)
     return derived
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
-    """Give the parameter shards of the root FSDP module undefined memory on `device`; buffers keep their values.
+    """Allocate the parameter shards of the root FSDP module on `device`, uninitialized; buffers keep their values.
 
-    The parameters stay the objects that FSDP2 and tied modules know, which `to_empty` does for DTensors only.
+    Parameters keep their identity, which FSDP2 and tied modules rely on; `to_empty` ensures that for DTensors only.
     """
     buffers = [
         (module, name, buffer) for module in root.modules()
@@ -118,12 +118,11 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 
 def load_shards(model: Any, path: str, *, key: str = PATH_KEY, new: Container[str] = ()) -> None:
-    """Fill the parameters and persistent buffers of a materialised model, each rank its own rows. Collective.
+    """Load the parameters and persistent buffers of a materialised model, each rank its own rows. Collective.
 
-    The model is one of `build_model` and must not be the root FSDP module itself; `path` and `key` are the same as
-    there. Adapters are left as they are. Weights whose names are in `new` are not those of the folder, whatever it has
-    under them: they become zeros. Raises ModelError if a file cannot be read, or a weight is missing, unexpected or of
-    another shape.
+    The model is a result of `build_model`, not the root FSDP module; `path` and `key` are the same as there. Adapters
+    are not changed. Weights named in `new` are zeroed, even if the folder has them. Raises ModelError: a file cannot be
+    read, or a weight is missing, unexpected or of another shape.
     """
     weights = []
     for names, tensor in unique_tensors(base_weights(model.state_dict(keep_vars=True).items())):
@@ -145,7 +144,7 @@ def load_shards(model: Any, path: str, *, key: str = PATH_KEY, new: Container[st
 
 @torch.no_grad()
 def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any], key: str) -> None:
-    """Copy this rank's rows from the first of `sources` (sliced like a tensor); the others must be equal."""
+    """Copy this rank's rows from the first of `sources`, sliceable like tensors; the others must be equal."""
     local, rows = local_rows(tensor)
     if not local.numel():
         return
@@ -153,13 +152,13 @@ def _fill(names: tuple[str, ...], tensor: Tensor, sources: list[Any], key: str) 
     if not all(torch.equal(first, other) for other in others):
         raise ModelError(
             f"{key}: the configuration ties {' and '.join(names)}, but their weights differ; "
-            f"{key.rpartition('.')[0]}.override_config.tie_word_embeddings=false would keep both"
+            f"set {key.rpartition('.')[0]}.override_config.tie_word_embeddings=false to keep both"
         )
     local.copy_(first)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, Any]:
-    """This rank's memory, which FSDP2 reads too, and the rows of the whole tensor that are its: as torch.chunk cuts."""
+    """Return this rank's local tensor, sharing memory with FSDP2, and its rows of the whole tensor (torch.chunk)."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, slice(None) if tensor.ndim else ...
@@ -174,7 +173,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, Any]:
 
 
 def check_head(model: Any, path: str) -> None:
-    """Raises ModelError if the safetensors files of a folder lack the head of a classifier. Downloads nothing."""
+    """Check that a local folder has the head of a classifier. Raises ModelError: it is missing. Downloads nothing."""
     if not os.path.isdir(path):
         return
     try:
@@ -185,11 +184,11 @@ def check_head(model: Any, path: str) -> None:
     missing = [name for name, parameter in model.named_parameters() if id(parameter) in own and name not in there]
     if there and missing:
         files = ", ".join(map(str, _safetensors_files(path)))
-        raise ModelError(f"the head that gives the score is missing: there is no {missing[0]} in {files}")
+        raise ModelError(f"the classification head is missing: there is no {missing[0]} in {files}")
 
 
 def _safetensors_files(path: str) -> list[Any]:
-    """Those of a folder or hub id, from where they may be downloaded."""
+    """Return the safetensors files of a folder or a hub id; may download them."""
     from transformers.utils import cached_file
 
     try:
@@ -204,7 +203,7 @@ def _safetensors_files(path: str) -> list[Any]:
 
 
 def _open_checkpoint(path: str) -> dict[str, Any]:
-    """Name -> lazily read tensor, over all safetensors files."""
+    """Return lazily read tensors by name, over all safetensors files."""
     checkpoint: dict[str, Any] = {}
     for file in _safetensors_files(path):
         opened = safe_open(file, framework="pt", device="cpu")
@@ -213,7 +212,7 @@ def _open_checkpoint(path: str) -> dict[str, Any]:
 
 
 def _mismatch(model: Any, weights: list[Weight], checkpoint: dict[str, Any]) -> str | None:
-    """Why the checkpoint cannot be read by name, or None."""
+    """Return why the checkpoint cannot be read by name; None if it can."""
     if not checkpoint:
         return "it has no safetensors files"
     unused = set(checkpoint)
@@ -225,25 +224,25 @@ def _mismatch(model: Any, weights: list[Weight], checkpoint: dict[str, Any]) -> 
             if tuple(checkpoint[name].get_shape()) != tuple(tensor.shape):
                 return f"{name} has shape {checkpoint[name].get_shape()} instead of {list(tensor.shape)}"
         unused.difference_update(present)
-    # As transformers does: weights that the architecture declares unneeded, and buffers that old versions saved.
+    # As in transformers, ignore weights that the architecture declares unneeded and buffers saved by old versions.
     patterns = [*unneeded_keys(model), r"rotary_emb\.inv_freq$"]
     unused = {name for name in unused if not any(re.search(pattern, name) for pattern in patterns)}
     return f"the model has no {min(unused)}" if unused else None
 
 
 def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str, key: str) -> None:
-    """Let transformers load, rename and convert the whole model on rank 0's host; broadcast each tensor."""
+    """Load, rename and convert the whole model with transformers on rank 0's host; broadcast each tensor."""
     state: dict[str, Tensor] = {}
     device = local_rows(weights[0][1])[0].device
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         logger.warning(
-            "%s cannot be read shard by shard (%s): transformers loads it, which holds the whole model in this host's "
-            "memory", path, reason,
+            "%s cannot be read in shards (%s): loading the whole model into this host's memory with transformers",
+            path, reason,
         )
         try:
             state = _load_whole(model, path, weights)
-        except Exception as error:  # whatever a broken folder makes transformers raise; the other ranks wait to be told
+        except Exception as error:  # transformers raises various errors; the other ranks wait for the outcome
             outcome[0] = str(error)
     dist.broadcast_object_list(outcome, src=0, device=device)
     if outcome[0] is not None:
@@ -258,10 +257,10 @@ def _load_through_host(model: Any, weights: list[Weight], path: str, reason: str
 
 
 def _load_whole(model: Any, path: str, weights: list[Weight]) -> dict[str, Tensor]:
-    """Name -> tensor, one name per weight. Raises ModelError."""
+    """Load the whole model; return tensors by name, one name per weight. Raises ModelError."""
     loaded, info = type(model).from_pretrained(
         path, config=model.config, dtype=model.dtype, attn_implementation=PACKED_ATTENTION,
-        output_loading_info=True, ignore_mismatched_sizes=True,  # to be told which, in the error below
+        output_loading_info=True, ignore_mismatched_sizes=True,  # reported in the error below
     )
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))

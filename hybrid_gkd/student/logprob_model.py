@@ -1,6 +1,6 @@
-"""A causal LM as log-probabilities of given ids, the packing of samples for it, and the architectures it refuses.
+"""A causal LM that returns log-probabilities of given ids, packing of samples, and checks of the architecture.
 
-Shapes: T packed tokens of a micro-batch, R of them are trained on, K ids per trained token.
+Shapes: T packed tokens of a micro-batch, R of them trained, K ids per trained token.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hybrid_gkd.models.spec import changed_logits
 from hybrid_gkd.types import Sample, SampleId, Signal, TopK
 
 LARGEST_DIFFERENCE, LARGEST_IN_FLOAT32 = 0.5, 1e-3
-"""Nats, mean over the tokens of a sequence, between two packings. Rounding of bfloat16 is 0.03 (12 random layers), and
-sequences that see each other are 4 nats apart (SmolLM2-135M)."""
+"""Largest mean difference between two packings of a sequence, nats/token. Rounding in bfloat16 gives 0.03 (12 random
+layers); sequences that attend to each other differ by 4 nats (SmolLM2-135M)."""
 
 
 class LogprobModel(nn.Module):
     """A causal LM whose forward pass returns log-probabilities of given ids, or a loss of them, instead of logits.
 
-    The head runs inside this module's forward, so FSDP2, which shards the embedding, the last norm and the
-    head as this module's own parameters, has gathered the output embedding when it is used.
+    The head runs inside this module's forward, because FSDP2 shards embedding, last norm and head as this module's own
+    parameters and gathers them for its forward.
 
     Args:
-        num_ids: ids that are tokens, from 0 on: rows of the head beyond take no part. None: all rows are.
+        num_ids: number of token ids; rows of the head beyond have probability 0. None: all rows are tokens.
 
-    Raises ModelError if the architecture mixes packed sequences, changes the logits behind the head, or has dropout.
+    Raises ModelError: the architecture mixes packed sequences, changes the logits after the head, or has dropout.
     """
 
     def __init__(self, model: Any, num_ids: int | None = None):
         super().__init__()
         self.model: Any = model
-        refuse_unsupported(model)
-        _refuse_head(model)
+        check_supported(model)
+        _check_head(model)
         rows = model.get_output_embeddings().out_features
         self.num_ids = rows if num_ids is None else min(num_ids, rows)
 
@@ -55,13 +55,13 @@ class LogprobModel(nn.Module):
         overlap_mask: Tensor | None = None,
         select: Callable[[RowStatistics], tuple[Tensor | None, LossFunction]] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]] | TopLogprobs:
-        """Log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
+        """Return log-probabilities of `ids` [R, K] at the packed positions `rows` [R], float32 [R, K], and no metrics.
 
-        With `loss_fn` the result of `head_loss`, the first `topk` ids being the teacher's. `prepare` makes the loss
-        function from the log-probabilities [R] of the last ids, for one that depends on those of other rows. With
-        `choose` the `topk` most likely ids, and the log-probabilities of `ids` [R, 1] beside them. `select` makes the
-        loss function from the student's distribution at all rows, and chooses those [r] that the loss is computed of
-        (None: all of them): one further matrix product of all rows, and three of those.
+        With `loss_fn`, return the result of `head_loss`; the first `topk` ids are the teacher's. `prepare` builds the
+        loss function from the log-probabilities [R] of the last ids, for losses that depend on other rows. With
+        `choose`, return the `topk` most likely ids and the log-probabilities of `ids` [R, 1]. `select` chooses the
+        rows [r] of the loss (None: all) and builds its loss function from the student's distribution at all rows, at
+        the cost of one further matrix product over all rows and three over the selected ones.
         """
         hidden = hidden_states(self.model, batch, rows)
         weight = self.model.get_output_embeddings().weight
@@ -93,9 +93,9 @@ def _top_logprobs(
     return top_logprobs(hidden, lambda states: states @ weight.T, targets, temperatures, k, num_ids)
 
 
-def refuse_leaks(model: Any) -> None:
-    """Raises ModelError if the architecture mixes packed sequences."""
-    # A layer that mixes tokens outside the attention function is never told where a sequence ends.
+def check_no_leaks(model: Any) -> None:
+    """Check that packed sequences stay separate. Raises ModelError: the architecture mixes them."""
+    # A layer that mixes tokens outside the attention function does not get the sequence boundaries.
     if not mixes_in_attention_only(model):
         raise ModelError(
             f"{model.config.model_type}: packed sequences would leak into each other; the architecture must mix tokens "
@@ -103,14 +103,14 @@ def refuse_leaks(model: Any) -> None:
         )
 
 
-def refuse_unsupported(model: Any) -> None:
-    """Raises ModelError if the architecture mixes packed sequences or has dropout."""
-    refuse_leaks(model)
+def check_supported(model: Any) -> None:
+    """Check the architecture. Raises ModelError: it mixes packed sequences or has dropout."""
+    check_no_leaks(model)
     config = model.config
     kind = config.model_type
-    # With dropout the student is not the policy that sampled, and a step depends on the cut into micro-batches.
+    # With dropout, the student differs from the rollout policy, and a step depends on the micro-batches.
     for module in model.modules():
-        rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch's function
+        rates = [value for name, value in vars(module).items() if "drop" in name]  # for torch.nn.functional.dropout
         if isinstance(module, nn.Dropout):
             rates = [module.p]
         if any(isinstance(rate, float) and rate > 0 for rate in rates):
@@ -121,26 +121,26 @@ def refuse_unsupported(model: Any) -> None:
             )
 
 
-def _refuse_head(model: Any) -> None:
-    """Raises ModelError if the logits are not the product of the last hidden state and a matrix."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()  # of Gemma 4 a part of the whole
+def _check_head(model: Any) -> None:
+    """Check the head. Raises ModelError: the logits are not the product of the last hidden state and a matrix."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()  # Gemma 4 has a nested text config
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ModelError(f"{config.model_type}: the output embedding must be a linear layer without bias")
     if name := changed_logits(config):
         raise ModelError(
-            f"{config.model_type}: config.{name} changes the logits behind the head, which is not supported; "
+            f"{config.model_type}: config.{name} changes the logits after the head, which is not supported; "
             f"got {getattr(config, name)}"
         )
 
 
 def pack_samples(micro_batch: Sequence[Sample], device: torch.device) -> tuple[PackedBatch, Tensor, Tensor]:
-    """Packed inputs, the rows [R] whose hidden state predicts a trained token, and the trained tokens [R].
+    """Return packed inputs, rows [R] whose hidden state predicts a trained token, and the trained tokens [R].
 
-    An empty micro-batch has R = 0: its rank takes part in the collectives and adds nothing.
+    An empty micro-batch has R = 0: its rank only participates in the collectives.
     """
     if not micro_batch:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return pack([np.zeros(2, np.int32)], device), nothing, nothing  # one token would compile anew
+        return pack([np.zeros(2, np.int32)], device), nothing, nothing  # a single token would trigger a recompilation
     starts = np.cumsum([0, *(sample.num_tokens for sample in micro_batch[:-1])])
     rows = [start + sample.positions - 1 for start, sample in zip(starts, micro_batch, strict=True)]
     ids = [sample.trained_ids for sample in micro_batch]
@@ -149,10 +149,10 @@ def pack_samples(micro_batch: Sequence[Sample], device: torch.device) -> tuple[P
 
 
 def join_signals(micro_batch: Sequence[Sample], names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-    """Signals of the trained tokens of a micro-batch, end to end, see `Signals` in losses/terms.py; ids are int64.
+    """Concatenate the signals of a micro-batch's trained tokens, see `Signals` in losses/terms.py; ids are int64.
 
-    Where a sample lacks one that others have, its tokens have neutral values: 1 for weights, 0, or as candidates the
-    first K ids, each as likely as all other ids together.
+    Samples without a signal that others have get neutral values: 1 for weights, otherwise 0; as candidates the first K
+    ids, each with the same probability as the tail.
     """
     lengths = [sample.num_trained for sample in micro_batch]
     joined: dict[str, Tensor] = {}
@@ -178,7 +178,7 @@ def join_signals(micro_batch: Sequence[Sample], names: Iterable[str], device: to
 
 
 def _neutral(name: str, example: Signal | None, length: int) -> Signal:
-    """A signal of as many tokens."""
+    """Return a neutral signal of `length` tokens."""
     if not isinstance(example, TopK):
         return np.full(length, "weights" in name, np.float32)
     k = example.ids.shape[1]
@@ -188,49 +188,50 @@ def _neutral(name: str, example: Signal | None, length: int) -> Signal:
 
 
 def quarter_of_tokens(length: int) -> np.ndarray:
-    """Which quarter of an answer of so many tokens each of them is in, 0 to 3, [R]."""
+    """Return the quarter, 0 to 3, of each token of a completion of `length` tokens, [R]."""
     return np.arange(length) * QUARTERS // max(1, length)
 
 
 def count_tokens(
     micro_batch: Sequence[Sample], signals: Sequence[str], device: torch.device, *, quarter: int | None = None
 ) -> Tensor:
-    """How many trained tokens, or those in a quarter, are of samples that have one of the signals, float64 []."""
+    """Count the trained tokens (of a quarter) of samples that have one of the signals, float64 []."""
     lengths = [sample.num_trained for sample in micro_batch if not sample.signals.keys().isdisjoint(signals)]
-    if quarter is not None:  # of the numbers r from 0 to R - 1, those with floor(4 r / R) = quarter
+    if quarter is not None:  # number of r in [0, R) with floor(4 r / R) = quarter
         lengths = [-(-(quarter + 1) * length // QUARTERS) + (-quarter * length // QUARTERS) for length in lengths]
     number = float(sum(lengths))
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def count_rows(quarters: Tensor, *, quarter: int | None = None) -> Tensor:
-    """Return the number of rows, or of those in a quarter, float64 []; `quarters` [r] says which one each is in."""
+    """Return the number of rows, or of those in a quarter, float64 []; `quarters` [r]: the quarter of each row."""
     return (quarters >= 0 if quarter is None else quarters == quarter).sum(dtype=torch.float64)
 
 
 def hidden_states(model: Any, batch: PackedBatch, rows: Tensor) -> Tensor:
-    """Of the last layer of a causal LM, [R, D]."""
+    """Return the last hidden states of a causal LM at `rows`, [R, D]."""
     decoder = getattr(model, model.base_model_prefix)
     states: Tensor = decoder(**batch.model_kwargs()).last_hidden_state.squeeze(0)[rows]
     return states
 
 
 def by_sample(micro_batch: Sequence[Sample], values: Tensor) -> dict[SampleId, np.ndarray]:
-    """Values [R, ...] of the trained tokens of a micro-batch -> those of each sample, on the host."""
+    """Split values [R, ...] of a micro-batch's trained tokens by sample, on the host."""
     parts = values.cpu().split([sample.num_trained for sample in micro_batch])
     return {sample.id: part.numpy() for sample, part in zip(micro_batch, parts, strict=True)}
 
 
 @torch.no_grad()
 def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.device) -> None:
-    """Compare log-probabilities of a sequence alone and packed, those of one policy in two packings. Collective.
+    """Compare log-probabilities of a sequence computed alone and packed behind others. Collective.
 
-    Raises ModelError: a sharded `LogprobModel` computes others beside other neighbours, of up to `longest` tokens.
+    Raises ModelError: the results of a sharded `LogprobModel` depend on the packing, for neighbours of up to `longest`
+    tokens.
     """
     def score(sequences: list[np.ndarray]) -> Tensor:
         batch, start = pack(sequences, device), sum(map(len, sequences[:-1]))
         rows = torch.arange(start, start + len(sequences[-1]) - 1, device=device)
-        with torch.compiler.set_stance("force_eager"):  # these lengths do not come again
+        with torch.compiler.set_stance("force_eager"):  # do not compile for these lengths
             logprobs, _ = model(batch, rows, batch.input_ids[0, rows + 1][:, None], temperature=1.0)
         return logprobs
 
@@ -243,7 +244,7 @@ def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.dev
                 f"{hf_config.model_type}: the log-probabilities of a sequence change by up to "
                 f"{float(differences.max()):.2g} nats (mean {float(differences.mean()):.2g}) where it is packed behind "
                 f"one of {length} tokens; rounding must stay below {largest:g}, or the loss depends on how a batch is "
-                f"packed: take another model"
+                f"packed: use another model"
                 + (f", or sequences of fewer than {length} tokens (data.max_prompt_length, data.max_response_length)"
                    if length > 5 else "")
             )  # fmt: skip
@@ -253,7 +254,7 @@ def check_packing(model: Any, hf_config: Any, *, longest: int, device: torch.dev
 def sampled_logprobs(
     model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device
 ) -> dict[SampleId, np.ndarray]:
-    """Of each sample float32 [R], a sharded `LogprobModel`'s log-probabilities of its trained tokens."""
+    """Return a sharded `LogprobModel`'s log-probabilities of the trained tokens, float32 [R] per sample."""
     result: dict[SampleId, np.ndarray] = {}
     for micro_batch in micro_batches:
         batch, rows, ids = pack_samples(micro_batch, device)
@@ -266,7 +267,7 @@ def sampled_logprobs(
 def top_candidates(
     model: Any, micro_batches: tuple[tuple[Sample, ...], ...], *, temperature: float, device: torch.device, k: int
 ) -> dict[SampleId, TopK]:
-    """Of each sample the k most likely ids at its trained tokens, as a teacher says them."""
+    """Return the k most likely ids at the trained tokens of each sample, in the format of a teacher's scores."""
     result: dict[SampleId, TopK] = {}
     for micro_batch in micro_batches:
         batch, rows, ids = pack_samples(micro_batch, device)
@@ -279,5 +280,5 @@ def top_candidates(
 
 
 def concat(arrays: list[Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Arrays of the samples of a micro-batch, end to end."""
+    """Concatenate arrays of the samples of a micro-batch on the device."""
     return to_device(np.concatenate(arrays), device).to(dtype)

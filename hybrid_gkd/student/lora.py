@@ -1,4 +1,4 @@
-"""The adapters of a sharded student: their first values, the weights that they amount to, their folder for peft."""
+"""LoRA adapters of a sharded student: initialization, merging, and export as a peft folder."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from hybrid_gkd.student.loading import local_rows
 
 @torch.no_grad()
 def initialize_adapters(hf_model: Any, *, seed: int, folder: str | None) -> None:
-    """Fill the adapters of a materialised model, each rank its own rows, the same on any number of ranks.
+    """Initialize the adapters of a materialised model, each rank its own rows, independent of the number of ranks.
 
-    They get the values of peft's `folder`, or without one peft's first values: A uniform within 1 / sqrt(in), B zero,
-    so that the model begins as it is. Raises ModelError if the folder has other adapters.
+    They are loaded from a peft `folder`. Without one they are initialized as in peft: A uniform within 1 / sqrt(in), B
+    zero, so that the model is unchanged. Raises ModelError: the folder has other adapters.
     """
     weights = adapter_weights(hf_model)
     saved = open_adapter(folder, weights) if folder is not None else None
@@ -51,18 +51,18 @@ def initialize_adapters(hf_model: Any, *, seed: int, folder: str | None) -> None
 
 
 class Adapters:
-    """The layers of a sharded model that have adapters, by the Hugging Face name of their weight; none without LoRA."""
+    """Layers of a sharded model with adapters, by the Hugging Face name of their weight."""
 
     def __init__(self, hf_model: Any, config: Any):
         self.config = config
-        """peft's."""
+        """peft's configuration."""
         self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(hf_model).items()}
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The shard of a weight with its adapter added: W + scale * B @ A; one without an adapter as it is. Collective.
+        """Return the shard of a weight with its adapter merged, W + scale * B @ A; unchanged without one. Collective.
 
-        A rank has the same rows of W [out, in] and of B [out, r], so that only the small A [r, in] is gathered.
+        A rank has the same rows of W [out, in] and B [out, r], so only the small A [r, in] is gathered.
         """
         weight = weight.detach()
         layer = self._layers.get(name)
@@ -79,10 +79,10 @@ class Adapters:
 
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Within, the model computes as it does without adapters: they count nothing.
+    def disabled(self) -> Iterator[None]:
+        """Disable the adapters within the context.
 
-        peft's own switch would change which parameters need gradients, which FSDP2 has to be told once and for all.
+        peft's own switch would change which parameters require gradients, which must be fixed under FSDP2.
         """
         for layer in self._layers.values():
             layer.scale_layer(0.0)
@@ -94,7 +94,7 @@ class Adapters:
 
 
 def gather_adapter(hf_model: Any, *, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The whole adapters under the names that peft saves them by. Collective."""
+    """Yield the whole adapters under peft's file names. Collective."""
     weights = adapter_weights(hf_model)
     dtype = next(iter(weights.values())).dtype
     for name, tensor in gather_in_buckets(weights.items(), dtype=dtype, bucket_bytes=bucket_bytes):
@@ -102,7 +102,7 @@ def gather_adapter(hf_model: Any, *, bucket_bytes: int) -> Iterator[tuple[str, T
 
 
 def write_adapter(config: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write a folder that peft, transformers and vLLM load on top of the base model; `config`: peft's."""
+    """Write an adapter folder for peft, transformers and vLLM; `config`: peft's configuration."""
     exported = copy.deepcopy(config)
     exported.inference_mode = True
     base = exported.base_model_name_or_path

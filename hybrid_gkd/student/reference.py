@@ -1,4 +1,4 @@
-"""The reference policy: a frozen model, which the actor is kept close to. Knows neither Ray nor vLLM."""
+"""The reference policy: a frozen model for KL regularization. Depends on neither Ray nor vLLM."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hybrid_gkd.types import Sample, SampleId, TopK
 
 
 class Reference(ShardedModel):
-    """One rank of the reference: the model that the run has started from, also after a resume, or another folder.
+    """One rank of the reference policy: the initial model of the run, also after a resume, or another folder.
 
-    `num_ids`: see `LogprobModel`. Raises ModelError if it cannot be loaded or its architecture not be computed exactly.
+    `num_ids`: see `LogprobModel`. Raises ModelError: it cannot be loaded or its architecture is not supported.
     """
 
     section = "actor_rollout_ref.actor"
 
     def __init__(self, config: Config, *, device: torch.device, num_ids: int | None = None):
         self.temperature, self.topk = config.actor_rollout_ref.rollout.temperature, config.ref_topk
-        # Nothing is ever added to its weights: the type in which the actor computes is all that they need.
+        # Frozen weights need no master copy: they are kept in the compute type.
         fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         own = config.actor_rollout_ref.ref.model.path
         super().__init__(
@@ -34,13 +34,13 @@ class Reference(ShardedModel):
         )
 
     def compute_logprobs(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, np.ndarray]:
-        """Of each sample float32 [R], the log-probabilities of its trained tokens at the sampling temperature."""
+        """Return log-probabilities of the trained tokens at the sampling temperature, float32 [R] per sample."""
         found = sampled_logprobs(self.model, micro_batches, temperature=self.temperature, device=self.device)
         self.reshard()
         return found
 
     def compute_topk(self, micro_batches: tuple[tuple[Sample, ...], ...]) -> dict[SampleId, TopK]:
-        """Of each sample the `ref.topk` most likely tokens, as `compute_logprobs`."""
+        """Return the `ref.topk` most likely tokens at the trained tokens of each sample, at the same temperature."""
         found = top_candidates(
             self.model, micro_batches, temperature=self.temperature, device=self.device, k=self.topk
         )

@@ -1,4 +1,4 @@
-"""The reward model: a frozen classifier whose logit at the end of a text is its score. Knows neither Ray nor vLLM.
+"""The reward model: a frozen classifier that scores a text by its last logit. Depends on neither Ray nor vLLM.
 
 Shapes: B texts of a micro-batch, T packed tokens.
 """
@@ -15,22 +15,22 @@ from hybrid_gkd.config import REWARD_MODEL_PATH, Config, FSDPConfig, ModelConfig
 from hybrid_gkd.errors import naming
 from hybrid_gkd.models.packed_attention import PackedBatch, pack, to_device
 from hybrid_gkd.student.loading import build_model, check_head, classifier_head
-from hybrid_gkd.student.logprob_model import hidden_states, refuse_leaks
+from hybrid_gkd.student.logprob_model import check_no_leaks, hidden_states
 from hybrid_gkd.student.sharded_model import ShardedModel
 from hybrid_gkd.types import RewardText
 
 
 class ScoreModel(nn.Module):
-    """A classifier whose forward pass returns one logit a text. Raises ModelError if packed sequences would mix."""
+    """A classifier whose forward pass returns one logit per text. Raises ModelError: it mixes packed sequences."""
 
     def __init__(self, model: Any):
         super().__init__()
-        refuse_leaks(model)
-        model.eval()  # so that dropout, which some classifiers have before the head, does nothing
+        check_no_leaks(model)
+        model.eval()  # some classifiers have dropout before the head
         self.model: Any = model
 
     def forward(self, batch: PackedBatch, rows: Tensor) -> Tensor:
-        """Logits at the packed positions `rows` [B], float32 [B]; the head is computed in float32."""
+        """Return logits at the packed positions `rows` [B], float32 [B]; the head computes in float32."""
         head = classifier_head(self.model)
         bias = None if head.bias is None else head.bias.float()
         logits = nn.functional.linear(hidden_states(self.model, batch, rows).float(), head.weight.float(), bias)
@@ -40,8 +40,7 @@ class ScoreModel(nn.Module):
 class RewardModel(ShardedModel):
     """One rank of the reward model.
 
-    Raises ModelError if it cannot be loaded (a head that the folder does not have is not made up), or its architecture
-    not be computed exactly.
+    Raises ModelError: it cannot be loaded, its head is missing, or its architecture is not supported.
     """
 
     section, token_limit = "reward_model", "forward_max_token_len_per_gpu"
@@ -49,7 +48,7 @@ class RewardModel(ShardedModel):
     def __init__(self, config: Config, *, device: torch.device):
         section = config.reward_model.model
         assert section.path is not None
-        # Nothing is ever added to its weights: the type in which it computes is all that they need.
+        # Frozen weights need no master copy: they are kept in the compute type.
         fsdp = FSDPConfig(param_offload=True, model_dtype="bf16" if device.type == "cuda" else "fp32")
         super().__init__(
             ModelConfig(path=section.path, trust_remote_code=section.trust_remote_code), wrap=ScoreModel, fsdp=fsdp,
@@ -58,11 +57,11 @@ class RewardModel(ShardedModel):
         )
         by_sequence = "ForSequenceClassification" in type(self.hf_model).__name__
         self.padding = self.hf_model.config.get_text_config().pad_token_id if by_sequence else None
-        """A sequence classifier of transformers looks at the last token that is no padding, whatever its place."""
+        """Padding token id of transformers' sequence classifiers, which score the last token that is not padding."""
 
     @torch.no_grad()
     def compute_scores(self, micro_batches: tuple[tuple[RewardText, ...], ...]) -> dict[int, float]:
-        """Index of a text -> its score. A rank's empty micro-batch takes part in the collectives."""
+        """Return scores by index of the text. Empty micro-batches of a rank participate in the collectives."""
         found: dict[int, float] = {}
         for micro_batch in micro_batches:
             texts = [text.token_ids for text in micro_batch] or [np.zeros(2, np.int32)]
@@ -74,15 +73,15 @@ class RewardModel(ShardedModel):
         return found
 
     def _last(self, ids: np.ndarray) -> int:
-        """Position of the token whose logit is the score."""
+        """Return the position of the token whose logit is the score."""
         real = np.flatnonzero(ids != self.padding) if self.padding is not None else [len(ids) - 1]
         return int(real[-1]) if len(real) else 0
 
 
 def check_classifier(section: RewardModelConfig) -> Any:
-    """The configuration (transformers') of the reward model's folder.
+    """Check the reward model's folder; return its transformers configuration.
 
-    Raises ModelError: it holds no classifier with one label and its head, or one that cannot be computed exactly.
+    Raises ModelError: it is not a classifier with one label and a head, or its architecture is not supported.
     """
     path = section.model.path
     assert path is not None

@@ -1,7 +1,7 @@
-"""Tensors that ranks hold in parts, as safetensors files: each rank writes one, and any number of ranks read them.
+"""Sharded tensors as safetensors files: each rank writes one file, any number of ranks read them.
 
-A safetensors file is a JSON header and the values. Under `__metadata__` the header has an index: of every tensor of
-the file, the shape of the whole tensor and the row at which this part of it begins. Nothing in it can be executed.
+A safetensors file has a JSON header and the values. `__metadata__` in the header has an index with the shape of the
+whole tensor and the first row of this part, for every tensor of the file. Loading executes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybrid_gkd.errors import CheckpointError
 from hybrid_gkd.runtime.files import FileSum
 
 PIECE_BYTES = 64 * 2**20
-"""Read, copied to the host and written at once: all that a rank holds on the host beside its tensors."""
+"""Size of the pieces that are read, copied to the host and written: the host memory of a rank besides its tensors."""
 TYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -33,26 +33,26 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a tensor that one rank writes."""
+    """Rows of a tensor that one rank writes."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of this part."""
+    """Shape of this part."""
     whole: tuple[int, ...]
-    """Shape of the whole tensor, which differs in the first dimension at most."""
+    """Shape of the whole tensor; may differ in the first dimension only."""
     first_row: int
     values: Callable[[], Tensor]
-    """Called when it is this part's turn."""
+    """Function that returns the values, called when this part is written."""
 
 
 def write_shard(file: Path, parts: Iterable[Part], **facts: str) -> FileSum:
-    """Write a file and flush it to the disk; `facts` go into its header. Raises OSError.
+    """Write a file and flush it to disk; `facts` go into its header. Raises OSError.
 
-    The header comes first, so the values are written as they come, piece by piece, while the checksum is computed in a
-    second thread: the library's own writer would hold all of them on the host, twice.
+    Values are written piece by piece, while a second thread computes the checksum; the library's own writer would hold
+    all of them on the host twice.
     """
-    # Larger types first, so that every tensor begins at a multiple of its type's size.
+    # Larger types first, so that every tensor is aligned to its type's size.
     ordered = sorted(parts, key=lambda part: (-part.dtype.itemsize, part.name))
     index = {part.name: {"whole": part.whole, "first_row": part.first_row} for part in ordered}
     header: dict[str, Any] = {"__metadata__": {**facts, "index": json.dumps(index)}}
@@ -76,22 +76,22 @@ def write_shard(file: Path, parts: Iterable[Part], **facts: str) -> FileSum:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, on the host."""
+    """Yield the bytes of a tensor, on the host."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for piece in values.split(PIECE_BYTES):
         yield memoryview(piece.cpu().numpy())
 
 
 class ShardFiles:
-    """The files of all ranks of one folder, of which only what is asked for is read.
+    """Lazy reader of the files of all ranks in a folder.
 
-    Raises CheckpointError in all methods: a file cannot be read, or what it has is not what is asked for.
+    All methods raise CheckpointError: a file cannot be read, or its contents do not match the request.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._parts: dict[str, list[tuple[int, Any]]] = {}
-        """Name -> first row and lazily read values of each part."""
+        """First row and lazily read values of each part, by tensor name."""
         self._whole: dict[str, tuple[int, ...]] = {}
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -100,7 +100,7 @@ class ShardFiles:
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
                 self.facts: dict[str, str] = opened.metadata()
-                """Those of `write_shard`."""
+                """Facts given to `write_shard`."""
                 for name, entry in json.loads(self.facts["index"]).items():
                     self._parts.setdefault(name, []).append((entry["first_row"], opened.get_slice(name)))
                     self._whole[name] = tuple(entry["whole"])
@@ -108,18 +108,18 @@ class ShardFiles:
                 raise CheckpointError(f"{file} cannot be loaded: {error}") from error
 
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return set(self._whole)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Return the shape of a whole tensor."""
         if name not in self._whole:
             raise CheckpointError(f"{self._folder} cannot be loaded: it has no {name}")
         return self._whole[name]
 
     @torch.no_grad()
     def read(self, name: str, into: Tensor, whole: tuple[int, ...], first_row: int) -> None:
-        """Fill `into`, the rows from `first_row` on of a tensor of the shape `whole`."""
+        """Read the rows from `first_row` of a tensor of shape `whole` into `into`."""
         if self.shape(name) != whole:
             raise CheckpointError(f"{self._folder} cannot be loaded: {name} is {self.shape(name)} instead of {whole}")
         if not whole:
@@ -136,5 +136,5 @@ class ShardFiles:
         if filled != into.shape[0]:
             raise CheckpointError(
                 f"{self._folder} cannot be loaded: {filled} rows of {name} where {into.shape[0]} are needed; a file is "
-                "missing, or one of another checkpoint is in between"
+                "missing, or belongs to another checkpoint"
             )

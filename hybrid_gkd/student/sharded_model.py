@@ -1,6 +1,6 @@
-"""A Hugging Face causal LM in FSDP2 shards, with its optimizer: build, step, gather. Knows no loss, Ray or vLLM.
+"""A Hugging Face causal LM in FSDP2 shards, with its optimizer. Depends on neither losses, Ray nor vLLM.
 
-All methods are collective: every rank calls them in the same order.
+All methods are collective: every rank must call them in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybrid_gkd.errors import DeviceMemoryError, ModelError
 from hybrid_gkd.models.adapters import adapter_config, add_adapters, base_weights
 from hybrid_gkd.models.fast_layers import use_liger
 from hybrid_gkd.models.packed_attention import packed_attention, register_packed_attention
-from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, itself, layout_of
+from hybrid_gkd.rollout.weights import Layout, gather_in_buckets, identity_shard, layout_of
 from hybrid_gkd.student.loading import PATH_KEY, build_model, classifier_head, load_shards, materialize
 from hybrid_gkd.student.lora import Adapters, initialize_adapters
 
@@ -34,30 +34,30 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GROUP_BYTES = 2**28
-"""Of bf16 weights that consecutive blocks are gathered with, at most."""
+"""Largest size of consecutive blocks, in bf16, that are gathered together."""
 
 
 class ShardedModel:
-    """One rank of a model. Raises ModelError if it cannot be loaded.
+    """One rank of a model. Raises ModelError: it cannot be loaded.
 
     Args:
-        wrap: Hugging Face model -> the root module, whose forward pass is run.
-        shard_size: the weights are sharded within groups of so many consecutive ranks and replicated across them.
+        wrap: maps the Hugging Face model to the root module, whose forward pass is run.
+        shard_size: number of consecutive ranks over which weights are sharded; replicated across such groups.
         bucket_bytes: see `gather_in_buckets`.
         compile: see `compile_blocks`.
-        seed: of the first values of LoRA adapters.
-        optim: None for a frozen model, which has no optimizer.
-        num_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
-        new_head: `wrap` puts a head of its own in the place of the output embedding. It begins with zeros, whatever the
-            folder has, and computes in float32.
-        classifier: the folder has a classifier with one label, and no language model.
-        path_key: the key that named the folder, for messages.
+        seed: seed of the initialization of LoRA adapters.
+        optim: optimizer settings; None for a frozen model.
+        num_updates: optimizer steps of the whole run: the length of the learning-rate schedule.
+        new_head: whether `wrap` replaces the output embedding by a new head, which starts at zero and computes in
+            float32.
+        classifier: whether the folder has a classifier with one label instead of a language model.
+        path_key: configuration key of the folder, for messages.
     """
 
     section = "actor_rollout_ref.actor"
-    """Of the configuration, for messages."""
+    """Configuration section, for messages."""
     token_limit = "ppo_max_token_len_per_gpu"
-    """The key in it that limits a micro-batch."""
+    """Key in `section` that limits a micro-batch."""
 
     def __init__(
         self, model: ModelConfig, *, wrap: Callable[[Any], nn.Module], fsdp: FSDPConfig, shard_size: int,
@@ -66,20 +66,20 @@ class ShardedModel:
     ):  # fmt: skip
         self.device = device
         if device.type == "cuda":
-            take_workspaces(device)
+            allocate_workspaces(device)
         self.fsdp, self.optim, self.bucket_bytes = fsdp, optim, bucket_bytes
         self.num_updates, self.updates_done = num_updates, 0
         self.world_size = dist.get_world_size()
         compute = torch.bfloat16 if device.type == "cuda" else None
         lora, dtype = adapter_config(model), DTYPES[fsdp.model_dtype]
-        # Frozen weights are used in the compute type alone, so they are kept in it.
+        # Frozen weights are kept in the compute type.
         self.hf_model = build_model(
             model.path, dtype=dtype if lora is None else compute or torch.float32,
             trust_remote_code=model.trust_remote_code, override_config=model.override_config, key=path_key,
             classifier=classifier,
         )
         if device.type == "cuda" and not compile and (reason := use_liger(self.hf_model)):
-            logger.info("norms are torch's, gates and rotary embeddings transformers': %s", reason)
+            logger.info("fused layers of Liger are not used: %s", reason)
         if lora is not None:
             add_adapters(self.hf_model, lora, dtype)
         if model.enable_gradient_checkpointing:
@@ -99,12 +99,12 @@ class ShardedModel:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         self._saved = set(self.hf_model.state_dict())
-        self._blocks = decoder_blocks(self.hf_model)  # now: FSDP2 gives modules classes of other names
+        self._blocks = decoder_blocks(self.hf_model)  # before fully_shard, which changes class names
         for blocks in block_groups(self._blocks):
             fully_shard(blocks, reshard_after_forward=self.fsdp.reshard_after_forward, **options)
         if new_head:
             fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32), reshard_after_forward=False)
-        # The head's weight is needed again at once, in the backward pass: do not free it in between.
+        # The backward pass needs the head's weight first: do not free it in between.
         fully_shard(self.model, reshard_after_forward=False, **options)
         materialize(self.model, device)
         own = set(map(id, head.parameters())) if new_head else set()
@@ -117,32 +117,32 @@ class ShardedModel:
         self.optimizer = None if optim is None else make_optimizer(self.hf_model, optim, fused=fused)
 
     def parameters(self) -> list[Tensor]:
-        """The parameter shards of this rank that are trained, or all of a frozen model."""
+        """Return this rank's shards of the trained parameters."""
         return [p for p in self.hf_model.parameters() if p.requires_grad]
 
     def frozen_parameters(self) -> list[Tensor]:
-        """The parameter shards of this rank that never change: with LoRA all but the adapters."""
+        """Return this rank's shards of the frozen parameters: with LoRA all but the adapters."""
         return [p for p in self.hf_model.parameters() if not p.requires_grad]
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """The optimizer-state shards of this rank; empty before the first step."""
+        """Return this rank's shards of the optimizer state; empty before the first step."""
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         return [value for state in states for value in state.values() if torch.is_tensor(value)]
 
     def reshard(self) -> None:
-        """Free the weights that a forward pass keeps gathered; without a backward pass nothing else does."""
+        """Free the weights that a forward pass without a backward pass leaves gathered."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @contextlib.contextmanager
     def before_each_backward(self, call: Callable[[int], None]) -> Iterator[None]:
-        """Within it, `call` before the backward pass of every decoder block, with the number of calls that are left."""
+        """Within the context, call `call` before each decoder block's backward pass, with the number of calls left."""
         left = iter(range(len(self._blocks), 0, -1))
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> None:
             first = output if torch.is_tensor(output) else output[0]
-            if first.requires_grad:  # what gradient checkpointing computes again is no part of the backward pass
+            if first.requires_grad:  # ignore the recomputation of gradient checkpointing
                 first.register_hook(lambda _: call(next(left, 1)))
 
         hooks = [block.register_forward_hook(after_forward) for block in self._blocks]
@@ -153,36 +153,35 @@ class ShardedModel:
                 hook.remove()
 
     def abandon_backward(self) -> None:
-        """Drop all gradients and bring FSDP2 back to where a forward pass can begin."""
+        """Drop all gradients and reset FSDP2 for the next forward pass."""
         abandon_backward(self.model)
         self.model.zero_grad()
 
     def clip_grad_norm(self, largest: float) -> Tensor:
-        """Scale the gradients down to a norm of at most `largest`; their norm before, over all ranks, on the device."""
+        """Clip the gradients to a norm of `largest`; return their global norm before clipping, on the device."""
         norm = nn.utils.clip_grad_norm_(self.hf_model.parameters(), largest)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def learning_rate(self) -> float:
-        """Of the next optimizer step."""
-        assert self.optim is not None, "a frozen model takes no steps"
+        """Return the learning rate of the next optimizer step."""
+        assert self.optim is not None, "a frozen model has no optimizer"
         return learning_rate(self.optim, self.updates_done, self.num_updates)
 
     def step(self) -> float:
-        """One optimizer step, which consumes the gradients; its learning rate.
+        """Take an optimizer step, which consumes the gradients; return its learning rate.
 
-        Raises DeviceMemoryError if the device memory did not suffice; some weights may have changed.
+        Raises DeviceMemoryError: out of device memory; some weights may have changed.
         """
-        assert self.optimizer is not None, "a frozen model takes no steps"
+        assert self.optimizer is not None, "a frozen model has no optimizer"
         rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         try:
             self.optimizer.step()
-        except torch.OutOfMemoryError as error:  # some parameters may have changed: never to be tried again
+        except torch.OutOfMemoryError as error:  # some parameters may have changed: must not be retried
             failure = DeviceMemoryError(
-                "phase optimizer_step: out of device memory within the step, continue from the last checkpoint; switch "
-                f"on {self.section}.fsdp_config.optimizer_offload or take more GPUs. "
-                f"{str(error).splitlines()[0]}"
+                "phase optimizer_step: out of device memory within the step; resume from the last checkpoint with "
+                f"{self.section}.fsdp_config.optimizer_offload=true or more GPUs. {str(error).splitlines()[0]}"
             )
             failure.weights_changed = True
             raise failure from error
@@ -191,34 +190,33 @@ class ShardedModel:
         return rate
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameter shards under their Hugging Face names, a tied one under each of them; without adapters."""
+        """Yield parameter shards under their Hugging Face names, tied ones under each; without adapters."""
         return base_weights(self.hf_model.named_parameters(remove_duplicate=False))
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What a folder has beside parameters, such as the biases of a router; every rank has them whole."""
+        """Yield the buffers that a folder has, such as router biases; every rank has them whole."""
         return ((name, each) for name, each in self.hf_model.named_buffers() if name in self._saved)
 
     def layout(self) -> Layout:
-        """Of `full_tensors`."""
+        """Return the layout of `full_tensors`."""
         return layout_of(itertools.chain(self.named_parameters(), self.saved_buffers()))
 
     def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All weights in `dtype` under all Hugging Face names (an engine may have copies), gathered in buckets, and
-        the buffers that a folder has, in their own type.
+        """Yield all weights in `dtype` under all Hugging Face names, gathered in buckets, and the saved buffers.
 
-        Adapters are merged into them, each rank into its own rows of a bucket.
+        Buffers keep their type. Adapters are merged into the weights, by each rank into its own rows of a bucket.
         """
         weights = gather_in_buckets(
             self.named_parameters(), dtype=dtype, bucket_bytes=self.bucket_bytes,
-            shard_of=itself if self.adapters is None else self.adapters.merged,
+            shard_of=identity_shard if self.adapters is None else self.adapters.merged,
         )
         return itertools.chain(weights, self.saved_buffers())
 
 
-def take_workspaces(device: torch.device) -> None:
-    """Let cuBLAS take the memory that it needs in this thread and in autograd's, and that it never gives back.
+def allocate_workspaces(device: torch.device) -> None:
+    """Allocate the permanent cuBLAS workspaces of this thread and of autograd's.
 
-    At the first product torch would cut it from any large free block, which then could not go back to the device.
+    Otherwise torch would allocate them inside a large cached block, which could then never be freed.
     """
     torch.cuda.empty_cache()
     square = torch.zeros(8, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -226,18 +224,18 @@ def take_workspaces(device: torch.device) -> None:
 
 
 def decoder_blocks(model: Any) -> list[nn.Module]:
-    """The transformer blocks of a Hugging Face model, by the class names that it must not split."""
+    """Return the transformer blocks of a Hugging Face model, by its `_no_split_modules`."""
     names = block_classes(model)
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        raise ModelError(f"{type(model).__name__} names no decoder blocks (_no_split_modules) to shard")
+        raise ModelError(f"{type(model).__name__} declares no decoder blocks (_no_split_modules) to shard")
     return blocks
 
 
 def block_groups(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Consecutive blocks that are gathered and reduced together: as many as GROUP_BYTES hold, at least one.
+    """Group consecutive blocks that are gathered and reduced together, up to `GROUP_BYTES`, at least one.
 
-    FSDP2's work on the host is per group, and with small blocks the device would wait for it.
+    FSDP2's host overhead is per group; with small blocks the device would wait for it.
     """
     largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
     size = max(1, GROUP_BYTES // (2 * largest))
@@ -245,9 +243,9 @@ def block_groups(blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 def compile_blocks(model: Any) -> None:
-    """Let torch.compile fuse the operations between attention and matrix products in every decoder block.
+    """Compile the operations between attention and matrix products in every decoder block.
 
-    The graphs take any number of tokens and serve all blocks, so that only the first forward and backward pass compile.
+    The graphs have a dynamic number of tokens and are shared by all blocks, so only the first pass compiles.
     """
     register_packed_attention(torch.compiler.disable(packed_attention))
     for block in decoder_blocks(model):
@@ -255,7 +253,7 @@ def compile_blocks(model: Any) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only: it is not meant to shrink biases and norms."""
+    """Create AdamW with weight decay on matrices only, not on biases and norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]
@@ -265,7 +263,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> tor
 
 
 def learning_rate(config: ScheduleConfig, update: int, num_updates: int) -> float:
-    """Learning rate of optimizer step `update` (0-based) of `num_updates`: linear warm-up, then the schedule."""
+    """Return the learning rate of optimizer step `update` (0-based): linear warm-up, then the schedule."""
     warmup = config.lr_warmup_steps or int(config.lr_warmup_steps_ratio * num_updates)
     if update < warmup:
         return config.lr * (update + 1) / warmup

@@ -1,6 +1,6 @@
-"""A sharded model that is trained on a loss per token: gradients of parts, optimizer steps, means over ranks.
+"""A sharded model trained on a token-level loss: gradient accumulation, optimizer steps, means over ranks.
 
-What the loss is, a subclass says: the actor's is in actor.py. All methods are collective, as in sharded_model.py.
+Subclasses define the loss; the actor's is in actor.py. All methods are collective, as in sharded_model.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybrid_gkd.types import MiniBatch, Sample, TokenMean
 
 
 class DeviceTimer:
-    """Adds up how long a device takes for what blocks of code give it to do, without waiting for it."""
+    """Measures device time of blocks of code without synchronizing."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -31,7 +31,7 @@ class DeviceTimer:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """From the first piece of work of the block to the end of its last; not of one that raises."""
+        """Measure the context, from its first device operation to the end of its last; nothing on an exception."""
         if self._on_gpu:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -44,7 +44,7 @@ class DeviceTimer:
             self._seconds[name] += time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call, when the device has done all of it."""
+        """Wait for the device; return seconds by name since the last call."""
         for name, start, end in self._events:
             end.synchronize()
             self._seconds[name] += start.elapsed_time(end) / 1e3
@@ -53,34 +53,34 @@ class DeviceTimer:
 
 
 class TrainedModel(ShardedModel):
-    """One rank of a model with its loss. Raises as `ShardedModel`, which gets all other arguments.
+    """One rank of a model with its loss. `ShardedModel` gets all other arguments and raises its errors.
 
     Args:
         grad_clip: largest global gradient norm.
-        seed: of the random numbers that some architectures draw.
+        seed: seed of architectures that draw random numbers.
     """
 
     prefix: str
-    """Of its metrics: `<prefix>/grad_norm`."""
+    """Prefix of the metrics: `<prefix>/grad_norm`."""
     loss_name: str
-    """The metric that is minimised."""
+    """Name of the minimized metric."""
 
     def __init__(self, *args: Any, grad_clip: float, seed: int, **kwargs: Any):
         self.grad_clip, self.seed = grad_clip, seed
         self._sums: dict[str, Tensor] = {}
-        """Of the metrics, over the micro-batches since the last step."""
+        """Sums of the metrics over the micro-batches since the last step."""
         super().__init__(*args, seed=seed, **kwargs)
         self.timer = DeviceTimer(self.device)
-        """Of "compute", forward and backward passes, and "optimizer_step" with the clipping of gradients."""
+        """Timer of "compute" (forward and backward passes) and "optimizer_step" (including gradient clipping)."""
 
     def _loss(self, micro_batch: tuple[Sample, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sums over the trained tokens of a micro-batch: of the loss, of the metrics by name, and of `_reported`."""
+        """Return sums over a micro-batch's trained tokens: the loss, and metrics and token counts by name."""
         raise NotImplementedError
 
     def _reported(self) -> dict[str, str | None]:
-        """Names of all metrics -> the sum that says how many tokens a metric is of, None: all trained tokens.
+        """Return all metrics with the name of their token count (None: all trained tokens).
 
-        The same on every rank, also on one that had only empty micro-batches.
+        The result is the same on every rank, also on one with only empty micro-batches.
         """
         raise NotImplementedError
 
@@ -88,26 +88,26 @@ class TrainedModel(ShardedModel):
         self, batch: MiniBatch, *, around_last: contextlib.AbstractContextManager[None] | None = None,
         before_step: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """One optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
+        """Take an optimizer step on a mini-batch, or on the last part of one whose other parts were accumulated.
 
-        The loss is the sum over trained tokens divided by their number in the mini-batch over all ranks, so that the
-        cut into micro-batches and ranks does not matter. Returns metrics of the whole mini-batch, equal on all ranks.
+        The loss is the sum over trained tokens divided by their number in the mini-batch over all ranks, so it does not
+        depend on the split into micro-batches and ranks. Returns metrics of the whole mini-batch, equal on all ranks.
 
         Args:
-            batch: this rank's share; `num_tokens` is of the whole mini-batch.
-            around_last: entered for the forward and backward pass of the last micro-batch.
+            batch: this rank's micro-batches; `num_tokens` counts the whole mini-batch.
+            around_last: context of the forward and backward pass of the last micro-batch.
             before_step: called between the last backward pass and the optimizer step.
 
         Raises:
-            TrainingError: the gradient is not finite; no weight has changed.
-            torch.OutOfMemoryError: the device memory did not suffice; no weight has changed.
+            TrainingError: loss or gradient is not finite; no weight has changed.
+            torch.OutOfMemoryError: out of device memory; no weight has changed.
             DeviceMemoryError: see `step`.
         """
         self.accumulate(batch, around_last=around_last or contextlib.nullcontext())
-        sums, self._sums = self._sums, {}  # now: a new attempt after a failure must begin anew
+        sums, self._sums = self._sums, {}  # reset first: a retry after a failure must start from zero
         with self.timer.measure("optimizer_step"):
             grad_norm = self.clip_grad_norm(self.grad_clip)
-        metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, which has been given all work by now
+        metrics = self._all_reduce(sums, batch.num_tokens)  # waits for the device, after all work is queued
         loss, norm = metrics[self.loss_name], float(grad_norm)
         if not math.isfinite(norm) or not math.isfinite(loss):
             step = self.updates_done + 1
@@ -120,11 +120,11 @@ class TrainedModel(ShardedModel):
     def accumulate(
         self, batch: MiniBatch, *, around_last: contextlib.AbstractContextManager[None] | None = None
     ) -> None:
-        """Add the gradients of a part of a mini-batch; its last part goes to `update`.
+        """Accumulate the gradients of a part of a mini-batch; the last part goes to `update`.
 
-        `around_last` is the last part's: entered for its last micro-batch, after which nothing follows.
+        `around_last`: context of the last micro-batch of the mini-batch; only for its last part.
 
-        Raises torch.OutOfMemoryError; the gradients of earlier parts are gone too.
+        Raises torch.OutOfMemoryError; the gradients of earlier parts are lost too.
         """
         sums = self._sums
         if not sums:
@@ -145,9 +145,9 @@ class TrainedModel(ShardedModel):
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             around = around_last if number == len(batch.micro_batches) else None
             last = around is not None
-            if not self.fsdp.reshard_after_forward:  # weights that stay gathered serve the next micro-batch too
+            if not self.fsdp.reshard_after_forward:  # gathered weights serve the next micro-batch too
                 self.model.set_reshard_after_backward(last)
-            if self.world_size == 1:  # the rank has whole gradients anyway: only their sum is reduced, to itself
+            if self.world_size == 1:  # a single rank has full gradients: reduce only once
                 self.model.set_requires_gradient_sync(last)
             with around or contextlib.nullcontext():
                 loss_sum, parts = self._loss(micro_batch)
@@ -160,19 +160,19 @@ class TrainedModel(ShardedModel):
             sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
 
     def _seed(self) -> None:
-        """Some architectures draw random numbers (PhiMoE's router): the same ones after a resume."""
+        """Seed architectures that draw random numbers (PhiMoE's router), reproducibly after a resume."""
         torch.manual_seed(self.seed + self.updates_done)
 
     def _all_reduce(self, sums: dict[str, Tensor], num_tokens: int) -> dict[str, float]:
-        """Sums over micro-batches of this rank -> means over the tokens of all ranks that a metric is of, TokenMean.
+        """Reduce this rank's sums over micro-batches to `TokenMean` over the counted tokens of all ranks.
 
-        A metric that is of no token is left out.
+        A metric without tokens is omitted.
         """
         reported = self._reported()
         names = list(dict.fromkeys([*reported, *(count for count in reported.values() if count)]))
         stacked = torch.stack([sums.get(name, torch.zeros((), device=self.device)).double() for name in names])
-        if self.world_size > 1:  # for a single rank NCCL would take 0.4 GiB to do nothing
+        if self.world_size > 1:  # NCCL would allocate 0.4 GiB even for a single rank
             dist.all_reduce(stacked)
         means = dict(zip(names, (stacked / num_tokens).tolist(), strict=True))
-        shares = {name: means[count] if count else 1.0 for name, count in reported.items()}
-        return {n: TokenMean(means[n] / share, share * num_tokens) for n, share in shares.items() if share}
+        counts = {name: means[count] if count else 1.0 for name, count in reported.items()}
+        return {n: TokenMean(means[n] / count, count * num_tokens) for n, count in counts.items() if count}

@@ -1,13 +1,13 @@
 """Command line of the teacher service.
 
-python -m hybrid_gkd.teacher serve --ckpt-path MODEL --workers N    broker and workers here
-python -m hybrid_gkd.teacher join --ckpt-path MODEL --proxy-addr HOST:15556     one more worker
-python -m hybrid_gkd.teacher status --addr HOST:15555       what the service is doing
-python -m hybrid_gkd.teacher keys --out FOLDER              keys of the service, of clients and of workers
-python -m hybrid_gkd.teacher generate FILE --ckpt-path MODEL --out ANSWERS      a model's answers to prompts
-python -m hybrid_gkd.teacher score FILE --ckpt-path MODEL --out STORE           scores of answers, for runs without it
+python -m hybrid_gkd.teacher serve --ckpt-path MODEL --workers N    start a broker and workers on this machine
+python -m hybrid_gkd.teacher join --ckpt-path MODEL --proxy-addr HOST:15556     start one more worker
+python -m hybrid_gkd.teacher status --addr HOST:15555       print the state of a service
+python -m hybrid_gkd.teacher keys --out FOLDER              create keys of the service, of clients and of workers
+python -m hybrid_gkd.teacher generate FILE --ckpt-path MODEL --out ANSWERS      generate completions of prompts
+python -m hybrid_gkd.teacher score FILE --ckpt-path MODEL --out STORE           score given completions once
 
-Exit codes: 0, 1 for an error, 2 for wrong arguments, 3 from `status` when the service has no worker ready.
+Exit codes: 0 for success, 1 for an error, 2 for wrong arguments, 3 from `status` if no worker is ready.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, gpu_shares
+from hybrid_gkd.teacher.server.supervisor import Supervisor, WorkerFailed, assign_gpus
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
 PR_SET_PDEATHSIG = 1
 DEFAULT_KEYS = Path("teacher_keys")
-"""Where `serve` keeps keys that it was not given."""
-NO_WORKER = 3
-"""Exit code of `status` for a service that cannot score yet, or any more."""
-ELSEWHERE = {
-    "generate": ("hybrid_gkd.launch.generate", "write a model's answers to prompts into a file"),
-    "score": ("hybrid_gkd.launch.score", "score given answers once, for runs without a teacher"),
+"""Default folder of the keys of `serve`."""
+EXIT_NO_WORKER = 3
+"""Exit code of `status` if no worker is ready."""
+EXTERNAL_COMMANDS = {
+    "generate": ("hybrid_gkd.launch.generate", "generate completions of prompts and write them to a file"),
+    "score": ("hybrid_gkd.launch.score", "score given completions once, for runs without a teacher"),
 }
-"""Commands that need rooms above this one: their modules, imported by name when they run, and what they do."""
+"""Commands of higher-level packages: module, imported by name when the command runs, and help text."""
 
 
 def main() -> int:
     name = next(iter(sys.argv[1:]), "")
-    if name in ELSEWHERE:
-        code: int = importlib.import_module(ELSEWHERE[name][0]).main(sys.argv[2:])
+    if name in EXTERNAL_COMMANDS:
+        code: int = importlib.import_module(EXTERNAL_COMMANDS[name][0]).main(sys.argv[2:])
         return code
     arguments = _parser().parse_args()
     logging.basicConfig(
@@ -70,12 +70,12 @@ def main() -> int:
 
 
 class Service:
-    """Broker and workers of `serve`, from start to drained."""
+    """Broker and workers of `serve`, from start-up to shutdown."""
 
     def __init__(self, arguments: argparse.Namespace, keys_folder: Path | None):
         self._arguments = arguments
         own_keys = load_keys(keys_folder) if keys_folder else None
-        shares = gpu_shares(arguments.workers, arguments.tp_size, arguments.device)
+        environments = assign_gpus(arguments.workers, arguments.tp_size, arguments.device)
         host, port, worker_port = arguments.host, arguments.port, arguments.worker_port
         self.broker = Broker(host=host, port=port, worker_port=worker_port, keys=own_keys)
         command = [
@@ -85,23 +85,23 @@ class Service:
         ]
         command += [f"--keys={keys_folder}"] if keys_folder else []
         command += ["--debug"] if arguments.debug else []
-        self.supervisor = Supervisor(self.broker, command, shares)
+        self.supervisor = Supervisor(self.broker, command, environments)
         self._announced = False
         self._drain_until: float | None = None
 
     def on_signal(self, *_: object) -> None:
-        """The first signal drains, the second one ends."""
+        """Drain on the first signal; stop on the second."""
         timeout = 0.0 if self._drain_until is not None else self._arguments.drain_timeout
         self._drain_until = time.monotonic() + timeout
 
     @property
     def parent_has_ended(self) -> bool:
-        """Whether the process is gone with which this one is to end."""
+        """Whether the process of --die-with-parent has ended."""
         parent = self._arguments.die_with_parent
         return parent is not None and os.getppid() != parent
 
     def keep_running(self) -> bool:
-        """Called several times a second. Raises TeacherError when no worker can be had."""
+        """Return whether to continue; called several times per second. Raises TeacherError: no worker can start."""
         if self.parent_has_ended:
             return False
         if self._drain_until is not None:
@@ -109,7 +109,7 @@ class Service:
             if not self.broker.num_held:
                 return False
             if time.monotonic() >= self._drain_until:
-                log.warning("ending with %d requests unanswered", self.broker.num_held)
+                log.warning("stopping with %d unanswered requests", self.broker.num_held)
                 return False
         self.supervisor.check()
         if self.supervisor.has_started and not self._announced:
@@ -136,7 +136,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         service.broker.run(service.keep_running)
     except WorkerFailed as error:
-        if not error.told:
+        if not error.reported:
             raise TeacherError(f"{arguments.ckpt_path}: {error}") from error
         return 1
     finally:
@@ -148,15 +148,16 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def default_keys() -> Path:
-    """The server's keys in DEFAULT_KEYS, made where there are none. Raises TeacherError."""
+    """Return the folder of the server's keys in `DEFAULT_KEYS`; create them if missing. Raises TeacherError."""
     if not (DEFAULT_KEYS / "server").exists():
         try:
             make_keys(DEFAULT_KEYS)
         except TeacherError as error:
-            raise TeacherError(f"{error}; --keys FOLDER names keys that are elsewhere") from error
+            raise TeacherError(f"{error}; use --keys FOLDER for existing keys") from error
     print(
-        f"keys: {DEFAULT_KEYS.absolute()}; a client gives --keys, or actor_rollout_ref.teacher.keys, the folder client "
-        "in there (on another machine a copy of it, sent over a channel you trust), a worker the folder worker",
+        f"keys: {DEFAULT_KEYS.absolute()}; clients need its subfolder client (--keys, or "
+        "actor_rollout_ref.teacher.keys), workers its subfolder worker (--keys); copy them to other machines over a "
+        "trusted channel",
         flush=True,
     )
     return DEFAULT_KEYS / "server"
@@ -164,19 +165,19 @@ def default_keys() -> Path:
 
 def join(arguments: argparse.Namespace) -> int:
     if arguments.die_with_parent is not None:
-        # The kernel kills this process with its parent, also in the middle of a computation.
+        # The kernel kills this process with its parent, even during a computation.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != arguments.die_with_parent:  # it died before the call
+        if os.getppid() != arguments.die_with_parent:  # the parent ended before the call
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
-    with quick_imports():  # here, so that the broker's process needs neither torch nor the time to import it
-        from hybrid_gkd.teacher.engines.table import load_engine
-        from hybrid_gkd.teacher.server.worker import ScoringWorker
+    with quick_imports():  # imported here, because the broker's process does not need torch
+        from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
+        from hybrid_gkd.teacher.server.scoring_worker import ScoringWorker
 
     try:
-        engine = load_engine(EngineOptions.parsed(arguments))
+        engine = load_scoring_engine(EngineOptions.parsed(arguments))
         keep_loaded()
-        log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
+        log.info("loaded %s with backend %s", engine.info.model, engine.info.backend)
         ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
         raise
@@ -189,12 +190,12 @@ def join(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     state = query_status(arguments.addr, keys=load_keys(arguments.keys) if arguments.keys else None)
-    code = 0 if state.num_workers else NO_WORKER
+    code = 0 if state.num_workers else EXIT_NO_WORKER
     if arguments.json:
         print(msgspec.json.encode(state).decode())
         return code
     if (model := state.model) is None:
-        print("model              none yet: no worker is ready")
+        print("model              none: no worker is ready")
     else:
         print(f"model              {model.model} (backend {model.backend})")
         print(f"vocabulary         {model.vocab_size} tokens, hash {model.tokenizer_hash[:16]}")
@@ -204,10 +205,10 @@ def status(arguments: argparse.Namespace) -> int:
     latencies = ", ".join(f"{name} {value:.3f} s" for name, value in state.latency_seconds.items())
     print(f"workers alive      {state.num_workers}")
     for worker in state.workers:
-        print(f"  {worker.name:16} {'ready' if worker.ready else 'being tested'}, holds {worker.num_held}, delivered "
+        print(f"  {worker.name:16} {'ready' if worker.ready else 'testing'}, in flight {worker.num_held}, delivered "
               f"{worker.num_delivered}, bad replies {worker.num_bad}, engine busy {worker.engine_busy:.0%}")
     for reason in state.barred:
-        print(f"  barred: {reason}")
+        print(f"  excluded: {reason}")
     print(f"queue length       {state.queue_length}")
     print(f"in flight          {state.num_in_flight}")
     print(f"tokens per second  {state.tokens_per_second:.0f}")
@@ -228,40 +229,40 @@ def keys(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="tracebacks and a detailed log")
+    common.add_argument("--debug", action="store_true", help="show tracebacks and a detailed log")
     engine = argparse.ArgumentParser(add_help=False)
     EngineOptions.add_to(engine)
     secure = argparse.ArgumentParser(add_help=False)
-    secure.add_argument("--keys", metavar="FOLDER", help="the keys of this side, as `keys` made them; "
-                        f"`serve` has its own in ./{DEFAULT_KEYS} unless others are given")
-    engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process has ended")
+    secure.add_argument("--keys", metavar="FOLDER", help="folder of this side's keys, created by `keys` "
+                        f"(default of `serve`: ./{DEFAULT_KEYS})")
+    engine.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process ends")
 
     parser = argparse.ArgumentParser(prog="python -m hybrid_gkd.teacher", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("serve", parents=[common, secure, engine], help="start a broker and its workers")
-    server.add_argument("--workers", type=positive, default=1, help="processes with a model each")
+    server.add_argument("--workers", type=positive, default=1, help="number of processes, each with its own model")
     server.add_argument("--delete-for-parent", metavar="FOLDER",
-                        help="with --die-with-parent: delete this folder when the parent process has ended")
+                        help="with --die-with-parent: delete this folder when the parent process ends")
     server.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 for other machines")
-    server.add_argument("--port", type=_port, default=15555, help="for clients; 0 picks a free one")
-    server.add_argument("--worker-port", type=_port, default=15556, help="for workers; 0 picks a free one")
-    server.add_argument("--ready-file", help="written once a worker has answered a test request")
+    server.add_argument("--port", type=_port, default=15555, help="port for clients; 0 picks a free one")
+    server.add_argument("--worker-port", type=_port, default=15556, help="port for workers; 0 picks a free one")
+    server.add_argument("--ready-file", help="file to write once a worker has answered the test request")
     server.add_argument("--insecure", action="store_true",
-                        help="without keys: whoever reaches --host, with 127.0.0.1 everyone on this machine, can use "
-                             "the service, stop it, and answer in its place")
+                        help="run without keys: everyone who can reach --host (with 127.0.0.1 every user of this "
+                             "machine) can use, stop and impersonate the service")
     server.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
-                        help="after SIGTERM, for the requests that are here; a second signal ends at once")
+                        help="time after SIGTERM to finish accepted requests; a second signal stops at once")
     joiner = commands.add_parser("join", parents=[common, secure, engine], help="start one more worker")
     joiner.add_argument("--proxy-addr", required=True, metavar="HOST:PORT", help="worker port of the broker")
-    asker = commands.add_parser("status", parents=[common, secure], help="print what the service is doing")
+    asker = commands.add_parser("status", parents=[common, secure], help="print the state of the service")
     asker.add_argument("--addr", default="127.0.0.1:15555", metavar="HOST:PORT", help="client port of the broker")
-    asker.add_argument("--json", action="store_true", help="all of it as one JSON object")
-    maker = commands.add_parser("keys", parents=[common], help="make keys for the server, a client and a worker")
-    maker.add_argument("--out", required=True, metavar="FOLDER", help="gets a folder for each side")
-    maker.add_argument("--client", metavar="NAME", help="make keys of one more client instead")
-    maker.add_argument("--worker", metavar="NAME", help="make keys of one more worker instead")
-    for name, (_, text) in ELSEWHERE.items():
+    asker.add_argument("--json", action="store_true", help="print one JSON object")
+    maker = commands.add_parser("keys", parents=[common], help="create keys for the server, a client and a worker")
+    maker.add_argument("--out", required=True, metavar="FOLDER", help="folder that gets one subfolder per side")
+    maker.add_argument("--client", metavar="NAME", help="create keys for one more client instead")
+    maker.add_argument("--worker", metavar="NAME", help="create keys for one more worker instead")
+    for name, (_, text) in EXTERNAL_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
 

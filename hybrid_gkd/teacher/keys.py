@@ -1,12 +1,12 @@
-"""CURVE keys: who is let in to a teacher service, and as what; and by which key the service is known to them.
+"""CURVE keys of a teacher service, its clients and its workers.
 
     FOLDER/server/   server.key, server.key_secret    for `serve --keys FOLDER/server`
-                     clients/NAME.key                 public keys that may ask for scores
-                     workers/NAME.key                 public keys that may score; both are read at every connection
+                     clients/NAME.key                 public keys of clients
+                     workers/NAME.key                 public keys of workers; both are read at every connection
     FOLDER/NAME/     NAME.key, NAME.key_secret,       for the trainer and `status` (a client), or for `join` (a worker)
                      server.key
 
-Key files are those of pyzmq (`zmq.auth`). Every folder holds a .gitignore that keeps it out of repositories.
+Key files have the format of pyzmq (`zmq.auth`). Every folder has a .gitignore that keeps it out of repositories.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 Role = Literal["clients", "workers"]
-"""What a key may be used for; also the folder of the server's keys that lists it."""
+"""Role of a key's owner; also the subfolder of the server's keys that lists the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +40,24 @@ class Keys:
 
 
 class AllowList:
-    """Whom a service lets in: the owners of its own keys, and of the keys in clients/ and workers/, each as that."""
+    """Allow-list of public keys by role: the service's own key, and those in clients/ and workers/."""
 
     def __init__(self, keys: Keys):
         self.keys = keys
         self._banned: set[bytes] = set()
 
     def callback(self, domain: Role, key: bytes) -> bool:
-        """Of zmq.auth: whether the owner of a public key may connect as this; asked for every connection."""
+        """Return whether the owner of a public key may connect in this role; called by zmq.auth per connection."""
         name = self.name(domain, key)
         if key in self._banned:
-            log.warning("a connection was refused: %s was dropped for what it had sent", name)
+            log.warning("connection refused: %s is banned for an invalid message", name)
         elif name is None:
-            log.warning("a connection was refused: its key is not in %s", self.keys.folder / domain)
+            log.warning("connection refused: its key is not in %s", self.keys.folder / domain)
         return name is not None and key not in self._banned
 
     def name(self, role: Role, key: bytes) -> str | None:
-        """Of the file that lets a public key in."""
-        if key == self.keys.public:  # the service's own workers, and who started it
+        """Return the file that lists a public key; None if it is not allowed."""
+        if key == self.keys.public:  # the service's own workers, and the process that started it
             return "server.key"
         for path in (self.keys.folder / role).glob("*.key"):
             try:
@@ -68,15 +68,16 @@ class AllowList:
         return None
 
     def ban(self, key: bytes) -> None:
-        """Let it in no more, for as long as this service runs."""
+        """Refuse a key until the service is restarted."""
         if key != self.keys.public:
             self._banned.add(key)
 
 
 def make_keys(folder: Path, *, client: str | None = None, worker: str | None = None) -> list[Path]:
-    """Make the server's keys where there are none, and those of one more client or worker; returns the new folders.
+    """Create missing server keys and the keys of one more client or worker; return the new folders.
 
-    Without a name, of a client called client and a worker called worker. Raises TeacherError rather than overwrite.
+    Without a name, create keys of a client named client and a worker named worker. Raises TeacherError: a folder
+    exists already or cannot be written.
     """
     if client is None and worker is None:
         client, worker = "client", "worker"
@@ -87,7 +88,7 @@ def make_keys(folder: Path, *, client: str | None = None, worker: str | None = N
         if name in ("", "server") or name.startswith(".") or "/" in name:
             raise TeacherError(f"--{role[:-1]} {name!r}: expected a plain name other than server")
         if (folder / name).exists():
-            options = "--client NAME or --worker NAME makes keys for one more"
+            options = "--client NAME or --worker NAME creates keys for one more"
             raise TeacherError(f"{folder / name} exists and is not overwritten; {options}")
     made = [] if server.exists() else [server]
     made += [folder / name for name, _ in wanted]
@@ -97,7 +98,7 @@ def make_keys(folder: Path, *, client: str | None = None, worker: str | None = N
             (folder / ".gitignore").write_text("*\n", encoding="utf-8")
         for each in made:
             each.mkdir(mode=0o700)
-            (each / ".gitignore").write_text("*\n", encoding="utf-8")  # also where this folder alone is copied to
+            (each / ".gitignore").write_text("*\n", encoding="utf-8")  # for copies of this folder alone
             for path in zmq.auth.create_certificates(each, each.name):
                 Path(path).chmod(0o600)
         for name, role in wanted:
@@ -110,20 +111,20 @@ def make_keys(folder: Path, *, client: str | None = None, worker: str | None = N
 
 
 def load_keys(folder: str | Path) -> Keys:
-    """The keys of one side. Raises TeacherError naming the file that is missing, open to others or no key."""
+    """Load the keys of one side. Raises TeacherError naming the file: missing, readable by others, or not a key."""
     folder = Path(folder)
     secrets = sorted(folder.glob("*.key_secret"))
     if len(secrets) != 1:
         found = ", ".join(path.name for path in secrets) or "none"
         raise TeacherError(
-            f"{folder}: a folder of keys holds one .key_secret file, found {found}; "
-            "python -m hybrid_gkd.teacher keys makes one folder for the server and one for each client"
+            f"{folder}: a folder of keys must have one .key_secret file, found {found}; create keys with "
+            "python -m hybrid_gkd.teacher keys"
         )
     if stat.S_IMODE(secrets[0].stat().st_mode) & 0o077:
-        raise TeacherError(f"{secrets[0]}: others can read this secret key; chmod 600 it, or better make a new one")
+        raise TeacherError(f"{secrets[0]}: others can read this secret key; chmod 600 it, or better create a new one")
     public, secret = _load(secrets[0])
     if secret is None:
-        raise TeacherError(f"{secrets[0]}: there is no secret key in this file")
+        raise TeacherError(f"{secrets[0]}: no secret key in this file")
     return Keys(folder=folder, public=public, secret=secret, server_public=_load(folder / "server.key")[0])
 
 
@@ -134,5 +135,5 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         raise TeacherError(f"{path}: not a key file: {error}") from error
     for key in keys:
         if key is not None and len(key) != 40:
-            raise TeacherError(f"{path}: a key has 40 characters, found {len(key)}")
+            raise TeacherError(f"{path}: a key must have 40 characters, found {len(key)}")
     return keys

@@ -1,4 +1,4 @@
-"""Sockets and addresses, for client, broker and worker."""
+"""Sockets and addresses of client, broker and worker."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hybrid_gkd.teacher.protocol import AnyMessage, Buffer
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5
-"""For a connection to prove its key."""
+"""Timeout of the handshake of a connection."""
 MAX_CUT_OFF = 5
-"""A handshake that was cut off this often in a row will not succeed."""
+"""Number of aborted handshakes in a row after which the connection counts as refused."""
 HANDSHAKE_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 MESSAGES_PER_TURN = 64
-"""Read from one socket before the others get their turn."""
-EXPECTS_KEYS = "the server expects keys (actor_rollout_ref.teacher.keys, --keys) and none were given"
+"""Messages read from one socket before the others are polled."""
+EXPECTS_KEYS = "the server requires keys (actor_rollout_ref.teacher.keys, --keys) and none were given"
 
 
 def configure(socket: zmq.Socket, max_message_bytes: int) -> None:
-    """Options that every socket of the service shares; call before bind or connect."""
+    """Set the options that all sockets of the service share; call before bind or connect."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    # The transport's own heartbeat drops connections to hosts that vanished without a word; it runs
-    # in the I/O thread of libzmq, so a long computation does not delay it.
+    # The transport's heartbeat drops connections to lost hosts; it runs in libzmq's I/O thread, so a long computation
+    # does not delay it.
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(protocol.PING_INTERVAL_SECONDS * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(protocol.LIVENESS_SECONDS * 1000))
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_SECONDS * 1000)
@@ -45,27 +45,27 @@ def configure(socket: zmq.Socket, max_message_bytes: int) -> None:
 
 
 def receive_frames(socket: zmq.Socket, most: int) -> tuple[list[zmq.Frame], int]:
-    """The first `most` frames of the next message, and how many more it had. Raises zmq.Again where there is none."""
+    """Return at most `most` frames of the next message, and the number of dropped ones. Raises zmq.Again: none."""
     frames = [socket.recv(zmq.NOBLOCK, copy=False)]
     while frames[-1].more and len(frames) < most:
         frames.append(socket.recv(copy=False))
     more, num_left_out = frames[-1].more, 0
-    while more:  # libzmq has all of them already, and no call to skip them
+    while more:  # libzmq has received them all and cannot skip them
         more = socket.recv(copy=False).more
         num_left_out += 1
     return frames, num_left_out
 
 
 class Dealer:
-    """A DEALER socket that connects to ``host:port`` in the background. Belongs to one thread."""
+    """DEALER socket that connects to ``host:port`` in the background. Not thread-safe."""
 
     def __init__(self, context: zmq.Context, address: str, max_message_bytes: int, keys: Keys | None, role: Role):
         self.address, self._role = address, role
         self.heard = time.monotonic()
-        """When the last message came; at first, when this was made."""
+        """Monotonic time of the last message; initially of the construction."""
         self.foreign_version: int | None = None
         self.refused = ""
-        """Why no handshake will ever succeed, from libzmq's events; empty as long as one may."""
+        """Reason why no handshake can succeed, from libzmq's events; "" if one may."""
         self.bytes_sent = self.bytes_received = 0
         self._context, self._max_message_bytes, self._keys = context, max_message_bytes, keys
         self._open()
@@ -73,7 +73,7 @@ class Dealer:
     def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
         configure(self.socket, self._max_message_bytes)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a server that is away
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue for an unreachable server
         if self._keys is not None:
             self.socket.curve_publickey, self.socket.curve_secretkey = self._keys.public, self._keys.secret
             self.socket.curve_serverkey = self._keys.server_public
@@ -83,7 +83,7 @@ class Dealer:
         self._opened = time.monotonic()
 
     def reopen_if_stuck(self, now: float) -> None:
-        """libzmq never tries again after some failures (a handshake refused, a message too long): start over."""
+        """Reopen the socket after failures that libzmq does not retry (a refused handshake, a message too long)."""
         if now - max(self._opened, self.heard) > 2 * protocol.LIVENESS_SECONDS:
             self.close()
             self._open()
@@ -98,8 +98,8 @@ class Dealer:
         poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, message: AnyMessage, arrays: list[np.ndarray] | None = None) -> bool:
-        """False when there is no connection at the moment; the message is dropped then."""
-        return self.send_frames(protocol.encode(message, arrays or []))
+        """Send a message; return False, and drop it, if there is no connection at the moment."""
+        return self.send_frames(protocol.encode_message(message, arrays or []))
 
     def send_frames(self, frames: list) -> bool:
         try:
@@ -110,7 +110,7 @@ class Dealer:
         return True
 
     def receive(self) -> Iterator[tuple[AnyMessage, list[Buffer]]]:
-        """Header and array frames of what has arrived; not everything, so that a flood does not stop the rest."""
+        """Yield header and array frames of received messages, at most `MESSAGES_PER_TURN`."""
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames, _ = receive_frames(self.socket, protocol.MAX_FRAMES)
@@ -121,46 +121,46 @@ class Dealer:
                 message = protocol.decode_header(frames[0].buffer)
             except protocol.ForeignVersion as error:
                 self.foreign_version = error.version
-            except protocol.ProtocolError as error:  # a request that it belonged to is found lost at the next pong
+            except protocol.ProtocolError as error:  # the next pong shows that its request is lost
                 log.debug("%s: dropped a malformed message: %s", self.address, error)
             else:
                 self.heard = time.monotonic()
                 yield message, [frame.buffer for frame in frames[1:]]
 
     def read_events(self) -> bool:
-        """Take in libzmq's events of handshakes; True if a connection was made, perhaps to a new server."""
+        """Process libzmq's handshake events; return True on a new connection, perhaps to a restarted server."""
         connected, folder = False, self._keys.folder if self._keys else None
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connected, self.refused, self._num_cut_off = True, "", 0
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                advice = f"its public half (.key) belongs into {self._role}/ of the server's keys"
+                advice = f"copy its public key (.key) to {self._role}/ of the server's keys"
                 self.refused = f"the server does not accept the key in {folder}; {advice}"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 given = f"keys were given ({folder}), but the server was started without"
                 self.refused = given if folder else EXPECTS_KEYS
-            else:  # libzmq does not say why; a server that closes first hides what the other events would tell
+            else:  # no reason from libzmq: the server closed first and so hides the other events
                 self._num_cut_off += 1
                 if self._num_cut_off >= MAX_CUT_OFF:
-                    given = f"its key is not the one in {folder}/server.key, it was started without keys"
+                    given = f"its key differs from {folder}/server.key, it was started without keys"
                     self.refused = (
-                        f"the server has ended {self._num_cut_off} connections during the handshake: "
-                        f"{given if folder else EXPECTS_KEYS}, or it is no teacher service"
+                        f"the server closed {self._num_cut_off} connections during the handshake: "
+                        f"{given if folder else EXPECTS_KEYS}, or it is not a teacher service"
                     )
         return connected
 
 
 def endpoint_url(address: str) -> str:
-    """tcp:// URL of ``host:port``. Raises TeacherError for another form."""
+    """Return the tcp:// URL of ``host:port``. Raises TeacherError: invalid address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise TeacherError(f"{address!r} is no teacher address; expected host:port, for example 127.0.0.1:15555")
+        raise TeacherError(f"{address!r} is not a teacher address; expected host:port, for example 127.0.0.1:15555")
     return f"tcp://{host}:{port}"
 
 
 def resolve(host: str) -> str:
-    """IP address of `host`. Raises TeacherError for a name that does not resolve."""
+    """Return the IP address of `host`. Raises TeacherError: the name does not resolve."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:

@@ -53,7 +53,7 @@ class GroupMember:
         import torch
         import torch.distributed as dist
 
-        from hybrid_gkd.rollout.store import open_store
+        from hybrid_gkd.rollout.rendezvous import open_store
         from hybrid_gkd.rollout.weight_sync import ABORT_SECONDS
 
         if self.device_type == "cuda":

@@ -25,7 +25,7 @@ import numpy as np
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import HybridGKDError, WorkerError, in_words
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineRoom
-from hybrid_gkd.rollout.engine import generate
+from hybrid_gkd.rollout.engine import generate_samples
 from hybrid_gkd.runtime.files import FileSum
 from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
 from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
@@ -257,7 +257,7 @@ class Worker(GroupMember):
             self.residency.enter("rollout")
             self.residency.prepare(self._phase_after_rollout, reserve=ENGINE_WORKSPACE_BYTES + TEACHER_WORKSPACE_BYTES)
             with self.shared.generation():
-                for finished in generate(self.engine, requests, sampling):
+                for finished in generate_samples(self.engine, requests, sampling):
                     yield finished if first_of_replica else []
             self.residency.prepare(self._phase_after_rollout)
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.losses.topk import top_logprobs
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import Reading
 
@@ -44,7 +44,7 @@ def make_readings(count):
 
 def score_all(folder, backend):
     """All jobs at once, so that requests with different K and temperature share a step."""
-    engine = load_engine(EngineOptions(
+    engine = load_scoring_engine(EngineOptions(
         ckpt_path=folder, backend=backend, dtype="bfloat16", n_logprobs=600, gpu_memory_utilization=0.3
     ))  # fmt: skip
     for name, (count, k, temperature) in JOBS.items():

@@ -338,8 +338,8 @@ def test_an_interrupted_and_resumed_run_ends_as_an_uninterrupted_one(finished, w
         assert "Traceback" not in errors
         assert "SIGTERM: the run ends when the step in hand is done and saved" in errors
         (saved,) = folder.glob("global_step_*")
-        assert f"the run ends after step {saved.name.removeprefix('global_step_')} of 4, as requested" in errors
-        assert f"to continue from: {saved}, after step " in errors
+        assert f"stopped after step {saved.name.removeprefix('global_step_')} of 4 on request" in errors
+        assert f"resume from: {saved}, after step " in errors
         code, output, errors = run(wanted)
         assert code == 0, errors
         assert f"continuing from {saved}" in errors
@@ -483,7 +483,7 @@ def test_a_killed_rollout_pool_ends_the_run_by_name_after_the_last_state_is_save
     assert "rollout_0.log" in errors.splitlines()[-1]
     (folder,) = (tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*")
     step = int(folder.name.removeprefix("global_step_"))
-    assert f"the state after step {step} is saved: {folder}" in errors
+    assert f"saved the state after step {step}: {folder}" in errors
     assert step in (max(rows_of(tmp_path)), max(rows_of(tmp_path)) + 1)  # published or not, when the worker died
 
 
@@ -512,7 +512,7 @@ def test_a_killed_part_ends_the_run_by_name(world, tmp_path, victim, scheduler, 
     assert ("worker 0" if victim == "Worker" else "teacher") in errors.splitlines()[-1]
     assert "Traceback" not in errors
     assert "Some common causes" not in errors  # a paragraph of Ray's, which is in run.log
-    assert ("there is no checkpoint to continue from" if victim == "Worker" else "to continue from: ") in errors
+    assert ("no checkpoint to resume from" if victim == "Worker" else "resume from: ") in errors
     # The state of the last step is lost with the student, and otherwise saved.
     assert len(list((tmp_path / "hybrid_gkd" / "gkd").glob("global_step_*"))) == (0 if victim == "Worker" else 1)
 
@@ -555,7 +555,7 @@ def test_a_given_teacher_is_used_and_left_running(world, finished, tmp_path, cap
         service.kill()
         code, _, errors = finish(process)
         assert code == 1
-        lost = rf"127\.0\.0\.1:{port}: connection refused since \d\d:\d\d:\d\d, it scored \d+ request\(s\) before"
+        lost = rf"127\.0\.0\.1:{port}: connection refused since \d\d:\d\d:\d\d, \d+ request\(s\) scored before"
         assert re.search(
             rf"waiting for the teacher: \d of 8 samples are not scored yet; {lost}; since \S+, for 1\d s now, until "
             r"\S+ \(actor_rollout_ref\.teacher\.request_timeout=12\)", errors,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.rollout.engine import generate
+from hybrid_gkd.rollout.engine import generate_samples
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tokenizer, tiny_config
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
@@ -50,7 +50,7 @@ def largest_difference(engine, model):
         GenerationRequest(id=SampleId(1, i, 0), prompt_ids=np.arange(i + 1, dtype=np.int32), seed=i) for i in range(4)
     ]
     found = []
-    for finished in generate(engine, requests, SamplingParams(max_tokens=12, logprobs=True)):
+    for finished in generate_samples(engine, requests, SamplingParams(max_tokens=12, logprobs=True)):
         for sample in finished:
             ids = torch.from_numpy(sample.tokens).long()
             logprobs = model(ids[None]).logits[0].log_softmax(-1)[sample.positions - 1]

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from hybrid_gkd.config.loading import load_config
-from hybrid_gkd.reporting.dashboard import plan
-from hybrid_gkd.reporting.metrics import PATTERNS, SOURCES
+from hybrid_gkd.reporting.dashboard import plan_panels
+from hybrid_gkd.reporting.metric_table import PATTERNS, SOURCES
 from hybrid_gkd.testing import make_tiny_model
 
 HF = "actor_rollout_ref.rollout.name=hf"
@@ -36,7 +36,7 @@ def metrics(folder):
 
 
 def assert_panels_are_of_what_was_reported(folder, rows):
-    sections = plan(load_config(config_name="config", config_path=folder))
+    sections = plan_panels(load_config(config_name="config", config_path=folder))
     names = {name for panels in sections.values() for panel in panels for name in panel.metrics}
     reported = {name for row in rows.values() for name in row}
     for name in names - {SOURCES}:  # one file has no sources

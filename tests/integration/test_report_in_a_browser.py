@@ -10,7 +10,7 @@ from browser import browser_page, find_browser
 from run_folders import NASTY, make_run
 
 from hybrid_gkd.reporting.report.command import write
-from hybrid_gkd.reporting.report.serving import ReportServer
+from hybrid_gkd.reporting.report.server import ReportServer
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -67,7 +67,7 @@ def test_every_section_is_there_without_an_error_or_a_request(page, runs, tmp_pa
     said = page.value("['answers', 'state'].map(id => document.getElementById(id).textContent).join(' ')")
     assert said.count(NASTY) == 1 + (kind == "failed")
     assert page.value("document.documentElement.scrollWidth <= innerWidth")
-    parts = {"ppo": "Reward, part by part"}.get(kind, "The same by quarter of the answer, KL(teacher, student)")
+    parts = {"ppo": "Reward components"}.get(kind, "Held-out KL(teacher, student) by quarter of the completion")
     assert any(title.startswith(parts) for title in page.value(TITLES))
     marks = page.value("document.querySelectorAll('#learning .mark-rule.role-mark').length")
     assert marks == (page.value("document.querySelectorAll('#learning svg').length") if kind == "resumed" else 0)
@@ -138,7 +138,7 @@ def test_the_likeliest_tokens_are_shown_where_the_focus_is(page, runs, tmp_path)
     assert page.value("document.querySelectorAll('#answers .scale').length") == 1
     page.value("document.querySelector('.token').focus()")
     assert page.value(shown).startswith("divergence 0.5 nats")
-    assert page.value(shown).endswith("student's topteacherstudent</script>5.0 %25.0 %1 (drawn)90.0 %50.0 %")
+    assert page.value(shown).endswith("student's topteacherstudent</script>5.0 %25.0 %1 (sampled)90.0 %50.0 %")
     page.press("ArrowRight")
     assert page.value("document.activeElement.textContent") == " after"
     page.press("Escape")
@@ -248,7 +248,7 @@ def test_a_served_page_is_drawn_anew_when_there_is_something_new_and_keeps_the_f
             file.write('{"step": 31, "actor/kl_loss": 0.25}\n')
         page.wait_for("document.querySelector('#summary').drawnOnce === undefined")
         page.wait_for(f"document.activeElement === {KL_CHART}")
-        said = "document.getElementById('state').textContent.includes('does not answer')"
+        said = "document.getElementById('state').textContent.includes('does not respond')"
         page.value("window.answering = window.fetch; window.fetch = () => Promise.reject(new Error('gone')); null")
         page.wait_for(said)
         page.value("window.fetch = window.answering; null")

@@ -11,7 +11,7 @@ from engines import MAX_NUM_SEQS, MAX_TOKENS, NUM_IDS, SEEDS, STOP_TOKENS, Engin
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import WorkerError
-from hybrid_gkd.rollout.engine import generate
+from hybrid_gkd.rollout.engine import generate_samples
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
 
 needs_vllm = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
@@ -236,7 +236,7 @@ def schedules(engine, requests):
 
     scheduler.schedule, vllm.add_request = recorded, counted
     try:
-        for _ in generate(engine, requests, dataclasses.replace(DRAWN, logprobs=False)):
+        for _ in generate_samples(engine, requests, dataclasses.replace(DRAWN, logprobs=False)):
             pass
         found = [(list(steps), list(added))]
         assert engine.llm.reset_prefix_cache()

@@ -13,7 +13,7 @@ from same_tokens import check_cases, check_two_ranks
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
-from hybrid_gkd.rollout.engine import generate
+from hybrid_gkd.rollout.engine import generate_samples
 from hybrid_gkd.rollout.vllm import VLLMRolloutEngine
 from hybrid_gkd.testing import make_tiny_model, tiny_config
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
@@ -51,9 +51,9 @@ def schedulers_of(folder, port):
         )  # fmt: skip
         engine = VLLMRolloutEngine(config, device=torch.device("cpu"), stop_token_ids=[])
         engine.load_weights(weights.items(), 1)
-        parts = generate(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
+        parts = generate_samples(engine, requests, SamplingParams(max_tokens=9, logprobs=True))
         found = {each.id: (each.tokens.tolist(), each.logprobs.tolist()) for part in parts for each in part}
-        parts = generate(engine, requests, SamplingParams(max_tokens=24, temperature=0.0, repetitions=3))
+        parts = generate_samples(engine, requests, SamplingParams(max_tokens=24, temperature=0.0, repetitions=3))
         found |= {s.id._replace(number=1): (s.completion_ids.tolist(), s.status) for part in parts for s in part}
         results.append((type(engine.engine.engine_core.engine_core.scheduler).__name__, found))
     return results

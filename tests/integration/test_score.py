@@ -18,7 +18,7 @@ from hybrid_gkd.launch.plan import make_plan
 from hybrid_gkd.launch.teacher import connect, with_cache
 from hybrid_gkd.models.tokenizer import load_tokenizer
 from hybrid_gkd.runtime.waiting import Timeout
-from hybrid_gkd.scoring.teacher import TeacherScorer
+from hybrid_gkd.scoring.teacher_scorer import TeacherScorer
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.testing import make_tiny_model
 from hybrid_gkd.types import given

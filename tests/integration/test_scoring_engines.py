@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.errors import ModelError
 from hybrid_gkd.models.packed_attention import pack
-from hybrid_gkd.teacher.engines import hf
+from hybrid_gkd.teacher.engines import hf_engine
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_engine
-from hybrid_gkd.teacher.engines.vllm import RowScorer
+from hybrid_gkd.teacher.engines.vllm_engine import RowScorer
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
 
@@ -68,7 +68,7 @@ def score_all(folder, backend, tp_size):
     options = EngineOptions(
         ckpt_path=folder, backend=backend, device="cpu", n_logprobs=TOKENS, tp_size=tp_size, max_model_len=2048
     )
-    engine = load_engine(options)
+    engine = load_scoring_engine(options)
     for name, (count, longest, k, temperature) in JOBS.items():
         engine.add(name, make_readings(count, longest), k, temperature, ids_of(name))
     found = drain(engine)
@@ -105,7 +105,7 @@ def load_with_shifted_rows(folder):
             request.rows = np.arange(len(request.rows))
 
     RowScorer.add_request = one_row_early
-    load_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", max_model_len=64))
+    load_scoring_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", max_model_len=64))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_vllm(model_path, reference):
 def refused_and_score_all(folder):
     wrong = '{"vllm": {"no_such_argument": 1}}'
     with pytest.raises(ModelError, match=r"cannot load the model: .*no_such_argument"):
-        load_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", engine_kwargs=wrong))
+        load_scoring_engine(EngineOptions(ckpt_path=folder, backend="vllm", device="cpu", engine_kwargs=wrong))
     return score_all(folder, "vllm", 1)
 
 
@@ -220,7 +220,7 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
         **options,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=9))
+    engine = load_scoring_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=9))
     assert ("sequences are padded" in caplog.text) == padded
     found = {"mixed": engine.score(make_readings(20, 60), 9, 0.7)}
     check(found, Reference(tmp_path, attn_implementation="eager"), {"mixed": (20, 60, 9, 0.7)},
@@ -228,7 +228,7 @@ def test_hf_with_capped_attention_and_logits(tmp_path, caplog, config_class, opt
 
 
 def test_clear_forgets_what_was_queued(model_path, reference):
-    engine = load_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
+    engine = load_scoring_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
     engine.add("first", make_readings(3, 20), 5, 1.0)
     engine.add("second", make_readings(3, 20), 5, 1.0)
     engine.step()
@@ -240,15 +240,15 @@ def test_clear_forgets_what_was_queued(model_path, reference):
 
 def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypatch):
     """Attention without a GPU pads: 4,000 tokens among a hundred of 100 took 1.8 GB and 30 times as long."""
-    monkeypatch.setattr(hf, "TOKENS_PER_FORWARD", 600)
-    engine = load_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
+    monkeypatch.setattr(hf_engine, "TOKENS_PER_FORWARD", 600)
+    engine = load_scoring_engine(EngineOptions(ckpt_path=model_path, backend="hf", device="cpu", n_logprobs=5))
     forwards = []
 
     def recorded(inputs, device):
         forwards.append([len(ids) + 1 for ids in inputs])  # the last token is scored, and no input
         return pack(inputs, device)
 
-    monkeypatch.setattr(hf, "pack", recorded)
+    monkeypatch.setattr(hf_engine, "pack", recorded)
     lengths = [20] * 10 + [200] + [20] * 20 + [900]
     readings = [Reading(token_ids=np.ones(length, np.int32), positions=np.arange(1, length)) for length in lengths]
     assert len(engine.score(readings, 5, 1.0)) == len(lengths)
@@ -260,7 +260,7 @@ def test_one_long_sequence_does_not_make_all_others_as_long(model_path, monkeypa
 def test_folder_without_a_model_is_named(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(Exception, match=str(Path(tmp_path))):
-        load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu"))
+        load_scoring_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -274,4 +274,4 @@ def test_folder_without_a_model_is_named(tmp_path):
 def test_arguments_reach_their_engine_or_are_refused(backend, given, message, model_path):
     options = EngineOptions(ckpt_path=model_path, backend=backend, device="cpu", max_model_len=64, engine_kwargs=given)
     with pytest.raises(ModelError, match=message):
-        load_engine(options)
+        load_scoring_engine(options)

@@ -187,7 +187,7 @@ def test_a_rollout_worker_without_memory_is_named_and_one_that_is_lost_and_the_s
 
         import hybrid_gkd.workers.worker
 
-        hybrid_gkd.workers.worker.generate = go_on
+        hybrid_gkd.workers.worker.generate_samples = go_on
 
     with make_group(separate(model, tmp_path, 1, 2)) as group:
         shorten_deadlines(group)

@@ -106,7 +106,7 @@ def test_errors_have_their_codes(client):
         client.ask("ranges", [(np.zeros(4, int), [1, 4]), (np.zeros(4, int), ranges)], TOPK)
         answer = client.scores()
         assert (answer["id"], answer["code"]) == ("ranges", "refused")
-        assert "reading 1: the ranges of its scored tokens ascend from 1 to its 4 tokens" in answer["reason"]
+        assert "reading 1: the ranges of its scored tokens must be ascending within [1, 4)" in answer["reason"]
 
 
 def test_heartbeat_names_what_is_pending_in_order(client):

@@ -341,7 +341,7 @@ def test_the_service_ends_with_its_parent_and_deletes_their_keys(model_path, tmp
     ("arguments", "text"),
     [
         (["--ckpt-path", "{model}", "--insecure", "--keys", "k"], "--keys, --insecure: expected one of them, got both"),
-        (["--ckpt-path", "{model}", "--keys", "/no/keys"], "/no/keys: a folder of keys holds one .key_secret file"),
+        (["--ckpt-path", "{model}", "--keys", "/no/keys"], "/no/keys: a folder of keys must have one .key_secret file"),
         (["--ckpt-path", "{model}", "--port", "{taken}"], "--port {taken}: cannot bind .* another process uses it"),
         (["--ckpt-path", "{model}", "--tp-size", "2"], "--tp-size 2: tensor parallelism needs --backend vllm"),
         (["--ckpt-path", "{model}", "--dtype", "bfloat16"], "--dtype bfloat16: on the CPU"),

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.teacher.engines.vllm import EXTRA_ARGS_KEY, RowScorer
+from hybrid_gkd.teacher.engines.vllm_engine import EXTRA_ARGS_KEY, RowScorer
 
 pytestmark = pytest.mark.skipif(not vllm_compat.vllm_available(), reason="vLLM is not installed")
 TIMEOUT = 900.0

@@ -15,7 +15,7 @@ from hybrid_gkd.config.spelling import find
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.command_line import default_config_name, parse
 from hybrid_gkd.offload.residency import MEMORY_OWNERS, RESIDENCY
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting.metric_table import METRICS
 
 SECTIONS = tuple(field.name for field in dataclasses.fields(Config))
 page_of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

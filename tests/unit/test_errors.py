@@ -20,7 +20,7 @@ CLASSES = sorted((cls for cls in subclasses(HybridGKDError) if cls.__module__.st
 def make(cls):
     if cls is ConfigError:
         return cls("trainer.seed", "must be positive", -1)
-    return cls("what happened", told=True) if cls is supervisor.WorkerFailed else cls("what happened")
+    return cls("what happened", reported=True) if cls is supervisor.WorkerFailed else cls("what happened")
 
 
 def test_the_classes_are_found_wherever_they_are():

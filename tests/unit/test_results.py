@@ -15,7 +15,7 @@ from hybrid_gkd.config import Config
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.demo.folders import DemoPaths
 from hybrid_gkd.errors import DataError
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting.metric_table import METRICS
 
 sys.path.insert(0, str(Path(hybrid_gkd.__file__).parents[1] / "benchmarks"))
 import results  # type: ignore[import-not-found]

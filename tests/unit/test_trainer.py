@@ -222,8 +222,8 @@ def test_a_teacher_that_ended_is_noticed_while_waiting():
 
 
 def test_a_silent_client_is_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr("hybrid_gkd.scoring.teacher.LATE_SECONDS", 0.0)
-    monkeypatch.setattr("hybrid_gkd.scoring.teacher.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("hybrid_gkd.scoring.teacher_scorer.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("hybrid_gkd.scoring.teacher_scorer.CHECK_SECONDS", 0.01)
     teacher = LocalTeacher(scores, delay=None)
     trainer, _, rollout = make(GKDTrainer, "actor_rollout_ref.teacher.request_timeout=0.05", teacher=teacher)
     with pytest.raises(TeacherError, match="6 samples"):
@@ -270,7 +270,7 @@ def test_a_reward_that_takes_long_is_said_with_its_row_and_what_it_raises_names_
         trainer._update_actor(rollout)
     assert group.updates == []
     assert re.fullmatch(
-        r"waiting for the reward function reward: 0 of 6 responses are scored, now one to row 1 of the data; "
+        r"waiting for the reward function reward: 0 of 6 completions are scored, now row 1 of the data; "
         r"since \S+, for 0 s now", said.messages[0],
     )
 

@@ -1,1 +1,1 @@
-"""report.html: what a run folder holds, as one page to look at."""
+"""report.html: a run folder as one HTML page."""

@@ -1,6 +1,6 @@
-// What the student says to the same held-out prompts as it learns, and how long its answers are.
+// Completions of the same held-out prompts over the training, and histograms of completion lengths.
 
-const LONG = 100;  // characters of an answer that need the width of their column for themselves
+const LONG = 100;  // characters of a completion from which columns get a minimum width
 
 function answers() {
   const blocks = page.runs.filter(run => run.answers.length).map(run => {
@@ -24,10 +24,10 @@ function answers() {
     return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null, scale, found);
   });
   const scored = page.runs.some(run => run.answers.some(each => each.samples.some(sample => sample.tokens)));
-  const note = "What the student answered to the same held-out prompts at several steps, with the reward of each answer."
-    + (scored ? " In the first answers each token is coloured by the divergence of student and teacher. Point at a token, or move along with the arrow keys, to see what both would most likely have said there." : "");
-  return section("answers", "Answers", note,
-                 blocks.length ? blocks : empty("The run has validated nothing: it has no held-out prompts, or has not come to a validation."));
+  const note = "The student's completions of the same held-out prompts at several steps, with rewards."
+    + (scored ? " The tokens of the first completions are coloured by the divergence of student and teacher. Point at a token, or use the arrow keys, to see the most likely candidates of both." : "");
+  return section("answers", "Completions", note,
+                 blocks.length ? blocks : empty("No validation: the run has no held-out prompts, or has not reached a validation."));
 }
 
 function said(sample) {
@@ -42,11 +42,11 @@ function tokenColor(divergence) { return `rgba(var(--mark), ${(1 - Math.exp(-div
 function divergenceScale() {
   const bar = element("span", {className: "scale"});
   bar.style.background = `linear-gradient(90deg, ${[0, 0.5, 1, 2, 4].map((divergence, n) => `${tokenColor(divergence)} ${25 * n}%`).join(", ")})`;
-  return element("p", {}, "Divergence of a token: 0", bar, "4 nats or more");
+  return element("p", {}, "Token divergence: 0", bar, "4 nats or more");
 }
 
-// An answer token by token, the darker the further teacher and student are apart; what both would have said is shown at
-// the token that the pointer or the focus is on. The arrow keys go from token to token.
+// A completion by token, darker with higher divergence; the token under the pointer or with the focus shows the most
+// likely candidates of teacher and student. The arrow keys move between tokens.
 function coloured({tokens, num_tokens: all, response}) {
   const spans = tokens.map(([text, divergence], n) => {
     const span = element("span", {className: "token", tabIndex: n ? -1 : 0}, visible(text));
@@ -67,8 +67,8 @@ function coloured({tokens, num_tokens: all, response}) {
     });
     return span;
   });
-  const rest = tokens.length < all ? element("details", {}, element("summary", {}, `${tokens.length} of ${all} tokens; the whole answer`), response) : null;
-  return element("div", {className: "said"}, element("div", {className: "tokens", role: "group", "aria-label": "answer, token by token; the arrow keys go through it"}, ...spans), rest);
+  const rest = tokens.length < all ? element("details", {}, element("summary", {}, `${tokens.length} of ${all} tokens; full completion`), response) : null;
+  return element("div", {className: "said"}, element("div", {className: "tokens", role: "group", "aria-label": "completion by token; use the arrow keys"}, ...spans), rest);
 }
 
 function visible(text) { return text.replace(/^ +$/, spaces => "\u00a0".repeat(spaces.length)).replaceAll("\n", "↵\n") || "∅"; }
@@ -78,7 +78,7 @@ const candidates = {
   show(span, [text, divergence, ofTeacher, ofStudent]) {
     const percent = p => `${(100 * p).toFixed(p > 0 && p < 0.001 ? 2 : 1)} %`;
     const list = (heading, rows) => element("table", {}, element("thead", {}, element("tr", {}, ...[heading, "teacher", "student"].map(each => element("th", {}, each)))),
-      element("tbody", {}, ...rows.map(([each, p, q]) => element("tr", {className: each === text ? "chosen" : ""}, element("td", {}, element("code", {}, visible(each)), each === text ? " (drawn)" : null),
+      element("tbody", {}, ...rows.map(([each, p, q]) => element("tr", {className: each === text ? "chosen" : ""}, element("td", {}, element("code", {}, visible(each)), each === text ? " (sampled)" : null),
         element("td", {className: "number"}, percent(p)), element("td", {className: "number"}, percent(q))))));
     this.box.replaceChildren(element("p", {}, "divergence ", element("b", {}, show(divergence)), " nats"), ...(ofTeacher.length ? [list("teacher's top", ofTeacher), list("student's top", ofStudent)] : []));
     document.body.append(this.box);
@@ -102,8 +102,8 @@ function lengths() {
       column.forEach((count, k) => count && values.push({from: n ? steps[n - 1] : Math.min(0, steps[0]), to: steps[n], low: k * bin - 0.5, high: (k + 1) * bin - 0.5, share: count / all, count,
         length: bin === 1 ? `${k} tokens` : `${k * bin} to ${(k + 1) * bin - 1} tokens`, steps: n && steps[n - 1] + 1 < steps[n] ? `${steps[n - 1] + 1} to ${steps[n]}` : String(steps[n])}));
     });
-    const title = page.runs.length > 1 ? runLabel(run) : "Answers trained on";
-    const edge = (Math.floor(run.max_length / bin) + 1) * bin - 0.5;  // above the answers that are as long as the limit
+    const title = page.runs.length > 1 ? runLabel(run) : "Completion lengths";
+    const edge = (Math.floor(run.max_length / bin) + 1) * bin - 0.5;  // above the completions at the limit
     const limit = () => ({
       data: {values: [{limit: edge}]}, mark: {type: "rule", color: css("--bad"), strokeDash: [4, 3]},
       encoding: {y: {field: "limit", type: "quantitative"}},
@@ -113,20 +113,20 @@ function lengths() {
       encoding: {
         x: {field: "from", type: "quantitative", scale: {nice: false, zero: false}, axis: {title: "steps", grid: false, tickCount: Math.max(1, Math.min(Math.floor(width / 90), steps.at(-1)))}}, x2: {field: "to"},
         y: {field: "low", type: "quantitative", scale: {nice: false}, axis: {title: "tokens", grid: false}}, y2: {field: "high"},
-        color: {field: "share", type: "quantitative", scale: {scheme: dark.matches ? "viridis" : "blues", domain: [0, 1], type: "sqrt"}, legend: {title: "share", format: "%", gradientLength: HEIGHT - 40}},
-        tooltip: [{field: "steps"}, {field: "length"}, {field: "count", title: "answers"}, {field: "share", format: ".1%"}],
+        color: {field: "share", type: "quantitative", scale: {scheme: dark.matches ? "viridis" : "blues", domain: [0, 1], type: "sqrt"}, legend: {title: "fraction", format: "%", gradientLength: HEIGHT - 40}},
+        tooltip: [{field: "steps"}, {field: "length"}, {field: "count", title: "completions"}, {field: "share", title: "fraction", format: ".1%"}],
       },
     });
-    const chart = new Chart(`${title}: how many answers were how long, over the steps. The curves beside it have the mean, the longest and the shortest.`, width => (
+    const chart = new Chart(`${title}: histogram of completion lengths over the steps. The curves next to it have mean, maximum and minimum.`, width => (
       {height: HEIGHT, layer: run.max_length ? [histograms(width), limit()] : [histograms(width)]}));
     return panel(title, run.max_length ? "tokens, the limit dashed" : "tokens", chart);
   }).filter(Boolean);
-  const more = [curvePanel("Length of an answer", ["response_length/mean", "response_length/max", "response_length/min"]),
-                curvePanel("Answers that were cut off", ["response_length/clip_ratio"]),
-                curvePanel("Tokens that repeat what their answer has said before", ["response/repeated_fraction"]),
-                curvePanel("Length of an answer to a held-out prompt", ["val/response_length"]),
-                curvePanel("Answers to held-out prompts that were cut off", ["val/response_length/clip_ratio"])].filter(Boolean);
+  const more = [curvePanel("Completion length", ["response_length/mean", "response_length/max", "response_length/min"]),
+                curvePanel("Truncated fraction", ["response_length/clip_ratio"]),
+                curvePanel("Repeated tokens", ["response/repeated_fraction"]),
+                curvePanel("Held-out completion length", ["val/response_length"]),
+                curvePanel("Held-out truncated fraction", ["val/response_length/clip_ratio"])].filter(Boolean);
   const all = [...found, ...more];
-  return section("lengths", "Lengths", "How long the answers are; those that reach the limit are cut off and teach less.",
+  return section("lengths", "Lengths", "Lengths of completions; those at the limit are truncated.",
                  all.length ? element("div", {className: "panels"}, ...all) : empty("No step has ended yet."));
 }

@@ -1,4 +1,4 @@
-"""What a report says first: did it learn, what did it take, what would it cost to go on."""
+"""Summary cards of a report: results, time and tokens, and the cost of a resume."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_gkd.reporting.report.thinning import Point
+from hybrid_gkd.reporting.report.downsampling import Point
 
 Card = dict[str, Any]
-"""`label`, `value`, and where it helps `note`; `change`: better or worse."""
+"""Keys `label`, `value`, optionally `note` and `change` (better or worse)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """The progress of a run."""
+class RunProgress:
+    """Progress of a run."""
 
     starts: list[dict[str, Any]]
-    """As in starts.jsonl."""
+    """Starts of the run, from starts.jsonl."""
     first: dict[str, float]
     last: dict[str, float]
-    """The first and the newest value of each metric."""
+    """First and newest value of each metric."""
     points: Callable[[str], list[Point]]
-    """Of a metric; none if it was not measured."""
+    """Function from a metric to its points; none if it was not measured."""
     step: int
     tokens: float
     checkpoint_step: int | None
-    """Of the newest checkpoint."""
+    """Step of the newest checkpoint."""
 
 
-def headline(run: Course, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
-    """The cards of a run. What the configuration does not measure has none; what is not known yet is a dash."""
+def headline(run: RunProgress, config: dict[str, Any], state: dict[str, Any]) -> list[Card]:
+    """Return the cards of a run, for what its configuration measures; unknown values are a dash."""
     teacher = next((start["teacher_accuracy"] for start in run.starts if start.get("teacher_accuracy")), None)
     cards = []
     scores = bool(config.get("reward_model.enable"))
@@ -42,49 +42,49 @@ def headline(run: Course, config: dict[str, Any], state: dict[str, Any]) -> list
         cards.append(_validated(run, "val/accuracy", "Held-out accuracy", ".1%", note, rises=True))
     if config.get("distillation.enabled", True):
         if "val/forward_kl" in run.last:
-            note = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats a token"
+            note = f"reverse {_number(run.last.get('val/reverse_kl'))}, nats/token"
             cards.append(_validated(run, "val/forward_kl", "Held-out KL", ".4f", note, rises=False))
         else:
-            cards.append(_trained(run, "actor/kl_loss", "KL to the teacher", ".4f", "nats a token", rises=False))
+            cards.append(_trained(run, "actor/kl_loss", "KL to the teacher", ".4f", "nats/token", rises=False))
     if "reward/mean" in run.last:
         filtered = "reward/all_groups" in run.last
-        name, note = ("reward/all_groups", "all groups") if filtered else ("reward/mean", "of the answers trained on")
+        name, note = ("reward/all_groups", "all groups") if filtered else ("reward/mean", "completions trained on")
         cards.append(_trained(run, name, "Mean reward", ".3f", note, rises=True))
     elapsed = run.last.get("timing/elapsed")
     starts = f"in {state['starts']} starts" if state["starts"] > 1 else ""
     loading = sum(start["ready"] - start["start"] for start in run.starts if "ready" in start)
     cards += [
         {"label": "Steps", "value": f"{state['step']}" + (f" of {state['total']}" if state["total"] else ""),
-         "note": _listed(_left(run, state), starts)},
-        {"label": "Time of training", "value": duration(elapsed),
-         "note": f"and {duration(loading)} to load" if loading else ""},
+         "note": _listed(_remaining_time(run, state), starts)},
+        {"label": "Training time", "value": duration(elapsed),
+         "note": f"plus {duration(loading)} of loading" if loading else ""},
         {"label": "Tokens", "value": _short(run.tokens),
-         "note": f"prompts and answers, {_short(run.tokens / elapsed)} a second" if elapsed else "prompts and answers"},
+         "note": "prompts and completions" + (f", {_short(run.tokens / elapsed)}/s" if elapsed else "")},
         _cost_to_resume(run, config, state, elapsed),
     ]  # fmt: skip
     return cards
 
 
-def _cost_to_resume(run: Course, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
-    """Steps since the last checkpoint, which a run that continues trains again, and loading."""
-    label, saved = "To resume", run.checkpoint_step
+def _cost_to_resume(run: RunProgress, config: dict[str, Any], state: dict[str, Any], elapsed: float | None) -> Card:
+    """Return the card of the cost of a resume: steps since the last checkpoint, and loading."""
+    label, saved = "Cost to resume", run.checkpoint_step
     if state["outcome"] == "finished":
-        return {"label": label, "value": "nothing to do", "note": f"global_step_{saved}" if saved is not None else ""}
+        return {"label": label, "value": "finished", "note": f"global_step_{saved}" if saved is not None else ""}
     ready = [start["ready"] - start["start"] for start in run.starts if "ready" in start]
-    loading = f"{duration(ready[-1])} to load" if ready else ""
+    loading = f"{duration(ready[-1])} of loading" if ready else ""
     lost = run.step - (saved or 0)
-    where = f"from global_step_{saved}" if saved is not None else "there is no checkpoint"
-    training = f"{duration(elapsed * lost / run.step)} to train again" if elapsed and run.step and lost else ""
+    where = f"from global_step_{saved}" if saved is not None else "no checkpoint"
+    training = f"{duration(elapsed * lost / run.step)} of repeated training" if elapsed and run.step and lost else ""
     with_key = "with trainer.resume_mode=auto" if config.get("trainer.resume_mode") == "disable" else ""
     note = _listed(with_key, where, training, loading)
-    again = f"{lost} step{'s' if lost != 1 else ''} again" if run.step else "from the start"
+    again = f"repeat {lost} step{'s' if lost != 1 else ''}" if run.step else "from the start"
     return {"label": label, "value": again, "note": note}
 
 
-def _left(run: Course, state: dict[str, Any]) -> str:
-    """The time until the last step, at the pace since the newest start; empty for a run that does not go on."""
+def _remaining_time(run: RunProgress, state: dict[str, Any]) -> str:
+    """Return the estimated remaining time, at the pace of the newest start; "" unless the run is active."""
     left = (state["total"] or 0) - run.step
-    if state["outcome"] != "goes on" or left <= 0:
+    if state["outcome"] != "running" or left <= 0:
         return ""
     begun = run.starts[-1].get("step", 0)
     clock = [(point.step, point.high) for point in run.points("timing/elapsed")]
@@ -95,8 +95,8 @@ def _left(run: Course, state: dict[str, Any]) -> str:
     return f"about {duration(pace * left)} left"
 
 
-def _validated(run: Course, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
-    """The first validation and the last, and which was the best."""
+def _validated(run: RunProgress, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+    """Return the card of a validation metric: first, last and best value."""
     points, best = run.points(name), ""
     if points:
         peak = max(points, key=lambda point: point.high) if rises else min(points, key=lambda point: point.low)
@@ -106,8 +106,8 @@ def _validated(run: Course, name: str, label: str, form: str, note: str, *, rise
     return _change(run.first.get(name), run.last.get(name), label, form, _listed(best, note), rises=rises)
 
 
-def _trained(run: Course, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
-    """Single batches differ by chance: means of the first and of the last tenth of the steps."""
+def _trained(run: RunProgress, name: str, label: str, form: str, note: str, *, rises: bool) -> Card:
+    """Return the card of a training metric: means over the first and last tenth of the steps, to reduce noise."""
     points = run.points(name)
     tenth = max(1, len(points) // 10)
     parts = [part for part in (points[:tenth], points[-tenth:]) if part]
@@ -141,7 +141,7 @@ def _short(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """1:02:03, 2:03 or, below a minute, 12 s."""
+    """Format seconds as 1:02:03, 2:03 or, below a minute, 12 s."""
     if seconds is None:
         return "—"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""What run.log says that a report shows: warnings, and what the checks before the run have found."""
+"""Parsing of run.log for a report: warnings, and findings of the preflight checks."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_gkd.reporting.logs import RUN_LOG
-from hybrid_gkd.reporting.report.following import Followed
+from hybrid_gkd.reporting.report.growing_file import GrowingFile
 
 WARNINGS_KEPT = 100
-"""The newest."""
+"""Number of newest warnings shown."""
 TEXT_KEPT = 2000
-"""Characters of a warning; of one that is longer, its beginning and its end."""
+"""Maximum number of characters of a warning; longer ones lose their middle."""
 RECORD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)", re.DOTALL)
 FACTS = ("versions", "folders", "engine", "device", "loss", "student", "reward", "files", "data", "teacher", "plan")
-"""Checks before a run whose findings are shown."""
+"""Preflight checks whose findings are shown."""
 PLACED = re.compile(r"((?:actor |rollout )?worker \d+): (.*)", re.DOTALL)
 CARD = re.compile(r"of (\d+\.\d+) GiB free")
 
 
-class Warned(NamedTuple):
+class LogWarning(NamedTuple):
     time: str
     level: str
     text: str
 
 
 class RunLog:
-    """The part of run.log that has been read."""
+    """Warnings and facts from the part of run.log read so far."""
 
     def __init__(self, run_dir: Path):
-        self._file = Followed(run_dir / RUN_LOG)
+        self._file = GrowingFile(run_dir / RUN_LOG)
         self._record: list[str] = []
         self.num_warnings = 0
-        self.warnings: deque[Warned] = deque(maxlen=WARNINGS_KEPT)
+        self.warnings: deque[LogWarning] = deque(maxlen=WARNINGS_KEPT)
         self.facts: dict[str, str] = {}
-        """Of the newest start, by the name of the check or of the worker."""
+        """Findings of the newest start by check or worker."""
         self.card_gb: float | None = None
-        """Memory of the smallest GPU of a worker."""
+        """Memory of the smallest GPU, GiB."""
 
     def refresh(self) -> None:
-        """Read what is new. The last record counts when the next one begins, and `flush` is called otherwise."""
+        """Read new lines. A record is complete once the next one starts; `flush` completes the last one."""
         if self._file.replaced():
             self._record, self.num_warnings = [], 0
             self.warnings.clear()
@@ -52,12 +52,12 @@ class RunLog:
             self._record.append(text)
 
     def flush(self) -> None:
-        """What has been read is all that there is now."""
+        """Process the last record read."""
         if self._record:
             self._take()
 
     def _take(self) -> None:
-        """A record is complete: its lines together."""
+        """Process the collected lines of a record."""
         found, self._record = RECORD.match("".join(self._record)), []
         if found is None:
             return
@@ -69,7 +69,7 @@ class RunLog:
             self.num_warnings += 1
             half = TEXT_KEPT // 2
             short = text if len(text) <= TEXT_KEPT else f"{text[:half]}\n…\n{text[-half:]}"
-            self.warnings.append(Warned(time, level, short))
+            self.warnings.append(LogWarning(time, level, short))
 
     def _take_fact(self, text: str) -> None:
         name, _, finding = text.partition(": ")
@@ -81,6 +81,6 @@ class RunLog:
             name, finding = placed.groups()
             sizes = [float(size) for size in CARD.findall(finding)]
             self.card_gb = min([*sizes, *([self.card_gb] if self.card_gb else [])], default=None)
-        elif name not in FACTS or name in self.facts:  # later lines of the same beginning are other messages
+        elif name not in FACTS or name in self.facts:  # later lines with the same prefix are other messages
             return
         self.facts[name] = finding

@@ -1,49 +1,49 @@
-// The page of one or several runs, from the JSON in it; served, it asks for newer JSON every few seconds.
+// The page of one or several runs, from its embedded JSON; a served page polls for updates.
 
 const REFRESH_SECONDS = 5;
-const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular expression stands for all names that it fits
-  ["learning", "Learning", "Is the student getting better at what it is trained for?", [
-    ["Accuracy on held-out prompts", ["val/accuracy"]],
-    ["Divergence on held-out prompts", ["val/forward_kl", "val/reverse_kl"]],
-    ["The same by quarter of the answer, KL(teacher, student)", [/^val\/forward_kl\/q\d$/]],
-    ["The same by quarter of the answer, KL(student, teacher)", [/^val\/reverse_kl\/q\d$/]],
-    ["Divergence that is trained", ["actor/kl_loss"]],
-    ["Divergence in both directions", ["actor/distillation/forward_kl", "actor/distillation/reverse_kl"]],
-    ["Reward of the answers trained on", ["reward/mean", "reward/std"]],
-    ["Reward, part by part", [/^reward\/.+\/mean$/]],
-    ["Reward, groups without a signal included", ["reward/all_groups"]],
-    ["Groups with a signal", ["training/groups_with_signal"]],
-    ["Generation batches of a step", ["training/num_gen_batches"]],
-    ["Mass of the teacher's top k", ["actor/distillation/student_mass", "actor/distillation/teacher_mass", "actor/distillation/overlap_ratio"]],
-    ["Entropy of the student", ["actor/entropy"]],
-    ["Loss", ["actor/loss"]],
-    ["PPO's loss", ["actor/pg_loss"]],
+const GROUPS = [  // [id, heading, note, panels: [title, metrics]]; a regular expression selects all matching names
+  ["learning", "Learning", "Validation and training metrics of the student.", [
+    ["Held-out accuracy", ["val/accuracy"]],
+    ["Held-out divergence", ["val/forward_kl", "val/reverse_kl"]],
+    ["Held-out KL(teacher, student) by quarter of the completion", [/^val\/forward_kl\/q\d$/]],
+    ["Held-out KL(student, teacher) by quarter of the completion", [/^val\/reverse_kl\/q\d$/]],
+    ["Distillation loss", ["actor/kl_loss"]],
+    ["Forward and reverse KL", ["actor/distillation/forward_kl", "actor/distillation/reverse_kl"]],
+    ["Reward", ["reward/mean", "reward/std"]],
+    ["Reward components", [/^reward\/.+\/mean$/]],
+    ["Reward before group filtering", ["reward/all_groups"]],
+    ["Informative groups", ["training/groups_with_signal"]],
+    ["Generation batches per step", ["training/num_gen_batches"]],
+    ["Overlap and mass of the teacher's top-k", ["actor/distillation/student_mass", "actor/distillation/teacher_mass", "actor/distillation/overlap_ratio"]],
+    ["Entropy", ["actor/entropy"]],
+    ["Total loss", ["actor/loss"]],
+    ["Policy loss", ["actor/pg_loss"]],
     ["Gradient norm", ["actor/grad_norm"]],
     ["Learning rate", ["actor/lr"]],
-    ["Clipped tokens", ["actor/pg_clipfrac", "actor/distillation/clamp_share"]],
-    ["Movement since the rollout", ["actor/ppo_kl"]],
+    ["Fraction of clipped tokens", ["actor/pg_clipfrac", "actor/distillation/clamp_share"]],
+    ["Approximate KL to the old policy", ["actor/ppo_kl"]],
     ["KL to the reference policy", ["actor/ref_kl", "reward/kl"]],
     ["Importance weights", ["actor/importance/mean", "actor/importance/effective_sample_size"]],
   ]],
-  ["critic", "Critic", "Does it know what an answer will be worth?", [
+  ["critic", "Critic", "Value estimates and critic updates.", [
     ["Values and returns", ["critic/values/mean", "critic/returns/mean"]],
-    ["Explained variance of the returns", ["critic/vf_explained_var"]],
-    ["Loss of the critic", ["critic/vf_loss"]],
-    ["Clipped tokens of the critic", ["critic/vf_clipfrac"]],
-    ["Gradient norm of the critic", ["critic/grad_norm"]],
-    ["Learning rate of the critic", ["critic/lr"]],
+    ["Explained variance", ["critic/vf_explained_var"]],
+    ["Critic loss", ["critic/vf_loss"]],
+    ["Critic clip fraction", ["critic/vf_clipfrac"]],
+    ["Critic gradient norm", ["critic/grad_norm"]],
+    ["Critic learning rate", ["critic/lr"]],
   ]],
-  ["teacher", "Teacher", "Does it keep up with the student?", [
-    ["Tokens scored per second", ["teacher/tokens_per_second"]],
-    ["Teacher's time hidden behind other work", ["teacher/hidden_fraction"]],
-    ["Latency of a teacher request", ["teacher/latency", "teacher/latency_p95", "teacher/latency_p99"]],
-    ["Teacher's queue", ["teacher/queue_length"]],
-    ["Teacher busy", ["teacher/engine_busy"]],
-    ["Requests sent again", ["teacher/retries"]],
+  ["teacher", "Teacher", "Throughput, latency and overlap of the teacher service.", [
+    ["Teacher throughput", ["teacher/tokens_per_second"]],
+    ["Overlapped fraction of teacher time", ["teacher/hidden_fraction"]],
+    ["Latency", ["teacher/latency", "teacher/latency_p95", "teacher/latency_p99"]],
+    ["Queue length", ["teacher/queue_length"]],
+    ["Engine utilization", ["teacher/engine_busy"]],
+    ["Retries", ["teacher/retries"]],
   ]],
-  ["speed", "Speed", "What does the run get through?", [
-    ["Tokens per second", ["perf/tokens_per_second"]],
-    ["Model FLOP/s utilization", ["perf/mfu"]],
+  ["speed", "Speed", "Throughput of the training loop.", [
+    ["Throughput", ["perf/tokens_per_second"]],
+    ["Model FLOP/s utilization (MFU)", ["perf/mfu"]],
   ]],
 ];
 const PARTS = [  // of a step, in the order in which they are stacked, with their colours
@@ -100,20 +100,20 @@ function points(run, name) {
   });
 }
 
-// Those of the names that a run has measured, in their order.
+// The measured metrics among the names, in order.
 function measured(names) {
   const all = [...new Set(page.runs.flatMap(run => Object.keys(run.metrics)))].sort();
   return names.flatMap(name => all.filter(each => name instanceof RegExp ? name.test(each) : name === each));
 }
 
-// Where the one run that is shown was continued.
+// Points at which a single run was resumed.
 function marks(series) {
   if (page.runs.length > 1) return [];
   const longest = series.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
   return page.runs[0].starts.filter(start => start.step > 0).map(start => nearest(longest, point => point.step, start.step));
 }
 
-// Steps from point to point of the curve that has the most of them; of several runs, where they are the most.
+// Steps between points of the densest curve; the maximum over the runs.
 function spacing() {
   const all = page.runs.map(run => run.axes.reduce((a, b) => (b.length > a.length ? b : a), [0, 1]));
   return Math.max(1, ...all.map(steps => (steps.at(-1) - steps[0]) / (steps.length - 1 || 1)));
@@ -155,8 +155,8 @@ function pill(run) {
 function differing() {
   if (page.runs.length < 2) return null;
   const rows = Object.entries(page.differing).map(([key, values]) => [element("code", {}, key), ...values.map(written)]);
-  return section("differences", "What differs", "Keys of the configurations that are not the same in all runs.",
-    rows.length ? table(["key", ...page.runs.map(runLabel)], rows) : empty("Nothing: the configurations are the same."));
+  return section("differences", "What differs", "Configuration keys that differ between the runs.",
+    rows.length ? table(["key", ...page.runs.map(runLabel)], rows) : empty("The configurations are identical."));
 }
 
 function written(value) {
@@ -168,7 +168,7 @@ function curves() {
   const sections = GROUPS.map(([id, heading, note, panels]) => {
     const found = panels.map(([title, names]) => curvePanel(title, names)).filter(Boolean);
     if (found.length) return section(id, heading, note, element("div", {className: "panels"}, ...found));
-    return id === "learning" ? section(id, heading, note, empty("No step has ended yet.")) : null;
+    return id === "learning" ? section(id, heading, note, empty("No step has been completed yet.")) : null;
   }).filter(Boolean);
   const rest = [...new Set(page.runs.flatMap(run => Object.keys(run.metrics)))]
     .filter(name => !taken.has(name) && !/^(memory|(val\/)?response_length|timing\/elapsed|training\/global_step)/.test(name)).sort();
@@ -184,22 +184,22 @@ function time() {
   const one = page.runs.length === 1;
   const found = page.runs.map(run => PARTS.map(([part, color]) => ({label: part, color, points: points(run, `timing/${part}`), whole: run.seconds[`timing/${part}`]}))
     .filter(line => line.whole > 0));
-  // Of the runs' highest steps the highest: they share their scale.
+  // The longest step of all runs: they share a scale.
   const top = Math.max(...found.filter(series => series.length).map(series => Math.max(...series[0].points.map((_, n) => series.reduce((sum, line) => sum + line.points[n].value, 0)))));
   const panels = found.map((series, r) => {
-    const title = one ? "A step, part by part" : runLabel(page.runs[r]);
+    const title = one ? "Step time by phase" : runLabel(page.runs[r]);
     return series.length ? panel(title, "seconds", new Curves(title, series, {stacked: true, unit: "seconds", marks: marks(series), top}), one) : null;
   }).filter(Boolean);
-  const note = "What the trainer did and waited for in a step. Where several steps are drawn as one point, it is their mean; the sums and shares are those of all steps.";
+  const note = "Time of a step by phase, as seen by the trainer. A point for several steps is their mean; sums and fractions cover all steps.";
   return section("time", "Where the time goes", note,
-                 panels.length ? element("div", {className: "panels"}, ...panels) : empty("No step has ended yet."));
+                 panels.length ? element("div", {className: "panels"}, ...panels) : empty("No step has been completed yet."));
 }
 
 function timelines() {
   const found = page.runs.filter(run => run.timeline).map(run => timeline(run));
-  const note = "Who did what in one step, which took the median time of the last steps without a validation or a checkpoint.";
+  const note = "Timeline of a step of median length, among the last ones without validation or checkpoint.";
   return section("timeline", "One step", note,
-                 found.length ? found : empty("No whole step has been recorded yet."));
+                 found.length ? found : empty("No complete step has been recorded yet."));
 }
 
 function timeline(run) {
@@ -214,7 +214,7 @@ function timeline(run) {
   const names = [...new Set(values.map(value => value.name))];
   const totals = new Map();
   for (const [row, , name, start, end] of spans) totals.set(`${row}\n${name}`, (totals.get(`${row}\n${name}`) ?? 0) + end - start);
-  const label = `Timeline of step ${step}, ${show(seconds)} seconds. The table behind it has the sums.`;
+  const label = `Timeline of step ${step}, ${show(seconds)} seconds. The following table has the sums.`;
   const chart = new Chart(label, width => ({
     height: 20 * lanes, data: {values},
     mark: {type: "bar", height: 14, tooltip: true, minBandSize: 1},
@@ -223,7 +223,7 @@ function timeline(run) {
       x2: {field: "end"}, y: {field: "row", type: "nominal", sort: order, axis: {title: null}},
       color: {field: "name", type: "nominal", scale: {domain: names, range: names.map(name => palette()[SPAN_COLORS[name] ?? 6])},
               legend: {title: null, orient: "bottom", columns: width < 500 ? 2 : 6}},
-      tooltip: [{field: "row", title: "who"}, {field: "name", title: "what"}, {field: "length", title: "took"}, {field: "of", title: "for step"}],
+      tooltip: [{field: "row", title: "process"}, {field: "name", title: "phase"}, {field: "length", title: "duration"}, {field: "of", title: "step"}],
     },
   }));
   chart.root.style.minHeight = `${60 + 20 * lanes}px`;
@@ -231,7 +231,7 @@ function timeline(run) {
   const title = page.runs.length > 1 ? `${runLabel(run)}, step ${step}` : `Step ${step}`;
   return element("div", {className: "panel"}, element("h3", {}, title, element("span", {className: "unit"}, ` ${show(seconds * unit[1])} ${unit[0]}`)), chart.root,
     leftOut ? element("p", {}, `${leftOut} more workers are in trace.json.`) : null,
-    element("details", {}, element("summary", {}, "As a table"), table(["who", "what", unit[0]], sums)));
+    element("details", {}, element("summary", {}, "As a table"), table(["process", "phase", unit[0]], sums)));
 }
 
 function memory() {
@@ -247,8 +247,8 @@ function memory() {
   const sums = found.flatMap(({values}) => values.map(({phase}) => values.filter(value => value.phase === phase).reduce((sum, value) => sum + value.gib, 0)));
   const end = Math.max(...sums, ...found.map(({run}) => run.card_gb ?? 0));  // the runs share their scale
   const panels = found.map(({run, values}) => memoryPanel(run, values, end));
-  const note = "What is on the device when a phase of the step begins: the largest value of any worker and any step.";
-  return section("memory", "Memory", note, panels.length ? panels : empty("No memory was measured in the run."));
+  const note = "Memory on the device at the start of each phase: maximum over workers and steps.";
+  return section("memory", "Memory", note, panels.length ? panels : empty("The run has no memory measurements."));
 }
 
 function memoryPanel(run, values, end) {
@@ -266,11 +266,11 @@ function memoryPanel(run, values, end) {
   }];
   const rule = () => ({data: {values: [{card}]}, mark: {type: "rule", color: css("--bad"), strokeWidth: 2, strokeDash: [4, 3]}, encoding: {x: {field: "card", type: "quantitative"}}});
   const chart = new Chart(`Memory by phase: ${scaled.map(value => `${value.phase} ${value.owner} ${value.text}`).join(", ")}`, width => ({height: 30 * new Set(values.map(value => value.phase)).size, layer: card ? [...layers(width), rule()] : layers(width)}));
-  const title = page.runs.length > 1 ? runLabel(run) : card ? "On the GPU, by phase" : "In memory, by phase";
-  const against = card ? `The card has ${show(card)} GiB (dashed).` : "The run was on the CPU: there is no card to compare with.";
-  const peaks = [["perf/max_memory_allocated_gb", "torch's peak"], ["perf/max_host_memory_gb", "host memory of a worker"]]
+  const title = page.runs.length > 1 ? runLabel(run) : card ? "GPU memory by phase" : "Memory by phase";
+  const against = card ? `GPU capacity: ${show(card)} GiB (dashed).` : "The run was on the CPU.";
+  const peaks = [["perf/max_memory_allocated_gb", "torch's allocator"], ["perf/max_host_memory_gb", "host memory of a worker"]]
     .filter(([name]) => run.metrics[name]).map(([name, label]) => `${label} ${show(Math.max(...(run.metrics[name].high ?? run.metrics[name].mean)))} GiB`);
-  const most = peaks.length ? ` At most: ${peaks.join(", ")}.` : "";
+  const most = peaks.length ? ` Peaks: ${peaks.join(", ")}.` : "";
   return element("div", {className: "panel"}, element("h3", {}, title), chart.root, element("p", {}, against + most));
 }
 
@@ -280,13 +280,13 @@ function configuration() {
     const recipe = run.recipe ? `the recipe ${run.recipe}` : "the recipe";
     const facts = Object.entries(run.facts).map(([name, text]) => [name, element("div", {className: "said"}, text)]);
     const all = Object.entries(run.config).map(([key, value]) => [element("code", {}, key), written(value)]);
-    const earlier = run.earlier.map(({file, changed: then}) => element("details", {}, element("summary", {}, `Another value in an earlier start (${file}): ${Object.keys(then).length}`),
+    const earlier = run.earlier.map(({file, changed: then}) => element("details", {}, element("summary", {}, `Different in an earlier start (${file}): ${Object.keys(then).length}`),
       table(["key", "then", "now"], Object.entries(then).map(([key, [before, after]]) => [element("code", {}, key), written(before), written(after)]))));
     return element("div", {}, page.runs.length > 1 ? element("h3", {}, runLabel(run)) : null,
-      element("p", {}, run.recipe === undefined || run.recipe === null ? "Which recipe the run began with is not known." : changed.length ? `What differs from ${recipe}:` : `Nothing differs from ${recipe}.`),
+      element("p", {}, run.recipe === undefined || run.recipe === null ? "The recipe of the run is unknown." : changed.length ? `Differences from ${recipe}:` : `No differences from ${recipe}.`),
       changed.length ? table(["key", "recipe", "this run"], changed) : null,
-      element("p", {}, "What the checks before the run found, versions and machine included:"),
-      facts.length ? table(["", ""], facts) : empty("run.log has none."), ...earlier,
+      element("p", {}, "Findings of the preflight checks, including versions and machine:"),
+      facts.length ? table(["", ""], facts) : empty("None in run.log."), ...earlier,
       element("details", {}, element("summary", {}, `All ${all.length} keys`), table(["key", "value"], all)));
   });
   return section("configuration", "Configuration", null, ...parts);
@@ -298,7 +298,7 @@ function warnings() {
     const left = run.num_warnings - run.warnings.length;
     const items = run.warnings.map(([at, level, text]) => element("li", {className: level === "WARNING" ? "" : "error"},
       element("time", {}, `${at} ${level.toLowerCase()}`), element("div", {className: "said"}, text)));
-    return element("div", {}, title, items.length ? element("ul", {className: "warnings"}, ...items) : empty("The run gave none."),
+    return element("div", {}, title, items.length ? element("ul", {className: "warnings"}, ...items) : empty("None."),
                    left > 0 ? element("p", {}, `${left} older ones are in run.log.`) : null);
   });
   const count = page.runs.reduce((sum, run) => sum + run.num_warnings, 0);
@@ -319,7 +319,7 @@ function header() {
 
 const FOCUSABLE = "[tabindex], summary, a";
 
-// Where the focus is in the report, so that it is there again when the report has been drawn anew.
+// Position of the focus in the report, restored after a redraw.
 function place(focused) {
   const {id} = focused?.closest("section") ?? {};
   return id ? {id, number: [...document.querySelectorAll(`#${id} :is(${FOCUSABLE})`)].indexOf(focused)} : null;
@@ -351,7 +351,7 @@ render();
 function content(data) { return JSON.stringify({...data, written: null}); }
 
 let shown = page.live ? content(page) : null;
-const silent = element("span", {}, " The server does not answer at the moment.");
+const silent = element("span", {}, " The server does not respond at the moment.");
 
 async function follow() {
   try {

@@ -1,7 +1,7 @@
-"""The page: one file without any network, from a template, the plotting library and the data of the runs.
+"""The report page: one offline HTML file with the template, the plotting library and the data of the runs.
 
-What comes from data or models is JSON in it, which the page's script shows as text; a policy in its head allows no
-other script, no other source and no connection.
+Data of runs is embedded as JSON, which the page's script displays as text. A content security policy forbids other
+scripts, sources and connections.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting.metric_table import METRICS
 from hybrid_gkd.reporting.report.run_folder import POINTS, RunFolder
 
 REPORT = "report.html"
@@ -24,7 +24,7 @@ SCRIPTS = ("plots.js", "answers.js", "page.js")
 
 
 def page_data(runs: Sequence[RunFolder], *, live: bool = False) -> bytes:
-    """JSON of the runs, read anew, that can stand within HTML; `live`: the page is to ask for newer JSON."""
+    """Read the runs; return their data as JSON, escaped for HTML. `live`: whether the page polls for updates."""
     for run in runs:
         run.refresh()
     found = [run.data() for run in runs]
@@ -39,12 +39,12 @@ def page_data(runs: Sequence[RunFolder], *, live: bool = False) -> bytes:
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     text = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # The only character by which text could end the element that it stands in.
+    # Only this character could end the surrounding HTML element.
     return text.replace("<", "\\u003c").encode("utf-8", errors="replace")
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Short names that tell the folders apart: of their last parts as many as that takes, those that differ."""
+    """Return short distinct labels of the folders: the differing ones of their last path components."""
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
         ends = [folder.parts[-depth:] for folder in folders]
         if len(set(ends)) == len(ends):
@@ -54,14 +54,14 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def html(data: bytes, *, live: bool = False) -> bytes:
-    """The page around `data`; `live`: it may ask the server that it came from for more."""
+    """Return the page with `data`; `live`: whether it may connect to its server for updates."""
     before, after = _around(live)
     return before + data + after
 
 
 @functools.cache
 def _around(live: bool) -> tuple[bytes, bytes]:
-    """The page before and behind its data."""
+    """Return the parts of the page before and after its data."""
     folder = files(__package__)
     library, style = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("vega.min.js", "page.css"))
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -77,14 +77,14 @@ def _around(live: bool) -> tuple[bytes, bytes]:
 
 
 def write_report(run: RunFolder) -> Path:
-    """Write report.html of a run folder as it is now, in place of the one before. Raises OSError."""
+    """Write report.html of a run folder, replacing an older one. Raises OSError."""
     path = run.path / REPORT
-    replace(path, html(page_data([run])))
+    write_atomically(path, html(page_data([run])))
     return path
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a file that is never seen in parts. Raises OSError."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file atomically. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
@@ -95,11 +95,11 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """Readers of run folders; of several, with fewer points each, so that the page does not grow by all of them."""
+    """Return readers of run folders; several ones get fewer points each, to limit the size of the page."""
     points = max(100, 2 * POINTS // (len(folders) + 1) // 2 * 2)
     return [RunFolder(folder, points) for folder in folders]
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether something of a run is there."""
+    """Return whether the folder has files of a run."""
     return any((folder / name).is_file() for name in ("metrics.jsonl", "config.yaml", "run.log"))

@@ -46,7 +46,7 @@ async function embed(container, spec, width) {
   return (await vegaEmbed(container, whole, {actions: false, renderer: "svg", ast: true, tooltip: {theme: "custom"}})).view;
 }
 
-// A place for a chart that is drawn when it is scrolled to, and again when the page changes.
+// Placeholder of a chart that is drawn when it becomes visible, and again when the page changes.
 class Chart {
   constructor(label, makeSpec) {
     this.makeSpec = makeSpec;
@@ -82,7 +82,7 @@ const observer = new IntersectionObserver(entries => {
   }
 }, {rootMargin: "400px"});
 
-// The charts that nobody has scrolled to yet: for the printer, and while the browser has nothing else to do.
+// Draw charts that are not visible yet: for printing, and while the browser is idle.
 window.addEventListener("beforeprint", () => charts.forEach(chart => chart.draw()));
 function drawWhenIdle() {
   const next = [...charts].find(chart => chart.stale && chart.root.clientWidth > 0);
@@ -151,7 +151,7 @@ class Curves extends Chart {
     if (marks.length) layers.push({data: {values: marks}, mark: {type: "rule", color: css("--soft"), strokeDash: [1, 3]}, encoding: {x}});
     return {height: HEIGHT, layer: layers};
   }
-  // Corners of an area in which each point is as wide as the steps between: half to the left of it, half to the right.
+  // Corners of an area in which each point covers half of the steps to its neighbours on either side.
   blocks(points) {
     const found = points.map(point => ({x: this.x(point), y: point.value})).filter(({x}) => x !== null && x !== undefined);
     if (!found.length) return [];
@@ -209,7 +209,7 @@ function describe(title, series, unit) {
   return `${title}${unit ? `, ${unit}` : ""}. ${lines.join("; ")}. The arrow keys move the cursor.`;
 }
 
-// A line of drawn and free pixels in turn, as a background.
+// A dashed line as a background.
 function dashes(color, lengths) {
   let at = 0;
   const stops = lengths.map((length, n) => `${n % 2 ? "transparent" : color} ${at}px ${at += length}px`);
@@ -223,8 +223,8 @@ function duration(seconds) {
 }
 
 function smoothed(line, spacing) {
-  // The exponential moving average of TensorBoard, without its start from zero. The weight of a point falls with its
-  // distance in steps, as wandb's does: `spacing` of them count as one.
+  // Exponential moving average as in TensorBoard, debiased. Weights decay with the distance in steps, as in wandb:
+  // `spacing` steps count as one.
   if (line.kept?.weight === settings.smoothing) return line.kept.values;
   let total = 0, weight = 0, before = null;
   const values = line.points.map(point => {

@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from its folder; what has been read is not read again."""
+"""Reader of a run folder for the report; reads only what is new."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybrid_gkd.config.flat import differences, flat
-from hybrid_gkd.reporting.report.following import Followed, step_of
-from hybrid_gkd.reporting.report.headline import Course, headline
-from hybrid_gkd.reporting.report.log_lines import RunLog
-from hybrid_gkd.reporting.report.thinning import (
+from hybrid_gkd.reporting.report.downsampling import (
     Counts,
+    Downsampled,
     Point,
-    Thinned,
-    evenly,
+    evenly_spaced,
     merge_counts,
     merge_points,
-    rounded,
+    round_significant,
 )
+from hybrid_gkd.reporting.report.growing_file import GrowingFile, step_of
+from hybrid_gkd.reporting.report.headline import RunProgress, headline
+from hybrid_gkd.reporting.report.log_lines import RunLog
 from hybrid_gkd.reporting.report.timeline import representative_step
 from hybrid_gkd.reporting.starts import STARTS
 
 POINTS = 600
-"""Of a curve, at most."""
+"""Maximum number of points of a curve."""
 COLUMNS = 80
-"""Of the histograms over time, at most."""
+"""Maximum number of columns of the histograms over time."""
 VALIDATIONS, SAMPLES = 8, 8
-"""Validations whose answers are shown, and answers of each."""
-PROMPT_KEPT, ANSWER_KEPT = 2000, 4000
-"""Characters of a text."""
+"""Maximum numbers of validations with samples, and of samples of each."""
+PROMPT_KEPT, COMPLETION_KEPT = 2000, 4000
+"""Maximum numbers of characters of prompts and completions."""
 PARTS = tuple(
     f"timing/{part}" for part in (
         "gen", "wait_prev_gen", "wait_prev_teacher", "reward", "reward_model", "values", "update_critic", "ref",
         "update_actor", "sync_rollout_weights", "testing", "save_checkpoint", "other",
     )
 )  # fmt: skip
-"""What a step's time is spent on, one after the other; 0 in a step without, so that those of a run can be stacked."""
-UNFINISHED = "ended without a word: killed, or its machine lost"
+"""Phases of a step in stacking order; 0 in steps without the phase."""
+UNFINISHED = "no exit status: the process was killed or the host was lost"
 
 
 class RunFolder:
-    """A run as it is on the disk."""
+    """A run on disk."""
 
     def __init__(self, path: Path, points: int = POINTS):
         self.path, self._points = path.resolve(), points
-        self._metrics, self._lengths = Followed(path / "metrics.jsonl"), Followed(path / "lengths.jsonl")
-        self._answers, self._starts = Followed(path / "generations.jsonl"), Followed(path / STARTS)
+        self._metrics, self._lengths = GrowingFile(path / "metrics.jsonl"), GrowingFile(path / "lengths.jsonl")
+        self._answers, self._starts = GrowingFile(path / "generations.jsonl"), GrowingFile(path / STARTS)
         self.log = RunLog(path)
         self.starts: list[dict[str, Any]] = []
-        """Each with the time of its `start`, of `ready` and `end` where it got so far, its `error`, and its facts."""
+        """Starts of the run: `start`, `ready` and `end` times as far as reached, `error`, and facts."""
         self._forget_metrics()
         self._forget_lengths()
         self._validations: dict[int, list[int]] = {}
-        self._tokens, self._token_places = Followed(path / "tokens.jsonl"), dict[int, list[int]]()
+        self._tokens, self._token_places = GrowingFile(path / "tokens.jsonl"), dict[int, list[int]]()
 
     def _forget_metrics(self) -> None:
-        self._series: dict[str, Thinned[Point]] = {}
+        self._series: dict[str, Downsampled[Point]] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.step, self.tokens = 0, 0.0
 
     def _forget_lengths(self) -> None:
-        self._counts, self._bin = Thinned(merge_counts, COLUMNS), 1
+        self._counts, self._bin = Downsampled(merge_counts, COLUMNS), 1
 
     def refresh(self) -> None:
-        """Read what is new."""
-        if self._metrics.replaced():  # a run that continues has dropped the rows that it will write again
+        """Read new rows of all files."""
+        if self._metrics.replaced():  # a resumed run drops the rows of repeated steps
             self._forget_metrics()
         if self._lengths.replaced():
             self._forget_lengths()
@@ -89,7 +89,7 @@ class RunFolder:
         for _, row in self._metrics.rows():
             self._take_metrics(row)
         for _, row in self._lengths.rows():
-            if row["bin"] != self._bin:  # the run went on with another limit: counts of other widths do not go together
+            if row["bin"] != self._bin:  # resumed with another limit: other bin width
                 self._forget_lengths()
                 self._bin = row["bin"]
             self._counts.add(Counts(row["step"], tuple(row["counts"])))
@@ -104,31 +104,32 @@ class RunFolder:
         if "timing/step" in row:
             self.tokens += row.get("perf/tokens_per_second", 0.0) * row["timing/step"]
         for name, value in (dict.fromkeys(PARTS, 0.0) | row).items():
-            self._series.setdefault(name, Thinned(merge_points, self._points)).add(Point.of(step, value))
+            self._series.setdefault(name, Downsampled(merge_points, self._points)).add(Point.of(step, value))
         for name, value in row.items():
             self.first.setdefault(name, value)
             self.last[name] = value
         self.step = step
 
     def data(self) -> dict[str, Any]:
-        """What the page draws; call `refresh` before. Texts are those of data and models, as they are."""
+        """Return the data of the page, with unescaped texts; call `refresh` first."""
         self.log.flush()
         config = self.config()
         state = self.state()
         newest = self.starts[-1] if self.starts else {}
         axes: dict[tuple[int, ...], int] = {}
         metrics = {name: self._curve(self._series[name], axes) for name in self._series if name in self.last}
-        course = Course(
+        course = RunProgress(
             starts=self.starts, first=self.first, last=self.last, points=self.points, step=self.step,
             tokens=self.tokens, checkpoint_step=self.checkpoint_step(),
         )  # fmt: skip
-        seconds = {name: rounded(sum(point.total for point in self.points(name))) for name in PARTS if name in metrics}
+        measured = [name for name in PARTS if name in metrics]
+        seconds = {name: round_significant(sum(point.total for point in self.points(name))) for name in measured}
         return {
             "name": self.path.name, "project": self.path.parent.name, "folder": str(self.path), "state": state,
             "headline": headline(course, config, state), "axes": list(axes), "metrics": metrics,
             "seconds": seconds,
             "timeline": representative_step(self.path), "card_gb": self.log.card_gb,
-            "answers": self._chosen_answers(), "lengths": self._histograms(),
+            "answers": self._chosen_samples(), "lengths": self._histograms(),
             "max_length": config.get("data.max_response_length"),
             "config": config, "recipe": newest.get("recipe"), "changed": newest.get("changed", {}),
             "earlier": self._earlier_configs(config), "facts": self.log.facts,
@@ -136,17 +137,17 @@ class RunFolder:
         }
 
     def points(self, name: str) -> list[Point]:
-        """Of a metric, at most so many as a curve has; none if it was not measured."""
+        """Return the points of a metric, at most as many as a curve has; none if it was not measured."""
         return self._series[name].items() if name in self._series else []
 
-    def _curve(self, series: Thinned[Point], axes: dict[tuple[int, ...], int]) -> dict[str, Any]:
+    def _curve(self, series: Downsampled[Point], axes: dict[tuple[int, ...], int]) -> dict[str, Any]:
         points = series.items()
         axis = axes.setdefault(tuple(point.step for point in points), len(axes))
-        curve: dict[str, Any] = {"axis": axis, "mean": [rounded(point.mean) for point in points]}
+        curve: dict[str, Any] = {"axis": axis, "mean": [round_significant(point.mean) for point in points]}
         if series.every > 1:
             curve |= {
-                "every": series.every, "low": [rounded(p.low, 4) for p in points],
-                "high": [rounded(p.high, 4) for p in points],
+                "every": series.every, "low": [round_significant(p.low, 4) for p in points],
+                "high": [round_significant(p.high, 4) for p in points],
             }  # fmt: skip
         return curve
 
@@ -159,17 +160,17 @@ class RunFolder:
             "counts": [item.counts for item in items],
         }  # fmt: skip
 
-    def _chosen_answers(self) -> list[dict[str, Any]]:
-        """The answers of some validations from the first to the last, long ones cut."""
+    def _chosen_samples(self) -> list[dict[str, Any]]:
+        """Return samples of some validations from the first to the last; long texts are truncated."""
         chosen = []
-        for step in evenly(sorted(self._validations), VALIDATIONS):
+        for step in evenly_spaced(sorted(self._validations), VALIDATIONS):
             scored = {
                 (row["prompt"], row["response"]): {"tokens": row["tokens"], "num_tokens": row["num_tokens"]}
                 for row in self._rows_at("tokens.jsonl", self._token_places.get(step, []))
             }
             samples = [
                 {
-                    "prompt": _cut(row["prompt"], PROMPT_KEPT), "response": _cut(row["response"], ANSWER_KEPT),
+                    "prompt": _cut(row["prompt"], PROMPT_KEPT), "response": _cut(row["response"], COMPLETION_KEPT),
                     "answer": row["answer"] and _cut(row["answer"], PROMPT_KEPT), "reward": row["reward"],
                     **scored.get((row["prompt"], row["response"]), {}),
                 }
@@ -179,37 +180,37 @@ class RunFolder:
         return chosen
 
     def _rows_at(self, name: str, places: list[int]) -> Iterator[dict[str, Any]]:
-        """The rows of a file that begin at these bytes."""
+        """Yield the rows of a file at these byte offsets."""
         if not places:
             return
         with (self.path / name).open("rb") as file:
             for place in places:
                 file.seek(place)
-                with contextlib.suppress(ValueError):  # a crash cut it short, and the next row stands in the same line
+                with contextlib.suppress(ValueError):  # truncated by a crash and followed by the next row
                     yield json.loads(file.readline())
 
     def config(self, file: str = "config.yaml") -> dict[str, Any]:
-        """The resolved configuration by dotted key; empty if it is not there or cannot be read."""
+        """Return the resolved configuration by dotted key; empty if it is missing or cannot be read."""
         try:
             loaded = OmegaConf.load(self.path / file)
-        except Exception:  # of yaml, of OmegaConf and of the disk: the page is of use without it
+        except Exception:  # errors of yaml, OmegaConf and the disk: the page is useful without it
             return {}
         return flat(OmegaConf.to_container(loaded, resolve=False))
 
     def _earlier_configs(self, config: dict[str, Any]) -> list[dict[str, Any]]:
-        """Of each earlier start, what was another value then."""
+        """Return the settings of each earlier start that differ from the present ones."""
         files = sorted(self.path.glob("config.*.yaml"), key=lambda file: (len(file.name), file.name))
         earlier = [(file.name, self.config(file.name)) for file in files]
         return [{"file": name, "changed": differences(then, config)} for name, then in earlier]
 
     def state(self) -> dict[str, Any]:
-        """How far the run is, and whether it goes on."""
+        """Return progress and outcome of the run."""
         newest = self.starts[-1] if self.starts else {}
         total, error = newest.get("total_steps"), newest.get("error")
         if "end" in newest:
             outcome = "failed" if error else "finished" if self.step == total else "ended early"
         elif self._is_locked():
-            outcome = "goes on"
+            outcome = "running"
         elif newest:
             outcome, error = "failed", UNFINISHED
         else:
@@ -217,18 +218,18 @@ class RunFolder:
         return {"outcome": outcome, "error": error, "step": self.step, "total": total, "starts": len(self.starts)}
 
     def _is_locked(self) -> bool:
-        """Whether a process trains in the folder."""
+        """Return whether a process trains in the folder."""
         try:
             with open(self.path.parent / f".{self.path.name}.lock", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # a copy of a run folder has no lock
+        except OSError:  # a copied run folder has no lock file
             return False
         return False
 
     def checkpoint_step(self) -> int | None:
-        """Step of the newest checkpoint."""
+        """Return the step of the newest checkpoint; None without one."""
         try:
             return int((self.path / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):

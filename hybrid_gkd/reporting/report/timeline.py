@@ -1,4 +1,4 @@
-"""One step of a run that stands for the others: who did what, from when to when."""
+"""Timeline of a representative step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from hybrid_gkd.reporting.report.following import last_rows
+from hybrid_gkd.reporting.report.growing_file import last_rows
 from hybrid_gkd.runtime.spans import SUFFIX, TRAINER, Span
 
 READ_BYTES = 256 * 2**10
-"""Of the end of each file of spans: some hundred steps."""
+"""Bytes read from the end of each span file: some hundred steps."""
 MAX_WORKERS = 16
-"""Rows of workers that are drawn."""
+"""Maximum number of workers drawn."""
 NOT_IN_EVERY_STEP = ("testing", "save_checkpoint", "initialize")
 
 
 def representative_step(run_dir: Path) -> dict[str, Any] | None:
-    """A step as long as the median of the last ones, its spans in seconds after its beginning; None if there is none.
+    """Return a step of median length among the last ones, with spans in seconds from its start; None if there is none.
 
-    A step lasts from the trainer's first span after the update before it to that of the next step. Spans for other
-    steps that are under way meanwhile belong to the picture; steps with a validation or a checkpoint do not count.
+    A step lasts from the trainer's first span after the previous update to that of the next step. Concurrent spans of
+    other steps are included. Steps with a validation or a checkpoint do not count.
     """
     files = sorted((run_dir / "logs").glob(f"*{SUFFIX}"))
     files = [file for file in files if not file.name.endswith(f".old{SUFFIX}")]
@@ -35,7 +35,7 @@ def representative_step(run_dir: Path) -> dict[str, Any] | None:
             continue
         if span.name in NOT_IN_EVERY_STEP:
             unusual.add(span.step)
-        elif span.name == "update_actor":  # the one span that each schedule has in each step, and in the step itself
+        elif span.name == "update_actor":  # the one span that every scheduler has in every step
             begins[span.step] = min(begins.get(span.step, span.start), span.start)
     steps = sorted(begins)
     starts = {step: _first_start(spans, step, begins) for step in steps}
@@ -44,22 +44,22 @@ def representative_step(run_dir: Path) -> dict[str, Any] | None:
         for step, after in itertools.pairwise(steps) if after == step + 1 and step not in unusual
     }  # fmt: skip
     oldest = min(steps, default=0)
-    lengths.pop(oldest, None)  # may have begun before what was read
+    lengths.pop(oldest, None)  # may have started before the bytes read
     if not lengths:
         return None
     median = statistics.median_low(lengths.values())
     step = next(step for step in sorted(lengths, reverse=True) if lengths[step] == median)
-    return _picture(spans, step, starts[step], starts[step] + median)
+    return _step_timeline(spans, step, starts[step], starts[step] + median)
 
 
 def _first_start(spans: list[Span], step: int, updates: dict[int, float]) -> float:
-    """When the trainer turned to a step: its generation, unless that ran ahead, or its update."""
+    """Return the time of the trainer's first span of a step: its generation, unless prefetched, or its update."""
     before = updates.get(step - 1, float("-inf"))
     own = [s.start for s in spans if s.row == TRAINER and s.step == step and s.start > before and s.lane == 0]
     return min(own, default=updates[step])
 
 
-def _picture(spans: list[Span], step: int, begin: float, end: float) -> dict[str, Any]:
+def _step_timeline(spans: list[Span], step: int, begin: float, end: float) -> dict[str, Any]:
     drawn: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.start < end and span.end > begin:

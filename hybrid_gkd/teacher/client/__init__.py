@@ -1,1 +1,1 @@
-"""Parts of `hybrid_gkd/teacher_client.py`."""
+"""Implementation of `hybrid_gkd/teacher_client.py`."""

@@ -1,4 +1,4 @@
-"""One client's connection to one teacher server, and the handshake by which the two find out whether they fit."""
+"""A client's connection to one teacher server, and the handshake that checks compatibility."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hybrid_gkd.teacher.network import Dealer
 from hybrid_gkd.teacher.protocol import ModelInfo
 
 PROBE_SECONDS = 1.0
-"""For a plain connection, which tells why there is none."""
+"""Timeout of a plain TCP connection that is made to diagnose a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudentNeeds:
-    """The requirements that a teacher is checked against before training and whenever it comes back."""
+    """Requirements on a teacher, checked before training and at every reconnection."""
 
     tokenizer_hash: str
     tokenizer_size: int
@@ -32,7 +32,7 @@ class StudentNeeds:
     temperature: float
 
     def check(self, address: str, model: ModelInfo) -> None:
-        """Raises TeacherMismatch with both sides' values."""
+        """Check a teacher's model. Raises TeacherMismatch with the values of both sides."""
         length = self.max_sequence_length
         able = "any temperature" if model.any_temperature else f"only 1.0 (backend {model.backend})"
         for what, fits, theirs, ours in (
@@ -47,43 +47,43 @@ class StudentNeeds:
 
 
 class Connection(Dealer):
-    """A socket and what is known about its server."""
+    """A socket and the state of its server."""
 
     def __init__(self, context: zmq.Context, address: str, keys: Keys | None):
         super().__init__(context, address, protocol.MAX_REPLY_BYTES, keys, "clients")
         self._keys_option = f" --keys {keys.folder}" if keys else ""
         self.model: ModelInfo | None = None
-        """None: not (or no longer) known to serve; nothing but hellos is sent there."""
+        """The server's model; None while the server is not known to be ready: then only hellos are sent."""
         self.instance = ""
-        """Changes when the server is restarted."""
+        """Id of the server process; changes when the server is restarted."""
         self.ping_number, self._last_beat = 0, 0.0
         self.queue_length = self.num_answers = 0
-        """Requests that wait at the server for a worker, by its last pong; requests that it has scored for us."""
+        """Requests queued at the server according to its last pong; requests that it has scored for this client."""
         self.last_message: float | None = None
         self._began = time.monotonic()
 
     @property
     def problem(self) -> str:
-        """Why this server cannot be used, as far as it is known."""
+        """Reason why this server cannot be used; "" if none is known."""
         if self.foreign_version is not None:
             ours = protocol.PROTOCOL_VERSION
-            return f"protocol version: the teacher speaks {self.foreign_version}, the student {ours}"
+            return f"protocol version mismatch: the teacher has {self.foreign_version}, the student {ours}"
         return self.refused
 
     def describe(self) -> str:
-        """What is known of the server now, for a message; asks by a plain connection where it is silent."""
-        before = f", it scored {self.num_answers} request(s) before" if self.num_answers else ""
+        """Return the server's state for a message; probe a silent server with a plain connection."""
+        before = f", {self.num_answers} request(s) scored before" if self.num_answers else ""
         last = self.last_message
         if self.problem:
             return f"{self.problem}{before}"
         if last is not None and time.monotonic() - last < protocol.LIVENESS_SECONDS:
-            state = f"{self.queue_length} request(s) wait there for a worker" if self.model else "no worker is ready"
-            return f"it answers, and {state}{before}"
+            state = f"{self.queue_length} request(s) queued for a worker" if self.model else "no worker is ready"
+            return f"connected, {state}{before}"
         state = connection_error(self.address) or "connected, but no answer"
         return f"{state} since {clock_time(self._began if last is None else last)}{before}"
 
     def require_model(self, waited: Timeout) -> ModelInfo:
-        """Raises TeacherMismatch or TeacherUnreachable if it is not known after `waited`."""
+        """Return the server's model. Raises TeacherMismatch or TeacherUnreachable if it is unknown after `waited`."""
         if self.foreign_version is not None:
             raise TeacherMismatch(f"{self.address}: {self.problem}")
         if self.model is not None:
@@ -97,11 +97,11 @@ class Connection(Dealer):
 
     def on_welcome(self, welcome: protocol.Welcome) -> None:
         self.foreign_version = None
-        if welcome.model is not None and welcome.num_workers > 0:  # else it is asked again with the next hello
+        if welcome.model is not None and welcome.num_workers > 0:  # otherwise the next hello asks again
             self.instance, self.model = welcome.instance, welcome.model
 
-    def beat(self, now: float) -> None:
-        """Every second a ping to a server that is known to serve, more often a hello to another one."""
+    def send_heartbeat(self, now: float) -> None:
+        """Send a ping every second to a ready server; send hellos more often to another one."""
         if now >= self._last_beat + protocol.PING_INTERVAL_SECONDS * (1 if self.model else 0.25):
             self._last_beat = now
             self.ping_number += 1
@@ -109,7 +109,7 @@ class Connection(Dealer):
 
 
 def connection_error(address: str) -> str:
-    """Why no plain connection can be made ("connection refused"); empty where one can."""
+    """Return why no plain connection can be made ("connection refused"); "" if one can."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
@@ -124,7 +124,7 @@ def connection_error(address: str) -> str:
 def query_status(
     address: str, timeout: float = 2.0, keys: Keys | None = None, timeout_key: str = ""
 ) -> protocol.Status:
-    """Ask one server for its state. Raises TeacherUnreachable after `timeout` seconds, earlier if keys do not fit."""
+    """Query the state of one server. Raises TeacherUnreachable after `timeout` seconds, or earlier on wrong keys."""
     deadline, asked = time.monotonic() + timeout, False
     with zmq.Context() as context, contextlib.closing(Connection(context, address, keys)) as connection:
         while time.monotonic() < deadline and not connection.problem:

@@ -1,4 +1,4 @@
-"""Requests from their first sending to their outcome, the readings that wait for one, and counters."""
+"""Client-side requests, the queue of readings, and counters."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from hybrid_gkd.teacher.client.connection import Connection
 from hybrid_gkd.types import Reading, TopK
 
 GROUP_WAIT_SECONDS = 0.005
-"""A request that is not full leaves when its first reading has waited this long."""
+"""Longest time that a reading waits for a request to fill up."""
 TOKENS_PER_REQUEST = 16384
-"""A request takes no further reading beyond this many tokens; two or more fill one call of the engine."""
-Pair = tuple[Reading, Future[TopK], int | None]
-"""A reading, its scores to come, and the training step that it is for."""
+"""Largest number of tokens of a request with several readings; two or more such requests fill one engine call."""
+PendingReading = tuple[Reading, Future[TopK], int | None]
+"""A reading, the future of its scores, and its training step."""
 
 
 @dataclass(kw_only=True)
 class TeacherMetrics:
-    """Counters since the last `drain_metrics`."""
+    """Counters of the time since the last `drain_metrics`."""
 
     requests: list[tuple[float, float]] = field(default_factory=list)
-    """time.monotonic of the first sending of a request and of its scores, one entry per request."""
+    """Times (time.monotonic) of the first send and of the scores of each request."""
     steps: list[int | None] = field(default_factory=list)
-    """Training step of each of them."""
+    """Training step of each request."""
     complete_until: float = 0.0
-    """Every request that began before this is among these or earlier ones."""
+    """Time before which all started requests are included in these counters or earlier ones."""
     tokens: int = 0
-    """Of the readings that were scored."""
+    """Number of tokens of the scored readings."""
     scored_tokens: int = 0
-    """Those of them that scores were asked for."""
+    """Number of scored positions."""
     retries: int = 0
     bad_replies: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     queue_lengths: list[int] = field(default_factory=list)
-    """Requests that waited for a worker, one entry per second and server."""
+    """Number of requests waiting for a worker, one entry per second and server."""
     engine_busy: list[float] = field(default_factory=list)
-    """Share of the time in which the engines had work, likewise."""
+    """Fraction of the time in which the engines had work, one entry per second and server."""
     cache_lookups: int = 0
-    """Readings that were looked up in a store; `cache_hits` of them were there."""
+    """Number of readings looked up in a store of scores; `cache_hits` of them were found."""
     cache_hits: int = 0
 
     @property
@@ -56,22 +56,22 @@ class TeacherMetrics:
         return [end - start for start, end in self.requests]
 
 
-class Waiting:
-    """Readings that are not in flight yet, oldest first."""
+class ReadingQueue:
+    """Readings not in flight yet, oldest first."""
 
     def __init__(self, group_size: int):
         self._group_size = group_size
-        self._line: deque[tuple[float, Pair]] = deque()
+        self._line: deque[tuple[float, PendingReading]] = deque()
         self.num_tokens = 0
 
     def add(self, reading: Reading, future: Future[TopK]) -> None:
         self._line.append((time.monotonic(), (reading, future, current_step.get())))
         self.num_tokens += reading.num_tokens
 
-    def take_group(self, now: float) -> tuple[list[Pair], float]:
-        """The readings of one request, once it is full or the first of them has waited long enough.
+    def take_group(self, now: float) -> tuple[list[PendingReading], float]:
+        """Return the readings of one request if it is full or its first reading has waited long enough.
 
-        Else none, and the seconds until then.
+        Otherwise return none, and the seconds until then.
         """
         if not self._line:
             return [], math.inf
@@ -86,7 +86,7 @@ class Waiting:
             return [], wait
         return self.take(size), 0.0
 
-    def take(self, count: int | None = None) -> list[Pair]:
+    def take(self, count: int | None = None) -> list[PendingReading]:
         taken = [self._line.popleft()[1] for _ in range(len(self._line) if count is None else count)]
         self.num_tokens -= sum(reading.num_tokens for reading, *_ in taken)
         return taken
@@ -94,7 +94,7 @@ class Waiting:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Readings that travel together, from their first sending to their scores or their error."""
+    """Readings that are sent together."""
 
     id: str
     readings: tuple[Reading, ...]
@@ -102,53 +102,53 @@ class Request:
     started: float
     deadline: float
     step: int | None = None
-    """Training step of its first reading."""
+    """Training step of the first reading."""
     attempt: int = 0
     attempt_deadline: float = 0.0
     connection: Connection | None = None
-    """Of the current attempt; None: to be sent, not before `send_at`."""
+    """Connection of the current attempt; None: to be sent at `send_at` or later."""
     last_connection: Connection | None = None
     sent_at_ping: int = 0
     send_at: float = 0.0
     num_failures: int = 0
     problem: str = ""
-    """Why the last attempt failed."""
+    """Reason of the last attempt's failure."""
 
     @property
     def num_tokens(self) -> int:
-        """Sum of L."""
+        """Sum of L over the readings."""
         return sum(reading.num_tokens for reading in self.readings)
 
     @property
     def num_scored(self) -> list[int]:
-        """R of each reading."""
+        """Number R of scored positions of each reading."""
         return [len(reading.positions) for reading in self.readings]
 
     def describe(self, connections: list[Connection]) -> str:
-        """Where the request is, what it waits for, and how long: the start of every error about it."""
+        """Return server, size, waiting time and attempts of the request: the start of every error about it."""
         where = ", ".join(each.address for each in ([self.last_connection] if self.last_connection else connections))
         return (
             f"{where}: request {self.id} ({len(self.readings)} sequences, {self.num_tokens} tokens): "
             f"waited {time.monotonic() - self.started:.1f} s for its scores, sent {self.attempt} time(s)"
         )
 
-    def why_late(self, limit: Timeout, servers: str) -> str:
-        """Why there was no answer before the deadline; `servers` says what is known of them now."""
+    def describe_timeout(self, limit: Timeout, servers: str) -> str:
+        """Return the reason of a missed deadline; `servers`: the present state of the servers."""
         return f"the limit is {limit}; {servers}" + (f"; the last attempt: {self.problem}" if self.problem else "")
 
 
-def as_sent(reading: Reading) -> Reading:
-    """Return it with arrays, also where token ids and positions are lists of integers, and with some name.
+def normalize_reading(reading: Reading) -> Reading:
+    """Convert token ids and positions, arrays or lists of integers, to arrays, and set a missing name.
 
-    Raises TeacherError for anything but integers, and for positions that are not ascending in [1, L).
+    Raises TeacherError: values are not integers, or positions are not ascending in [1, L).
     """
     name, token_ids, positions = reading.name or "a reading", *map(np.asarray, (reading.token_ids, reading.positions))
     for what, array in (("token_ids", token_ids), ("positions", positions)):
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             found = f"{array.dtype} of shape {array.shape}"
-            raise TeacherError(f"{name}: {what} are a list or array of integers, got {found}")
-    positions = positions.astype(np.int64)  # the differences of unsigned ones are never negative
+            raise TeacherError(f"{name}: {what} must be a list or array of integers, got {found}")
+    positions = positions.astype(np.int64)  # differences of unsigned integers are never negative
     if not positions.size or (np.diff(positions, prepend=0, append=len(token_ids)) < 1).any():
-        rule = f"positions are ascending, from 1 to below its {len(token_ids)} tokens, and at least one"
+        rule = f"positions must be ascending in [1, {len(token_ids)}) and not empty"
         raise TeacherError(f"{name}: {rule}; got {positions.tolist()[:9]}")
     return replace(reading, token_ids=token_ids, positions=positions, name=name)

@@ -1,1 +1,1 @@
-"""Engines that score sequences."""
+"""Scoring engines of the teacher service."""

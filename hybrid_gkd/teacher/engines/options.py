@@ -1,4 +1,4 @@
-"""The options of a scoring engine, each once: a field, and its option on the command line."""
+"""Options of a scoring engine, each defined once as a field with its command-line option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def positive(text: str) -> int:
 
 
 def engine_arguments(text: str) -> str:
-    """A JSON object of objects, as it is."""
+    """Check that the text is a JSON object of objects; return it unchanged."""
     given = json.loads(text)
     if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
         raise argparse.ArgumentTypeError(f'must be {{"vllm": {{...}}}} or {{"hf": {{...}}}}, got {text}')
@@ -25,35 +25,35 @@ def engine_arguments(text: str) -> str:
 
 
 def option(default: Any, help: str, **keywords: Any) -> Any:
-    """A field whose metadata are the keywords of argparse."""
+    """Return a field whose metadata are keyword arguments of argparse."""
     return field(default=default, metadata={"help": help, **keywords})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The model of a worker and how it is run."""
+    """Model and execution options of a worker."""
 
     ckpt_path: str = option(MISSING, "model folder with its tokenizer", required=True)
-    n_logprobs: int = option(64, "largest K that a request may ask for", type=positive)
-    tp_size: int = option(1, "GPUs that share one model (vllm)", type=positive)
+    n_logprobs: int = option(64, "largest K of a request", type=positive)
+    tp_size: int = option(1, "GPUs per model, tensor parallel (vllm)", type=positive)
     backend: str = option("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
     max_model_len: int | None = option(None, "longest sequence, in tokens", type=positive)
-    gpu_memory_utilization: float = option(0.9, "share of GPU memory (vllm)", type=float)
-    dtype: str = option("auto", "auto: as stored (vllm: float32 in half precision); float32 on the CPU")
+    gpu_memory_utilization: float = option(0.9, "fraction of GPU memory (vllm)", type=float)
+    dtype: str = option("auto", "auto: as stored (vllm: half precision for float32); float32 on the CPU")
     engine_kwargs: str = option(
-        "{}", 'JSON, more arguments: {"vllm": {...}} for vllm.LLM, {"hf": {...}} for from_pretrained',
+        "{}", 'further arguments as JSON: {"vllm": {...}} for vllm.LLM, {"hf": {...}} for from_pretrained',
         type=engine_arguments,
     )
     device: str = option("auto", "auto: the GPU if there is one", choices=["auto", "cpu", "cuda"])
     trust_remote_code: bool = option(False, "run code from the model folder", action="store_true")
 
     def arguments_of(self, engine: str) -> dict[str, Any]:
-        """What `engine_kwargs` has for an engine."""
+        """Return the entry of `engine_kwargs` for an engine."""
         return dict(json.loads(self.engine_kwargs).get(engine, {}))
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-        """`without`: fields of which a command has no option."""
+        """Add the options to a parser, except the fields in `without`."""
         for each in fields(EngineOptions):
             if each.name not in without:
                 parser.add_argument("--" + each.name.replace("_", "-"), default=each.default, **each.metadata)
@@ -64,6 +64,6 @@ class EngineOptions:
         return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
 
     def command_line(self) -> list[str]:
-        """The arguments that `parsed` reads as the same options."""
+        """Return command-line arguments that `parsed` reads as these options."""
         values = {"--" + each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
         return [name if value is True else f"{name}={value}" for name, value in values.items() if value]

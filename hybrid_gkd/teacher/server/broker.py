@@ -1,9 +1,9 @@
-"""The broker: one thread that hands requests of clients to workers with a free credit.
+"""The broker: one thread that assigns clients' requests to workers with a free credit.
 
-It passes array frames on untouched, after a look at those of results. Its guarantees: a request is answered exactly
-once, by a result or by an error; a worker that dies, hangs, loses a request or returns nonsense costs time, not the
-request; no message, however malformed, ends the loop; a client that floods it or does not read costs the others
-nothing but their place in the queue.
+It forwards array frames unchanged, and validates a sample of each result. Guarantees: every request is answered exactly
+once, by a result or an error. A worker that dies, hangs, loses a request or returns invalid scores delays the request,
+but does not fail it. No malformed message ends the loop. A client that floods the broker or does not read its replies
+affects other clients only through the queue.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from hybrid_gkd.teacher.server.statistics import Statistics
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_TO_CLIENT = 256
-"""Messages that wait for one client to read them; it gets no more before it does."""
+"""Send queue of one client, in messages; further messages are dropped until the client reads."""
 MAX_UNSENT_TO_WORKER = 2048
 MAX_HELD_REQUESTS, MAX_HELD_PER_CLIENT, MAX_HELD_BYTES = 4096, 256, 1 << 30
 MAX_FAILURES = 3
-"""A request on which this many workers died, or which they answered badly, is probably the cause, and fails."""
+"""Failed attempts (worker died, bad reply) after which a request fails, since it is probably the cause."""
 MAX_BAD_REPLIES = 3
-"""Of one worker, to requests that another one answered well; then it gets no more work."""
+"""Bad replies of a worker, to requests that another worker answered well, after which it is excluded."""
 MAX_CHECKED_VALUES = 1 << 18
-"""Candidates of a result that are looked at: a few milliseconds. The client looks at all of them."""
+"""Candidates of a result that the broker validates, which takes a few milliseconds; the client validates all."""
 CLIENT_SECONDS = 30.0
-"""Inactivity timeout of a client; after it, its requests are given up."""
+"""Inactivity timeout of a client; its requests are dropped after that."""
 HEDGE_SECONDS, HEDGE_FACTOR = 10.0, 4.0
-"""A worker that keeps a request for this long, and for so many 99th percentiles, may hang: another one gets it too."""
+"""A request is sent to a second worker (hedged) after this time and this multiple of the 99th percentile."""
 POLL_MILLISECONDS = 200
 FLUSH_MILLISECONDS = 2000
-"""For the last answers to leave when the broker closes."""
+"""Time to send the last replies when the broker closes."""
 
 
 class Broker:
-    """Binds both ports on construction, and raises TeacherError with the option of a port that is taken.
+    """Assigns requests to workers. The constructor binds both ports; raises TeacherError: a port is in use.
 
-    With `keys`, connections are encrypted and only clients and workers on their allow-lists get in.
+    With `keys`, connections are encrypted and restricted to the clients and workers on the allow-lists.
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int, worker_port: int, keys: Keys | None = None):
@@ -58,9 +58,9 @@ class Broker:
         self._clients: dict[bytes, ClientRecord] = {}
         self._workers: dict[bytes, WorkerRecord] = {}
         self._tickets: dict[str, Ticket] = {}
-        """Every request until it is answered or its client is gone."""
+        """All open requests: not answered, and with a connected client."""
         self._queue: OrderedDict[str, Ticket] = OrderedDict()
-        """Those without a worker."""
+        """Open requests without a worker."""
         self._held_bytes = 0
         self._context = zmq.Context()
         allowed = AllowList(keys) if keys else None
@@ -79,9 +79,9 @@ class Broker:
             raise
         self.port, self.worker_port = self._client_port.number, self._worker_port.number
         self.model: protocol.ModelInfo | None = None
-        """None until the first worker has been tested."""
+        """Model of the workers; None until the first worker has passed its test."""
         self._barred: deque[str] = deque(maxlen=16)
-        """Workers that get no more work, with the reason."""
+        """Excluded workers, with the reason."""
         self._ping_number = 0
         self._draining = False
         self._statistics = Statistics()
@@ -89,20 +89,20 @@ class Broker:
 
     @property
     def num_workers(self) -> int:
-        """Workers alive that have answered their test request."""
+        """Number of live workers that have passed their test."""
         return sum(worker.tested for worker in self._workers.values())
 
     @property
     def num_held(self) -> int:
-        """Requests of clients that have no answer yet."""
+        """Number of open requests."""
         return len(self._tickets)
 
     def num_delivered(self, worker_name: str) -> int:
-        """Results of the live worker with this name."""
+        """Return the number of results from the live worker with this name."""
         return sum(worker.num_delivered for worker in self._workers.values() if worker.name == worker_name)
 
     def drain(self) -> None:
-        """Take no new requests; those that are here are still answered."""
+        """Refuse new requests; open ones are still answered."""
         self._draining = True
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Broker:
         self._context.destroy(linger=FLUSH_MILLISECONDS if someone_reads else 0)
 
     def run(self, keep_running: Callable[[], bool]) -> None:
-        """Serve; `keep_running` is asked several times a second."""
+        """Serve until `keep_running`, which is called several times per second, returns False."""
         poller, next_ping, last_turn = zmq.Poller(), 0.0, time.monotonic()
         handlers = {
             self._client_port.socket: (self._client_port, self._from_client),
@@ -124,7 +124,7 @@ class Broker:
             for ready, _ in poller.poll(POLL_MILLISECONDS):
                 self._read(*handlers[ready])
             now = time.monotonic()
-            if now - last_turn > protocol.LIVENESS_SECONDS / 2:  # while it did not listen, no peer was inactive
+            if now - last_turn > protocol.LIVENESS_SECONDS / 2:  # after a pause, restart the peers' timeouts
                 peers: list[WorkerRecord | ClientRecord] = [*self._workers.values(), *self._clients.values()]
                 for peer in peers:
                     peer.heard = now
@@ -143,15 +143,15 @@ class Broker:
                 if not frames:
                     raise protocol.ProtocolError("no header, or too many frames")
                 message = protocol.decode_header(frames[0].buffer)
-                if not identity.startswith(b"\0"):  # as all names begin that the socket gives
-                    rejected = protocol.Rejected(reason="the service names its peers itself: set no ROUTING_ID")
+                if not identity.startswith(b"\0"):  # the prefix of ids that the socket assigns
+                    rejected = protocol.Rejected(reason="the service assigns routing ids itself: set no ROUTING_ID")
                     port.send(identity, rejected)
                     raise protocol.ProtocolError(rejected.reason)
                 handle(identity, message, frames[1:])
             except protocol.ProtocolError as error:
                 self.counters["malformed"] += 1
                 log.debug("dropped a malformed message: %s", error)
-                if isinstance(error, protocol.ForeignVersion):  # the peer reports it: every message carries our version
+                if isinstance(error, protocol.ForeignVersion):  # reply, so that the peer sees and reports our version
                     rejected = protocol.Rejected(reason=str(error))
                     port.send(identity, self._welcome() if port is self._client_port else rejected)
 
@@ -186,7 +186,7 @@ class Broker:
         errno = self._client_port.send(client.identity, message, payload)
         client.blocked = errno == zmq.EAGAIN
         if errno == zmq.EHOSTUNREACH:
-            client.heard = -math.inf  # it is gone, and comes back under another name if it does
+            client.heard = -math.inf  # disconnected; a reconnection gets another routing id
         if errno and isinstance(message, ScoreResult | ScoreError):
             self.counters["undelivered"] += 1
 
@@ -194,11 +194,11 @@ class Broker:
         now, num_bytes = time.monotonic(), sum(map(len, payload))
         deadline, known = now + request.timeout_seconds, client.tickets.get(request.id)
         if known is not None:
-            # The client asks again. The request keeps its place; a second worker may try it.
+            # A repeated request keeps its place; a second worker may try it.
             known.request, known.deadline = request, deadline
             if known.worker is not None and self._has_free_worker(known):
                 self._requeue(known)
-        elif (busy := self._why_busy(client, num_bytes)) is not None:
+        elif (busy := self._busy_reason(client, num_bytes)) is not None:
             self.counters["refused"] += 1
             self._to_client(client, ScoreError(id=request.id, attempt=request.attempt, code="busy", reason=busy))
         else:
@@ -206,14 +206,14 @@ class Broker:
             self._held_bytes += num_bytes
             client.tickets[request.id] = self._tickets[ticket.id] = self._queue[ticket.id] = ticket
 
-    def _why_busy(self, client: ClientRecord, num_bytes: int) -> str | None:
-        """Why a request of this size is refused for now."""
+    def _busy_reason(self, client: ClientRecord, num_bytes: int) -> str | None:
+        """Return why a request of this size is refused for now; None if it is accepted."""
         if self._draining:
             return "the service is shutting down"
         if client.blocked:
             return "the client does not read its replies"
         if len(client.tickets) >= MAX_HELD_PER_CLIENT:
-            return f"{len(client.tickets)} requests of this client are here, the limit is {MAX_HELD_PER_CLIENT}"
+            return f"{len(client.tickets)} requests of this client are open, the limit is {MAX_HELD_PER_CLIENT}"
         if num_bytes > protocol.MAX_REQUEST_BYTES:
             return f"the request has {num_bytes} bytes, the limit is {protocol.MAX_REQUEST_BYTES}"
         if len(self._tickets) >= MAX_HELD_REQUESTS or self._held_bytes + num_bytes > MAX_HELD_BYTES:
@@ -227,14 +227,14 @@ class Broker:
         del self._clients[client.identity]
 
     def _close(self, ticket: Ticket) -> None:
-        """A later answer counts as late."""
+        """Remove an open request; a later reply to it counts as late."""
         del self._tickets[ticket.id]
         del ticket.client.tickets[ticket.request.id]
         self._queue.pop(ticket.id, None)
         self._held_bytes -= sum(map(len, ticket.payload))
 
     def _finish(self, ticket: Ticket, answer: Reply, payload: list[zmq.Frame]) -> None:
-        """The one answer to the client."""
+        """Close a request and send its only answer to the client."""
         self._close(ticket)
         answer = msgspec.structs.replace(answer, id=ticket.request.id, attempt=ticket.request.attempt)
         self._to_client(ticket.client, answer, payload)
@@ -262,10 +262,10 @@ class Broker:
 
     def _register(self, identity: bytes, message: protocol.Register) -> None:
         if self.model not in (None, message.model):
-            reason = f"it serves {message.model}, this broker's clients were promised {self.model}"
-            self._reject(identity, message.name, f"the broker turned the worker away: {reason}")
+            reason = f"it serves {message.model}, but the service's model is {self.model}"
+            self._reject(identity, message.name, f"the broker rejected the worker: {reason}")
             return
-        if identity in self._workers:  # it lives; the connection was lost, and perhaps messages with it
+        if identity in self._workers:  # alive, but the connection was lost, and perhaps messages with it
             self._drop_worker(self._workers[identity], died=False)
         self._workers[identity] = WorkerRecord(identity, message, heard=time.monotonic())
         self._worker_port.send(identity, protocol.Registered())
@@ -276,8 +276,8 @@ class Broker:
         log.warning("worker %s: %s", name, reason)
         self._worker_port.send(identity, protocol.Rejected(reason=reason))
 
-    def _judge_test(self, worker: WorkerRecord, reply: Reply, frames: list[zmq.Frame]) -> None:
-        """A worker gets work once its answer to the test request has passed the checks of a client."""
+    def _check_test_reply(self, worker: WorkerRecord, reply: Reply, frames: list[zmq.Frame]) -> None:
+        """Accept a worker if its reply to the test request passes a client's validation; otherwise reject it."""
         model = worker.registration.model
         try:
             if isinstance(reply, ScoreError):
@@ -296,7 +296,7 @@ class Broker:
         ticket = self._tickets.get(reply.id)
         if worker is not None:
             if not worker.tested and reply.id == protocol.TEST_ID:
-                self._judge_test(worker, reply, payload)
+                self._check_test_reply(worker, reply, payload)
                 return
             worker.held.discard(reply.id)
             worker.suspect = False
@@ -304,11 +304,11 @@ class Broker:
             self.counters["late"] += 1
         elif problem := self._problem(reply, payload, ticket):
             self.counters["bad_replies"] += 1
-            log.warning("a bad reply: %s", problem)
+            log.warning("bad reply: %s", problem)
             if worker is not None:
                 ticket.bad_replies.append((worker, problem))
             if ticket.worker is worker:
-                self._give_back(ticket, f"the reply was bad: {problem}")
+                self._retry_or_fail(ticket, f"the reply was bad: {problem}")
         else:
             self._finish(ticket, reply, payload)
             if isinstance(reply, ScoreError):
@@ -318,11 +318,11 @@ class Broker:
             if worker is not None:
                 worker.num_delivered += 1
             for other, problem in ticket.bad_replies:
-                if other is not worker:  # else it may be the request's fault
-                    self._count_against(other, problem)
+                if other is not worker:  # otherwise the request itself may be the cause
+                    self._count_bad_reply(other, problem)
 
     def _problem(self, reply: Reply, payload: list[zmq.Frame], ticket: Ticket) -> str:
-        """Why a client could not use the reply, as far as a look shows it."""
+        """Return the error in a reply, as far as a sample of its rows shows; "" if there is none."""
         assert self.model is not None
         if isinstance(reply, ScoreResult):
             try:
@@ -335,28 +335,28 @@ class Broker:
                 return str(error)
         return ""
 
-    def _count_against(self, worker: WorkerRecord, problem: str) -> None:
+    def _count_bad_reply(self, worker: WorkerRecord, problem: str) -> None:
         worker.num_bad += 1
         if worker.num_bad == MAX_BAD_REPLIES and self._workers.get(worker.identity) is worker:
-            reason = f"it gets no more work after {worker.num_bad} bad replies, the last: {problem}"
+            reason = f"excluded after {worker.num_bad} bad replies, the last: {problem}"
             self._barred.append(f"{worker.name}: {reason}")
             self._drop_worker(worker, died=False)
             self._reject(worker.identity, worker.name, reason)
 
     def _check_workers(self, now: float) -> None:
-        """Ping them. A request that one keeps for too long goes to another one as well; the first answer counts."""
+        """Ping the workers. Send a request that one holds for too long to another one as well; the first reply wins."""
         self._ping_number += 1
         ping = protocol.Ping(number=self._ping_number)
         for worker in list(self._workers.values()):
             if self._worker_port.send(worker.identity, ping) == zmq.EHOSTUNREACH:
-                log.warning("worker %s: the connection is gone", worker.name)
+                log.warning("worker %s: connection lost", worker.name)
                 self._drop_worker(worker)
-        timeout = max(HEDGE_SECONDS, HEDGE_FACTOR * self._statistics.longest_usual_service())
+        timeout = max(HEDGE_SECONDS, HEDGE_FACTOR * self._statistics.service_time_p99())
         for ticket in self._tickets.values():
             if ticket.worker is not None and ticket.sent <= now - timeout and self._has_free_worker(ticket):
                 ticket.worker.suspect = True
                 seconds = now - ticket.sent
-                log.warning("worker %s keeps a request for %.0f s, another one gets it", ticket.worker.name, seconds)
+                log.warning("worker %s: no reply for %.0f s, request sent to another one", ticket.worker.name, seconds)
                 self.counters["hedged"] += 1
                 self._requeue(ticket)
 
@@ -364,24 +364,24 @@ class Broker:
         return any(worker.free > 0 and worker.identity not in ticket.tried for worker in self._workers.values())
 
     def _recover_lost(self, worker: WorkerRecord, pong: protocol.Pong) -> None:
-        """Queue requests again that the worker should hold but does not: its connection broke in between."""
+        """Requeue requests that the worker should hold but does not, because its connection broke."""
         for ticket_id in worker.held.difference(pong.pending):
             ticket = self._tickets.get(ticket_id)
-            if ticket is None:  # answered by another worker or expired; the credit was all that was left
+            if ticket is None:  # answered by another worker or expired: free the credit
                 worker.held.discard(ticket_id)
             elif ticket.worker is worker and ticket.sent_at_ping < pong.number:
                 worker.held.discard(ticket_id)
                 self._requeue(ticket)
 
     def _time_out(self) -> None:
-        """Give up inactive clients, silent workers and requests whose deadline has passed."""
+        """Drop inactive clients, silent workers and requests after their deadline."""
         now = time.monotonic()
         for client in list(self._clients.values()):
             if client.heard < now - CLIENT_SECONDS:
                 self._drop_client(client)
         for worker in list(self._workers.values()):
             if worker.heard < now - protocol.LIVENESS_SECONDS:
-                log.warning("worker %s was silent for %g s and counts as dead", worker.name, protocol.LIVENESS_SECONDS)
+                log.warning("worker %s: no message for %g s, dropped", worker.name, protocol.LIVENESS_SECONDS)
                 self._drop_worker(worker)
         for ticket in [each for each in self._tickets.values() if each.deadline <= now]:
             self.counters["expired"] += 1
@@ -391,25 +391,25 @@ class Broker:
     def _drop_worker(self, worker: WorkerRecord, *, died: bool = True) -> None:
         del self._workers[worker.identity]
         for ticket in [each for each in self._tickets.values() if each.worker is worker]:
-            self._give_back(ticket, "the worker died" if died else None)
+            self._retry_or_fail(ticket, "the worker died" if died else None)
 
-    def _give_back(self, ticket: Ticket, failure: str | None) -> None:
-        """Queue a request again, unless it has failed too often already."""
+    def _retry_or_fail(self, ticket: Ticket, failure: str | None) -> None:
+        """Requeue a request, or fail it after too many failures."""
         ticket.num_failures += failure is not None
         if failure and ticket.num_failures >= MAX_FAILURES:
-            self._fail(ticket, "failed", f"{ticket.num_failures} attempts to score it failed, at the last {failure}")
+            self._fail(ticket, "failed", f"{ticket.num_failures} attempts to score it failed; at the last, {failure}")
         else:
             self._requeue(ticket)
 
     def _requeue(self, ticket: Ticket) -> None:
-        """To the head of the queue."""
+        """Put a request at the head of the queue."""
         ticket.worker = None
         self._queue[ticket.id] = ticket
         self._queue.move_to_end(ticket.id, last=False)
         self.counters["requeued"] += 1
 
     def _dispatch(self) -> None:
-        """Give the oldest requests to the workers with room, to each in its turn."""
+        """Assign the oldest requests to workers with free credits, least recently used first."""
         for ticket in list(self._queue.values()):
             free = [worker for worker in self._workers.values() if worker.free > 0]
             if not free:
@@ -417,12 +417,12 @@ class Broker:
             bad = {worker.identity for worker, _ in ticket.bad_replies}
             if any(worker.tested and worker.identity not in bad for worker in self._workers.values()):
                 free = [worker for worker in free if worker.identity not in bad]
-                if not free:  # it waits for one that has not failed on it
+                if not free:  # wait for a worker that has not failed on it
                     continue
             del self._queue[ticket.id]
-            worker = min(free, key=lambda each: (each.identity in ticket.tried, each.turn))
+            worker = min(free, key=lambda each: (each.identity in ticket.tried, each.last_assigned))
             ticket.worker, ticket.sent, ticket.sent_at_ping = worker, time.monotonic(), self._ping_number
-            worker.turn = ticket.sent
+            worker.last_assigned = ticket.sent
             ticket.tried.add(worker.identity)
             worker.held.add(ticket.id)
             remaining = max(0.0, ticket.deadline - ticket.sent)

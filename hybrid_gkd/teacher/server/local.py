@@ -1,4 +1,4 @@
-"""A teacher on this machine for as long as a `with` block lasts: the trainer's launcher uses it."""
+"""Local teacher service as a context manager, used by the trainer's launcher."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ from hybrid_gkd.teacher.keys import make_keys
 log = logging.getLogger("hybrid_gkd.teacher")
 
 END_SECONDS = 20.0
-"""Grace period for a teacher, with what it is answering and its workers, to end."""
+"""Grace period for a teacher to answer open requests and to stop its workers."""
 KILL_SECONDS = 5.0
-"""Timeout for killed processes to be gone."""
+"""Timeout for killed processes to disappear."""
 
 
 class TeacherProcess:
-    """Runs `python -m hybrid_gkd.teacher serve` as a child process; on entry it starts loading in the background.
+    """Runs `python -m hybrid_gkd.teacher serve` as a child process; entering the context starts it in the background.
 
-    It ends with this process, even if that is killed, and lets in the owners of the keys in `keys` alone, which are
-    made for it. `options` are further command-line arguments, `environment` is added to the child's, its output goes to
-    `log_path`; `start_timeout` is in seconds.
+    The service ends with this process, even if that is killed. It accepts only the keys in `keys`, created for it.
+
+    Args:
+        ckpt_path: model folder.
+        log_path: file for the output of the service.
+        n_logprobs: largest K of a request.
+        port: port for clients; 0 picks a free one.
+        options: further command-line arguments.
+        environment: variables added to the child's environment.
+        start_timeout: seconds until the service must be ready.
     """
 
     def __init__(
@@ -45,23 +52,23 @@ class TeacherProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="hybrid_gkd_teacher_")  # with mode 700
         self._ready_file = Path(self._folder.name) / "ready.json"
         self.keys = Path(self._folder.name) / "keys" / "client"
-        """Folder with the keys of a client; that of a worker is beside it."""
+        """Folder with the keys of a client; the one of a worker is next to it."""
         server_keys = make_keys(self.keys.parent)[0]
         self._command = [
             sys.executable, "-m", "hybrid_gkd.teacher", "serve", f"--ckpt-path={ckpt_path}", f"--port={port}",
             f"--n-logprobs={n_logprobs}", "--worker-port=0", "--drain-timeout=5", f"--keys={server_keys}",
             *(options or []), f"--ready-file={self._ready_file}", f"--die-with-parent={os.getpid()}",
-            f"--delete-for-parent={self._folder.name}",  # with its keys, should this process be killed
+            f"--delete-for-parent={self._folder.name}",  # the keys must not remain if this process is killed
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self.address = self.worker_address = ""
-        """host:port for clients, and for further workers; once ready."""
+        """host:port for clients and for further workers; set once the service is ready."""
 
     def __enter__(self) -> TeacherProcess:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._started, self._began = time.monotonic(), time.time()
         with open(self._log_path, "wb") as log:
-            # Its own session: a Ctrl-C in the terminal reaches the trainer, which stops the teacher last.
+            # A separate session: Ctrl-C in the terminal reaches only the trainer, which stops the teacher last.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
                 start_new_session=True,
@@ -75,14 +82,14 @@ class TeacherProcess:
         self._folder.cleanup()
 
     def wait_ready(self) -> None:
-        """Until the service has answered a test request. Raises TeacherError if it ends or `start_timeout` passes."""
-        late = f"the teacher was not ready after {self._start_timeout}; its log: {self._log_path}"
-        whom, detail = "the teacher of this run to load its model", f"its log is {self._log_path}"
-        with waiting(whom, self._start_timeout, lambda: detail, since=self._started):
+        """Wait for the service's first test reply. Raises TeacherError: it ended, or `start_timeout` has passed."""
+        timed_out = f"the teacher was not ready after {self._start_timeout}; its log: {self._log_path}"
+        what, detail = "the teacher of this run to load its model", f"log: {self._log_path}"
+        with waiting(what, self._start_timeout, lambda: detail, since=self._started):
             while not self._ready_file.exists():
                 self.check()
                 if time.monotonic() > self._started + self._start_timeout.seconds:
-                    raise TeacherError(late)
+                    raise TeacherError(timed_out)
                 time.sleep(0.1)
         if not self.address:
             log.info("the teacher of this run was ready after %.1f s", self._ready_file.stat().st_mtime - self._began)
@@ -90,7 +97,7 @@ class TeacherProcess:
         self.address, self.worker_address = (f"127.0.0.1:{ready[key]}" for key in ("port", "worker_port"))
 
     def check(self) -> None:
-        """If the service has ended, raises TeacherError with its last error line or last line, and the signal."""
+        """Check that the service runs. Raises TeacherError with its last error, or its last line and the signal."""
         code = self.poll()
         if code is None:
             return
@@ -99,8 +106,8 @@ class TeacherProcess:
         ]
         lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
         last = lines[-1] if lines else "none"
-        # A library that aborts says why there; what is killed does not.
-        reason = last if lines and code >= 0 else f"it {how_it_ended(code)}; its last line: {last}"
+        # An aborting library writes the reason to the log; a killed process does not.
+        reason = last if lines and code >= 0 else f"it {describe_exit(code)}; its last line: {last}"
         what = "ended" if self.address else "did not start"
         raise TeacherError(f"the teacher {what}: {reason}; its log: {self._log_path}")
 
@@ -110,33 +117,33 @@ class TeacherProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code of the service, None while it runs."""
+        """Return the exit code of the service; None while it runs."""
         return None if self._process is None else self._process.poll()
 
 
-def how_it_ended(code: int) -> str:
-    """The return code of a subprocess in words."""
+def describe_exit(code: int) -> str:
+    """Describe the return code of a subprocess."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory?)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_period: float) -> None:
-    """End a child that leads its own session, and its children there, who may outlive it: SIGTERM, then SIGKILL."""
+    """Stop a child that leads a session, and all processes of the session: SIGTERM, then SIGKILL."""
     for number, seconds in ((signal.SIGTERM, grace_period), (signal.SIGKILL, KILL_SECONDS)):
         deadline = time.monotonic() + seconds
         if process.poll() is None or members(process.pid):
-            with contextlib.suppress(ProcessLookupError):  # the last one has just ended
+            with contextlib.suppress(ProcessLookupError):  # the last process has just ended
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
             wait_for_end(process.pid, deadline - time.monotonic())
     if left := members(process.pid):
-        log.warning("processes of the teacher that are still there: %s", ", ".join(map(str, sorted(left))))
+        log.warning("processes of the teacher still running: %s", ", ".join(map(str, sorted(left))))
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this very package wherever it is started."""
+    """Return this process's environment, with this package on the child's PYTHONPATH."""
     root = str(Path(hybrid_gkd.__file__).resolve().parent.parent)
     path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root, "PYTHONUNBUFFERED": "1"}

@@ -1,8 +1,8 @@
-"""A port of the broker: who is connected to it, what they sent, and who is dropped for what was sent.
+"""A port of the broker, with protection against peers that send invalid or endless messages.
 
-Only the owners of keys get as far as a message. libzmq collects all parts of one before it hands out the first, and
-has neither a limit for that nor a call to drop a peer. So `check_unfinished` looks at the sockets themselves, and a
-peer is dropped by shutting its socket down.
+Only owners of keys can send messages. libzmq buffers all parts of a message before it returns the first, without a
+limit, and has no call to disconnect a peer. Therefore `check_unfinished` inspects the TCP sockets, and a peer is
+disconnected by shutting down its socket.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from hybrid_gkd.teacher.protocol import AnyMessage
 log = logging.getLogger(__name__)
 
 MAX_CONNECTING = 128
-"""Connections that may wait to be accepted."""
+"""Backlog of connections to accept."""
 MAX_UNREAD = 32
-"""Messages of one peer that wait to be read; beyond that TCP makes the peer wait."""
+"""Receive queue of one peer, in messages; beyond that, TCP flow control stops the peer."""
 MAX_UNFINISHED_BYTES = 1 << 30
-"""Of the messages that all peers of a port together have begun, unless a single one may be larger."""
+"""Limit of the unfinished messages of all peers of a port together, unless a single message may be larger."""
 TCP_INFO = struct.Struct("B127xQ")
-"""The fields tcpi_state and tcpi_bytes_received of Linux's tcp_info."""
+"""Fields tcpi_state and tcpi_bytes_received of Linux's tcp_info."""
 TCP_OPEN = {1, 8}
-"""The states ESTABLISHED and CLOSE_WAIT: whatever the peer has done, this side has not ended the connection."""
-Connection = tuple[int, tuple[str, int]]
-"""Descriptor, and the peer's address: the descriptor alone may soon be that of another connection."""
+"""TCP states ESTABLISHED and CLOSE_WAIT: this side has not closed the connection."""
+PeerConnection = tuple[int, tuple[str, int]]
+"""Descriptor and peer address of a connection; a descriptor alone may be reused."""
 
 
 class Port:
-    """A bound ROUTER. Raises TeacherError naming `option` if it cannot be bound; port 0 picks a free one.
+    """Bound ROUTER socket; port 0 picks a free one. Raises TeacherError naming `option`: it cannot be bound.
 
-    A peer that does not read gets `max_unsent` messages at most; sending it more fails with EAGAIN.
+    At most `max_unsent` messages are queued for a peer that does not read; sending more fails with EAGAIN.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Port:
     ):  # fmt: skip
         self.role, self._allowed = role, allowed
         self._max_unfinished = protocol.MAX_FRAMES * max_message_bytes
-        """A peer with more bytes than this in an unfinished message is not sending one of the protocol's."""
-        self._finished: dict[Connection, int] = {}
-        """Bytes that had come over a connection when it was last seen to finish a message."""
+        """Largest size of a message of the protocol, bytes."""
+        self._finished: dict[PeerConnection, int] = {}
+        """Bytes received on each connection up to its last complete message."""
         self._heard: set[int] = set()
-        """Descriptors over which messages came since the last `check_unfinished`."""
+        """Descriptors of the connections with messages since the last `check_unfinished`."""
         self.socket = context.socket(zmq.ROUTER)
         network.configure(self.socket, max_message_bytes)
-        # Peers do not choose their names: nobody can take another one's place, and its replies, by giving its name.
+        # Peers do not choose routing ids: otherwise one could take over another one's id, and its replies.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message that cannot be sent is an error
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for a message that cannot be sent
         self.socket.setsockopt(zmq.SNDHWM, max_unsent)
         self.socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
         self.socket.setsockopt(zmq.BACKLOG, MAX_CONNECTING)
@@ -69,17 +69,17 @@ class Port:
             self.socket.curve_server = True
             self.socket.curve_publickey, self.socket.curve_secretkey = allowed.keys.public, allowed.keys.secret
             self.socket.setsockopt_string(zmq.ZAP_DOMAIN, role)
-            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody gets in
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no authenticator: refuse all connections
         try:
             self.socket.bind(f"tcp://{network.resolve(host)}:{number or '*'}")
         except zmq.ZMQError as error:
-            advice = "another process uses it; choose another port, 0 picks a free one"
+            advice = "another process uses it; choose another port, or 0 for a free one"
             reason = advice if error.errno == zmq.EADDRINUSE else str(error)
             raise TeacherError(f"{option} {number}: cannot bind {host}:{number}: {reason}") from error
         self.number = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def receive(self) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
-        """Routing id and frames of what has arrived; not everything, so that a flood does not stop the rest."""
+        """Yield routing id and frames of received messages, at most `MESSAGES_PER_TURN`."""
         for _ in range(network.MESSAGES_PER_TURN):
             try:
                 (identity, *frames), num_left_out = network.receive_frames(self.socket, 1 + protocol.MAX_FRAMES)
@@ -95,16 +95,17 @@ class Port:
     def send(
         self, identity: bytes, message: AnyMessage, payload: list[zmq.Frame] | list[protocol.Buffer] | None = None
     ) -> int:
-        """0, or the error of zmq: EAGAIN for a peer that does not read, EHOSTUNREACH for one that is gone."""
+        """Send a message; return 0 or zmq's error: EAGAIN (the peer does not read), EHOSTUNREACH (disconnected)."""
         try:
-            self.socket.send_multipart([identity, *protocol.encode(message), *(payload or [])], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # pings and deadlines take care of the rest
-            log.debug("could not send %s: %s", type(message).__name__, error)
+            frames = [identity, *protocol.encode_message(message), *(payload or [])]
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # pings and deadlines handle the loss
+            log.debug("cannot send %s: %s", type(message).__name__, error)
             return error.errno or zmq.EAGAIN
         return 0
 
     def check_unfinished(self) -> None:
-        """Drop who has sent more bytes than a message has without finishing one; called once a second."""
+        """Disconnect peers whose unfinished message exceeds the limits; called once per second."""
         open_now = dict(self._connections())
         self._finished = {
             each: num_bytes if each[0] in self._heard else self._finished.get(each, 0)
@@ -118,32 +119,31 @@ class Port:
                 return
             total -= unfinished[each]
             log.warning(
-                "%s: %s:%d was dropped: %d bytes came from it without the end of a message; the most are %d, "
-                "and %d from all peers together",
+                "%s: %s:%d was dropped: unfinished message of %d bytes; the limit is %d, and %d for all peers together",
                 self.role, *each[1], unfinished[each], self._max_unfinished, most_of_all,
             )
             _shut(each[0])
 
     def _drop(self, identity: zmq.Frame, what: str) -> None:
-        """End the connection over which a message came, and let its key in no more."""
+        """Disconnect the sender of a message and ban its key."""
         name, user = "a peer", _property(identity, "User-Id")
         if self._allowed is not None and user is not None:
             key = user.encode()
-            name = self._allowed.name(self.role, key) or "a key that was withdrawn"
+            name = self._allowed.name(self.role, key) or "a removed key"
             self._allowed.ban(key)
         who = f"{name} at {_property(identity, 'Peer-Address')}"
         log.warning(
-            "%s: %s sent %s, the protocol has %d at most: dropped, and not let in again until the service is restarted",
+            "%s: %s sent %s, the limit is %d: dropped, and banned until the service is restarted",
             self.role, who, what, protocol.MAX_FRAMES,
         )
         descriptor = _property(identity, zmq.SRCFD)
-        if descriptor in {connection[0] for connection, _ in self._connections()}:  # else it has gone by itself
+        if descriptor in {connection[0] for connection, _ in self._connections()}:  # otherwise already closed
             _shut(descriptor)
 
-    def _connections(self) -> Iterator[tuple[Connection, int]]:
-        """Of this port, each with the bytes that have come over it; without those that `_shut` has ended."""
+    def _connections(self) -> Iterator[tuple[PeerConnection, int]]:
+        """Yield the open connections of this port with the number of bytes received."""
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile, or a socket of another kind
+            with contextlib.suppress(OSError):  # closed meanwhile, or another kind of socket
                 descriptor = int(name)
                 if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     continue
@@ -156,7 +156,7 @@ class Port:
 
 
 def _property(frame: zmq.Frame, name: int | str) -> Any:
-    """What libzmq knows of the connection over which a frame came; None where it does not say."""
+    """Return a property of the connection that a frame came from; None if libzmq does not provide it."""
     try:
         return frame.get(name)
     except zmq.ZMQError:
@@ -164,14 +164,14 @@ def _property(frame: zmq.Frame, name: int | str) -> Any:
 
 
 def _shut(descriptor: int) -> None:
-    """Have libzmq close a connection. The peer gets a reset: one that waits to send would not notice an orderly end."""
+    """Make libzmq close a connection, with a reset, because a blocked sender would not notice an orderly shutdown."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         same.shutdown(socket.SHUT_RDWR)
 
 
 def start_authenticator(context: zmq.Context, allowed: AllowList) -> ThreadAuthenticator:
-    """Asks `allowed` about every connection to the ports of `context` that have it. Stop it before them."""
+    """Start to check connections to a context's ports against `allowed`. Stop the authenticator before the ports."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     roles: tuple[Role, ...] = ("clients", "workers")

@@ -12,7 +12,7 @@ from hybrid_gkd.teacher.protocol import ScoreRequest
 
 @dataclass(eq=False)
 class Ticket:
-    """A request from its arrival to its one answer. Workers know it by `id`, the client by `request.id`."""
+    """An open request. Its id is `id` towards workers and `request.id` towards the client."""
 
     id: str
     client: ClientRecord
@@ -21,15 +21,15 @@ class Ticket:
     arrived: float
     deadline: float
     worker: WorkerRecord | None = None
-    """None while the ticket is in the queue."""
+    """Worker that the request is assigned to; None while it is queued."""
     sent: float = 0.0
     sent_at_ping: int = 0
     tried: set[bytes] = field(default_factory=set)
-    """Routing ids of workers that it was sent to."""
+    """Routing ids of the workers that it was sent to."""
     num_failures: int = 0
-    """How often a worker died that held it, or answered it badly."""
+    """Number of failed attempts: the worker died, or its reply was bad."""
     bad_replies: list[tuple[WorkerRecord, str]] = field(default_factory=list)
-    """Who answered it badly, and how."""
+    """Workers with bad replies, and the errors."""
 
 
 @dataclass(eq=False)
@@ -39,9 +39,9 @@ class ClientRecord:
     heard: float = 0.0
     """Monotonic time of the last message."""
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    """By the client's own ids."""
+    """Open requests by the client's ids."""
     blocked: bool = False
-    """The last message could not be queued any more: the client does not read."""
+    """Whether the last message could not be queued because the client does not read."""
 
 
 @dataclass(eq=False)
@@ -53,12 +53,12 @@ class WorkerRecord:
     """Tickets that occupy a credit."""
     tested: bool = False
     suspect: bool = False
-    """It keeps a request much longer than usual; it gets no more before it answers something."""
-    turn: float = 0.0
-    """When it last got a request; the one that waits longest is next."""
+    """Whether it holds a request much longer than usual; it gets no new ones until it replies."""
+    last_assigned: float = 0.0
+    """Monotonic time of the last assigned request."""
     num_delivered: int = 0
     num_bad: int = 0
-    """Replies that no client could have used, to requests that another worker answered well."""
+    """Number of bad replies to requests that another worker answered well."""
     engine_busy: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Counters of the broker, and figures of the results that it delivered lately."""
+"""Counters of the broker, and statistics of recent results."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ COUNTERS = (
     "delivered", "tokens", "refused", "requeued", "hedged", "bad_replies", "expired", "abandoned", "undelivered",
     "late", "malformed",
 )
-"""Explained in docs/teacher.md."""
+"""Names of the counters, explained in docs/teacher.md."""
 
 
 class Statistics:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._samples: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # of the figures that `_recent` names
+        self._samples: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # columns: see `_recent`
 
     def add(self, ticket: Ticket, num_bytes: int) -> None:
-        """A result of `num_bytes` was sent."""
+        """Record a delivered result of `num_bytes`."""
         now, tokens, scored_tokens = time.monotonic(), ticket.request.num_tokens, ticket.request.num_scored
         self.counters["delivered"] += 1
         self.counters["tokens"] += tokens
         self._samples.append((now, tokens, scored_tokens, num_bytes, now - ticket.arrived, now - ticket.sent))
 
     def _recent(self) -> np.ndarray:
-        """[6, n] of the last results: times, tokens, scored tokens, bytes; seconds since arrival, at the worker."""
+        """Return [6, n] of recent results: time, tokens, scored tokens, bytes, seconds since arrival, at the worker."""
         samples = np.array(self._samples, np.float64).reshape(-1, 6)
         return samples[samples[:, 0] >= time.monotonic() - WINDOW_SECONDS].T
 
-    def longest_usual_service(self) -> float:
-        """99th percentile of the seconds that a worker takes; 0 while nothing is known."""
+    def service_time_p99(self) -> float:
+        """Return the 99th percentile of a worker's service time, seconds; 0 without results."""
         seconds = self._recent()[5]
         return float(np.percentile(seconds, 99)) if seconds.size else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """The fields of `protocol.Status` that are computed from samples and counters."""
+        """Return the fields of `protocol.Status` that are computed from samples and counters."""
         (times, tokens, scored_tokens, num_bytes, latencies, _), now = self._recent(), time.monotonic()
-        # Over the last ten seconds, or since the start if that is less; over less where requests are very many.
+        # The throughput is over the last ten seconds, since the start, or over the samples kept, whichever is shortest.
         start = max(now - RATE_SECONDS, self._started, times[0] if len(times) == MAX_SAMPLES else 0.0)
         percentiles = np.percentile(latencies, (50, 95, 99)).tolist() if latencies.size else []
         return {

@@ -1,4 +1,4 @@
-"""The worker processes of `serve`: started with a GPU share each, replaced when they die, ended with the service."""
+"""Supervisor of the worker processes of `serve`: assigns GPUs, restarts failed processes, stops all in the end."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from dataclasses import dataclass
 
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.local import child_environment, how_it_ended, stop_process
+from hybrid_gkd.teacher.server.local import child_environment, describe_exit, stop_process
 
 log = logging.getLogger("hybrid_gkd.teacher")
 
 MAX_USELESS_STARTS = 5
-"""Of one worker in a row, without a single result; more often, and the cause is not an accident."""
+"""Consecutive starts of a worker without a single result after which the service gives up."""
 MAX_BACKOFF_SECONDS = 30.0
 END_SECONDS = 10.0
-"""Grace period for the workers to end. The ranks of a tensor-parallel one take up to 8 s, and have shared memory that
-stays behind if they are killed."""
+"""Grace period for the workers to end. Ranks of a tensor-parallel worker take up to 8 s and leak shared memory if they
+are killed."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A worker process and its successors."""
+    """Slot of one worker process and its replacements."""
 
     environment: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
-    """None: to be started at `start_at`."""
+    """Current process; None: to be started at `start_at`."""
     start_at: float = 0.0
     has_delivered: bool = False
     """Whether the current process has sent a result."""
     num_useless: int = 0
-    """Processes in a row before it that sent none."""
+    """Number of previous processes in a row without a result."""
 
 
 class Supervisor:
-    """Keeps a process of `command` alive for each of the environments, which are added to this process's own."""
+    """Keeps one process of `command` running per environment, which is added to this process's own."""
 
     def __init__(self, broker: Broker, command: list[str], environments: list[dict[str, str]]):
         self._broker, self._command = broker, command
         self.has_started = False
-        """Whether all workers have answered their test request; until then, one that ends ends the service."""
+        """Whether all workers have passed their test; before that, a worker's end stops the service."""
         self.slots = [Slot(environment) for environment in environments]
 
     def check(self) -> None:
-        """Start what is to be started; called several times a second. Raises TeacherError if no worker can be had."""
+        """Start and restart workers; called several times per second. Raises TeacherError: no worker can be started."""
         now = time.monotonic()
         self.has_started = self.has_started or self._broker.num_workers >= len(self.slots)
         for slot in self.slots:
             if slot.process is None:
                 if now >= slot.start_at:
-                    # Its own session: Ctrl-C in a terminal reaches this process, which then stops the worker.
+                    # A separate session: Ctrl-C in a terminal reaches only this process, which then stops the worker.
                     slot.process = subprocess.Popen(
                         self._command, stdin=subprocess.DEVNULL, start_new_session=True,
                         env=child_environment() | slot.environment,
@@ -65,38 +65,38 @@ class Supervisor:
             code = slot.process.poll()
             if code is None:
                 continue
-            how = how_it_ended(code)
+            how = describe_exit(code)
             slot.num_useless = 0 if slot.has_delivered else slot.num_useless + 1
             hopeless = slot.num_useless > MAX_USELESS_STARTS and not self._broker.num_workers
             if not self.has_started or hopeless:
-                raise WorkerFailed(how, told=code == 1)
+                raise WorkerFailed(how, reported=code == 1)
             wait = min(MAX_BACKOFF_SECONDS, 2.0 ** (slot.num_useless - 1)) if slot.num_useless else 0.0
-            log.warning("worker process %d %s, starting it again in %.0f s", slot.process.pid, how, wait)
+            log.warning("worker process %d %s, restarting in %.0f s", slot.process.pid, how, wait)
             slot.process, slot.start_at, slot.has_delivered = None, now + wait, False
 
     def stop(self) -> None:
         started = [slot.process for slot in self.slots if slot.process is not None]
         for process in started:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # all of them at once; then wait for each
+                os.killpg(process.pid, signal.SIGTERM)  # signal all of them first, then wait for each
         deadline = time.monotonic() + END_SECONDS
         for process in started:
             stop_process(process, grace_period=max(0.0, deadline - time.monotonic()))
 
 
 class WorkerFailed(TeacherError):
-    """No worker can be started. `told`: it has printed the reason itself."""
+    """No worker can be started. `reported`: whether the worker has printed the reason itself."""
 
-    def __init__(self, how: str, *, told: bool):
+    def __init__(self, how: str, *, reported: bool):
         super().__init__(f"the teacher's worker {how}")
-        self.told = told
+        self.reported = reported
 
 
-def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, str]]:
-    """CUDA_VISIBLE_DEVICES of each worker: tp_size GPUs of its own. Raises TeacherError if there are too few."""
+def assign_gpus(num_workers: int, tp_size: int, device: str) -> list[dict[str, str]]:
+    """Return the CUDA_VISIBLE_DEVICES of each worker, `tp_size` GPUs each. Raises TeacherError: too few GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if num_workers == 1 or device == "cpu" or (device == "auto" and visible is None and not visible_gpus()):
-        return [{}] * num_workers  # they see what this process sees
+        return [{}] * num_workers  # inherit this process's setting
     gpus = visible_gpus()
     if len(gpus) < num_workers * tp_size:
         raise TeacherError(
@@ -108,10 +108,10 @@ def gpu_shares(num_workers: int, tp_size: int, device: str) -> list[dict[str, st
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this process in its order, each as CUDA_VISIBLE_DEVICES of a child would name it."""
+    """Return the GPUs of this process in order, in the notation of CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-    import torch  # several seconds and only needed here
+    import torch  # takes several seconds
 
     return [str(index) for index in range(torch.cuda.device_count())]

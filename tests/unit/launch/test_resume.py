@@ -11,7 +11,14 @@ from hybrid_gkd.data.prompts import Rows
 from hybrid_gkd.errors import CheckpointError, ConfigError
 from hybrid_gkd.launch.resume import find_resumption
 from hybrid_gkd.ppo import resuming
-from hybrid_gkd.ppo.resuming import TEACHER_PATH, changes, contents_of, data_state, learning_settings, templates_of
+from hybrid_gkd.ppo.resuming import (
+    TEACHER_PATH,
+    changed_settings,
+    data_checksums,
+    data_state,
+    learning_settings,
+    template_checksums,
+)
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
 from hybrid_gkd.types import Task
 
@@ -164,18 +171,18 @@ def test_more_steps_change_a_schedule_that_ends_with_the_run(tmp_path):
 def test_a_reward_counts_where_it_is_trained_on():
     ppo = ["distillation.enabled=false", "reward.answer_key=answer", "actor_rollout_ref.rollout.n=2"]
     before, after = (load_config([*RUN, *ppo, f"reward.name={name}"]) for name in ("exact_match", "gsm8k"))
-    assert changes(settings_of(before), settings_of(after)) == ["reward.name: exact_match -> gsm8k"]
+    assert changed_settings(settings_of(before), settings_of(after)) == ["reward.name: exact_match -> gsm8k"]
     assert TEACHER_PATH not in settings_of(before)
 
 
 def test_answers_that_rewards_are_computed_from_count_like_prompts():
     before, after = (
-        contents_of([Task(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], [], answers=True)
+        data_checksums([Task(index=0, token_ids=np.zeros(1, np.int32), text="1+1", answer=answer)], [], answers=True)
         for answer in ("2", "3")
     )
-    (change,) = changes(before, after)
+    (change,) = changed_settings(before, after)
     assert change.startswith("data.train_files (checksum of the answers): ")
-    assert "data.train_files (checksum of the answers)" not in contents_of([], [], answers=False)
+    assert "data.train_files (checksum of the answers)" not in data_checksums([], [], answers=False)
 
 
 def test_every_key_of_the_tables_exists_and_survives_a_checkpoint(tmp_path):
@@ -245,14 +252,14 @@ def rows_of(system, tools=None):
 
 @pytest.mark.parametrize("changed", [rows_of("Lie."), rows_of("Be kind.", [{"type": "function"}])])
 def test_all_that_a_prompt_has_counts(changed):
-    before, after = (contents_of([], [rows], answers=False) for rows in (rows_of("Be kind."), changed))
-    (change,) = changes(before, after)
+    before, after = (data_checksums([], [rows], answers=False) for rows in (rows_of("Be kind."), changed))
+    (change,) = changed_settings(before, after)
     assert change.startswith("data.train_files (checksum of the messages): ")
     older = {name: value for name, value in before.items() if "messages" not in name}
-    assert changes(older, after) == []
+    assert changed_settings(older, after) == []
 
 
 def test_chat_templates_count():
-    before, after = templates_of("{{ a }}", "x"), templates_of("{{ b }}", "y")
-    assert [change.partition(": ")[0] for change in changes(before, after)] == list(before)
-    assert templates_of(None, None).keys() == {"actor_rollout_ref.model.path (checksum of the chat template)"}
+    before, after = template_checksums("{{ a }}", "x"), template_checksums("{{ b }}", "y")
+    assert [change.partition(": ")[0] for change in changed_settings(before, after)] == list(before)
+    assert template_checksums(None, None).keys() == {"actor_rollout_ref.model.path (checksum of the chat template)"}

@@ -149,7 +149,7 @@ def test_usage_errors(parsed, capsys, arguments, message):
         ([], [{"prompt": "a"}, {"prompt": "b" * 60}], r"row 2: the prompt has 61 tokens, and --max-tokens 16 leaves "
             r"prompts 48 tokens \(max_position_embeddings\); .* leave out 1 of 2 rows"),
         (["--prompt-key=q"], [{"prompt": "a"}], "no column 'q'"),
-        (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "knows no function"),
+        (["--reward=by_data_source", "--answer-key=answer"], [{"prompt": "a", "answer": "4"}], "no function"),
         (["--reward=mine.py:f"], [{"prompt": "a"}], "must be an existing Python file"),
     ],
 )

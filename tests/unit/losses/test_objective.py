@@ -13,7 +13,7 @@ from hybrid_gkd.losses.objective import Objective
 from hybrid_gkd.losses.table import DIVERGENCES, KL_LOSSES, policy_loss
 from hybrid_gkd.losses.terms import distillation, policy, reference, sft
 from hybrid_gkd.losses.terms import policy_loss as bound
-from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.reporting.metric_table import check_names
 from hybrid_gkd.student.actor import make_objective
 
 VOCAB, DIM = 31, 8

@@ -49,7 +49,7 @@ def sent(logits, topk=TOPK, temperature=1.0):
     found = top_logprobs(logits, lambda rows: rows, targets, temperatures, topk, logits.shape[1])
     names = ("ids", "logprobs", "tail_logprobs", "sampled_logprobs")
     scores = TopK(**{name: part.numpy() for name, part in zip(names, found, strict=True)})
-    frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays([scores]))
+    frames = protocol.encode_message(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays([scores]))
     header = protocol.decode_header(bytes(frames[0]))
     (scores,) = protocol.unpack_result(
         header, [bytes(frame) for frame in frames[1:]], topk=topk, vocab_size=logits.shape[1],

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_gkd.models.fingerprint import fingerprint
+from hybrid_gkd.teacher.engines.engine_table import weights_fingerprint
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import weights_of
 from hybrid_gkd.testing import make_tiny_model
 
 
@@ -32,7 +32,7 @@ def test_a_copy_is_the_same_and_a_trained_model_another(tmp_path, folder):
 
 def test_the_type_that_is_computed_in_counts_and_other_arguments_do_not(folder):
     def weights(engine_kwargs="{}", **options):
-        return weights_of(EngineOptions(ckpt_path=str(folder), engine_kwargs=engine_kwargs, **options), "vllm")
+        return weights_fingerprint(EngineOptions(ckpt_path=str(folder), engine_kwargs=engine_kwargs, **options), "vllm")
 
     assert weights() == weights('{"vllm": {"max_num_seqs": 4}}') == weights(tp_size=2)
     assert len({weights(), weights('{"vllm": {"quantization": "fp8"}}'), weights(dtype="bfloat16")}) == 3
@@ -40,4 +40,4 @@ def test_the_type_that_is_computed_in_counts_and_other_arguments_do_not(folder):
 
 def test_a_model_that_is_not_here_has_none():
     assert fingerprint("no/such-model") == ""
-    assert weights_of(EngineOptions(ckpt_path="no/such-model"), "hf") == ""
+    assert weights_fingerprint(EngineOptions(ckpt_path="no/such-model"), "hf") == ""

@@ -26,8 +26,8 @@ from hybrid_gkd.models.spec import ModelSpec, model_spec, student_spec
 from hybrid_gkd.offload.budget import GIB
 from hybrid_gkd.offload.needs import place_teacher, plan_memory, trained_models, with_planned_caches
 from hybrid_gkd.student.checkpoint_store import RESERVED, UNFINISHED
+from hybrid_gkd.teacher.engines.engine_table import load_scoring_engine
 from hybrid_gkd.teacher.engines.options import EngineOptions
-from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
 from hybrid_gkd.workers.group import holds_copies
@@ -520,7 +520,7 @@ def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
     )
     spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
     planned = memory(given, SEVEN_B).share_of_teacher(100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
-    engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
+    engine = load_scoring_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
     reading = Reading(token_ids=np.arange(length, dtype=np.int32) % 50, positions=np.arange(length - 8, length))
     with PeakMemory() as used:
         engine.score([reading] * (2 * tokens // length), 5, 1.0)

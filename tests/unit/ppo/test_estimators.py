@@ -125,9 +125,9 @@ def test_a_reward_that_is_not_finite_is_refused(name):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("return [r[:-1] for r in rewards], None", "must give advantages of the shapes"),
+        ("return [r[:-1] for r in rewards], None", "must return advantages of shapes"),
         ("return [r * float('nan') for r in rewards], None", "not finite"),
-        ("return rewards", "raised ValueError when it was tried"),
+        ("return rewards", "raised ValueError in a trial call"),
         ("return rewards, None", None),
     ],
 )

@@ -11,10 +11,10 @@ from hybrid_gkd.data.sampler import PromptSampler
 from hybrid_gkd.errors import HybridGKDError
 from hybrid_gkd.launch.inputs import left_over
 from hybrid_gkd.launch.plan import placement_plan
-from hybrid_gkd.ppo import scheduler as scheduler_module
-from hybrid_gkd.ppo.filtering import GROUP_METRICS, Refill, groups_with_signal
-from hybrid_gkd.ppo.resuming import changes, learning_settings
-from hybrid_gkd.ppo.scheduler import RolloutsAhead
+from hybrid_gkd.ppo import rollout_pipeline as pipeline_module
+from hybrid_gkd.ppo.filtering import GROUP_METRICS, GroupCollector, informative_groups
+from hybrid_gkd.ppo.resuming import changed_settings, learning_settings
+from hybrid_gkd.ppo.rollout_pipeline import RolloutPipeline
 from hybrid_gkd.ppo.steps import request_seeds
 from hybrid_gkd.reporting.final_table import final_table
 from hybrid_gkd.runtime.spans import Clock
@@ -87,7 +87,7 @@ def fit(steps, folder, *overrides, reward=reward, **options):
 
 
 def plan(steps, size=BATCH):
-    """Of each step: row, number of the generation batch and place in it of its groups; batches; share with a signal."""
+    """Return per step: row, generation batch and place of its groups; number of batches; informative fraction."""
     sampler, number, found = PromptSampler(NUM_PROMPTS, size, True, 0), 0, []
     for _ in range(steps):
         kept, first = [], number + 1
@@ -126,7 +126,7 @@ def assert_trained(trainer, planned, size=BATCH):
 )  # fmt: skip
 def test_a_group_without_a_signal_has_one_value_alone(values, n, expected):
     samples = [make_sample(i // n, number=i % n) for i in range(len(values))]
-    assert groups_with_signal(samples, values) == [(1, row) for row in expected]
+    assert informative_groups(samples, values) == [(1, row) for row in expected]
 
 
 def test_metrics_of_a_response():
@@ -164,7 +164,8 @@ def test_batches_are_refilled_with_groups_that_have_a_signal(scheduler, pools, t
         assert row["training/groups_with_signal"] == pytest.approx(share)
         assert (row["reward/mean"], row["reward/all_groups"]) == (0.5, pytest.approx(share / 2))
         assert row["training/staleness"] == min(step - 1, BATCHES_AHEAD[scheduler])
-    assert caplog.text.count("generation batches; a batch takes 3") == sum(batches - 1 for _, batches, _ in planned)
+    logged = "generation batches; a training batch needs 3"
+    assert caplog.text.count(logged) == sum(batches - 1 for _, batches, _ in planned)
     extra = [sum(batches - 1 for _, batches, _ in planned[:step]) for step in (2, 4)]
     assert [load_state(tmp_path / f"global_step_{step}").extra_batches for step in (2, 4)] == extra
 
@@ -224,7 +225,7 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
         5, tmp_path, "algorithm.filter_groups.max_num_gen_batches=4", "trainer.save_freq=-1", reward=only_at_first
     )
     for part in (
-        "step 4: 0 of 12 groups", "differ in seq_reward", "a batch takes 3",
+        "step 4: 0 of 12 groups", "differ in seq_reward", "a training batch needs 3",
         "(algorithm.filter_groups.max_num_gen_batches=4)", "mean reward is 0:", "actor_rollout_ref.rollout.n",
         "algorithm.filter_groups.enable=false",
     ):  # fmt: skip
@@ -233,13 +234,13 @@ def test_too_few_groups_end_the_run_with_the_counts_and_a_way_out(tmp_path):
     saved = load_state(tmp_path / "global_step_3")
     assert saved.extra_batches == 0
     other, _ = fit(3, tmp_path, "algorithm.filter_groups.max_num_gen_batches=9", resume_from=tmp_path / "global_step_3")
-    assert changes(saved.settings, other.settings) == []
+    assert changed_settings(saved.settings, other.settings) == []
 
 
 def test_greedy_answers_stay_with_their_prompts(tmp_path):
     trainer, _ = fit(1, tmp_path, "algorithm.adv_estimator=remax")
     prompts, n = trainer.generation.tasks, N
-    refill, rows = Refill(trainer.config, trainer.rewards, 1), [(1, 6, 7), (8, 2, 9)]
+    refill, rows = GroupCollector(trainer.config, trainer.rewards, 1), [(1, 6, 7), (8, 2, 9)]
 
     for number, batch in enumerate(rows):
         assert not refill.is_full
@@ -258,7 +259,7 @@ def test_greedy_answers_stay_with_their_prompts(tmp_path):
 
 def test_a_generation_that_waits_for_rewards_is_not_taken_for_stuck(monkeypatch):
     """It waits here until the trainer has looked at it several times, each time later than the deadline."""
-    looks, enough = [], scheduler_module.threading.Event()
+    looks, enough = [], pipeline_module.threading.Event()
 
     def look(futures, timeout):
         looks.append(futures)
@@ -266,16 +267,16 @@ def test_a_generation_that_waits_for_rewards_is_not_taken_for_stuck(monkeypatch)
             enough.set()
         return wait(futures, timeout)
 
-    wait = scheduler_module.wait
-    monkeypatch.setattr(scheduler_module, "wait", look)
-    monkeypatch.setattr(scheduler_module, "CHECK_SECONDS", 0.01)
+    wait = pipeline_module.wait
+    monkeypatch.setattr(pipeline_module, "wait", look)
+    monkeypatch.setattr(pipeline_module, "CHECK_SECONDS", 0.01)
 
     def generate(step):
         with ahead.paused():
             assert enough.wait(60)
         return step
 
-    ahead = RolloutsAhead(
+    ahead = RolloutPipeline(
         generate, depth=0, in_background=True, inactivity_timeout=Timeout(0.001, "key"), clock=Clock()
     )
     assert list(ahead(1, 1)) == [1]

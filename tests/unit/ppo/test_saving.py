@@ -7,7 +7,7 @@ import pytest
 from test_schedulers import OWN_POOL, fit
 
 from hybrid_gkd.errors import CheckpointError, WorkerError
-from hybrid_gkd.ppo import saving
+from hybrid_gkd.ppo import checkpoint_writer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, find_damage, load_state
 from hybrid_gkd.testing import RecordingGroup
 
@@ -56,7 +56,7 @@ def test_the_snapshot_comes_before_the_publish_and_steps_follow_before_it_is_wri
     step, behind = [("update",), ("publish",)], [("update",), ("snapshot",), ("publish",), ("write",)]
     assert moments(group)[1:] == [*step * 2, *behind, *step * 2, ("finish",), *step]
     assert group.saved == [3, 6]  # nothing follows the last, which needs no snapshot
-    assert f"step 3 is saved: {tmp_path / 'global_step_3'}, which the workers wrote in 12.3 s" in caplog.text
+    assert f"saved checkpoint of step 3: {tmp_path / 'global_step_3'}, written by the workers in 12.3 s" in caplog.text
     for number in (3, 6):
         folder = tmp_path / f"global_step_{number}"
         assert load_state(folder).step == number
@@ -91,7 +91,7 @@ def test_a_requested_stop_and_the_end_wait_for_what_is_being_written(tmp_path, c
     assert failure is None
     assert group.saved == [3, 4]
     assert load_state(tmp_path / "global_step_3").step == 3
-    assert f"to continue from: {trainer.checkpoint}, after step 4" in caplog.text
+    assert f"resume from: {trainer.checkpoint}, after step 4" in caplog.text
 
 
 def test_a_failure_elsewhere_waits_too_and_saves_the_last_state(tmp_path, caplog):
@@ -108,8 +108,8 @@ def test_a_failure_elsewhere_waits_too_and_saves_the_last_state(tmp_path, caplog
     assert str(failure) == "the rollout pool died"
     assert group.saved == [2, 3]
     assert load_state(tmp_path / "global_step_2").step == 2
-    said = "the run has failed, what can be saved is saved: the rollout pool died"
-    assert 0 <= caplog.text.find(said) < caplog.text.find("the state after step 3 is saved")
+    logged = "training failed, saving the last completed step: the rollout pool died"
+    assert 0 <= caplog.text.find(logged) < caplog.text.find("saved the state after step 3")
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_the_best_before_stays_where_the_checkpoint_of_a_better_one_fails(tmp_pa
     assert trainer.checkpoint == tmp_path / "global_step_3"
     assert load_state(trainer.checkpoint).best.step == 1
     assert find_damage(tmp_path / "global_step_1") == {}
-    assert f"the best checkpoint: {tmp_path / 'global_step_1'}, val/forward_kl 1" in caplog.text
+    assert f"best checkpoint: {tmp_path / 'global_step_1'}, val/forward_kl 1" in caplog.text
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_room_for_the_next_is_held_when_the_one_before_is_complete(tmp_path, mon
             return done
 
     group, reserved = SlowDisk(2), []
-    monkeypatch.setattr(saving, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(checkpoint_writer, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(CheckpointStore, "reserve", lambda store: reserved.append(len(group.updates)))
     fit("sync", 8, tmp_path, "trainer.save_freq=4", group=group)
     assert reserved == [6]

@@ -220,7 +220,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_known_after_a_resume(
     assert kept(tmp_path) == [3, 5]
     assert trainer.best == Best(metric="val/forward_kl", value=1.0, step=3)
     assert load_state(tmp_path / "global_step_5").best == trainer.best
-    assert caplog.text.count("is the best so far") == 3
+    assert caplog.text.count("new best validation") == 3
     trainer, group, _ = fit(
         "sync", 8, tmp_path, *often, keep=1, group=falling(0, 0, 0, 0, 0, 2.0, 0.5, 0.75),
         resume_from=tmp_path / "global_step_5",
@@ -414,8 +414,8 @@ def test_a_requested_stop_ends_with_the_step_in_hand_which_is_saved_and_continue
     assert ("publish", 3) not in group.events  # only a further step would need it
     assert group.saved == [3]
     assert load_state(trainer.checkpoint).step == 3
-    assert "the run ends after step 3 of 5, as requested" in caplog.text
-    assert f"to continue from: {trainer.checkpoint}, after step 3" in caplog.text
+    assert "stopped after step 3 of 5 on request" in caplog.text
+    assert f"resume from: {trainer.checkpoint}, after step 3" in caplog.text
     trainer, group, failure = fit(
         scheduler, 5, tmp_path, *pools, "trainer.save_freq=-1", resume_from=trainer.checkpoint, tracking=tracking
     )
@@ -483,7 +483,7 @@ def test_a_disk_that_fills_ends_the_run_with_the_step_in_hand_saved(tmp_path, mo
     trainer, _, failure = fit("sync", 5, tmp_path, "trainer.save_freq=2", group=group)
     assert str(failure) == "no room for the next checkpoint"
     assert group.saved == [2]
-    assert f"to continue from: {trainer.checkpoint}, after step 2" in caplog.text
+    assert f"resume from: {trainer.checkpoint}, after step 2" in caplog.text
     assert "lost" not in caplog.text
 
 
@@ -500,9 +500,9 @@ def test_what_is_lost_with_the_student_is_said(tmp_path, caplog):
 
     group.update = dies
     trainer, _, _ = fit("sync", 5, tmp_path, "trainer.save_freq=2", group=group)
-    assert f"to continue from: {trainer.checkpoint}, after step 2; step 3 is lost" in caplog.text
+    assert f"resume from: {trainer.checkpoint}, after step 2; step 3 is lost" in caplog.text
     fit("sync", 5, tmp_path / "other", "trainer.save_freq=0", group=group)
-    assert "there is no checkpoint to continue from" in caplog.text
+    assert "no checkpoint to resume from" in caplog.text
 
 
 def test_importance_weights_where_no_response_is_stale(tmp_path):

@@ -1,4 +1,4 @@
-"""What a validation says of several answers to each prompt, from several data sources."""
+"""Validation metrics of several completions per prompt, from several data sources."""
 
 import itertools
 from decimal import Decimal
@@ -13,7 +13,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.ppo.best import check_best_metric
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.ppo.validation import by_quarter, final_answer, majority, pass_at_k, pass_sizes, reward_metrics
-from hybrid_gkd.reporting.metrics import check_names
+from hybrid_gkd.reporting.metric_table import check_names
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, tiny_config
 from hybrid_gkd.types import Task
@@ -180,9 +180,9 @@ def test_a_best_metric_of_a_data_source_needs_one_of_several():
         "trainer.best_metric=val/org/math/accuracy",
     )  # fmt: skip
     check_best_metric(config.trainer, ["org/math", "test"])
-    with pytest.raises(ConfigError, match="must be of a data source: org/code, test"):
+    with pytest.raises(ConfigError, match="must name one of the data sources org/code, test"):
         check_best_metric(config.trainer, ["org/code", "test"])
-    with pytest.raises(ConfigError, match="must be of all prompts"):
+    with pytest.raises(ConfigError, match="must be a metric over all prompts"):
         check_best_metric(config.trainer, ["org/math", "org/math"])
     config.trainer.best_metric = "val/accuracy"
     check_best_metric(config.trainer, ["org/math"])

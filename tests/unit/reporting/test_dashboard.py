@@ -11,9 +11,9 @@ from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.ppo.best import LOWEST
 from hybrid_gkd.ppo.trainer import COMPARED
 from hybrid_gkd.reporting import dashboard
-from hybrid_gkd.reporting import wandb as wandb_module
-from hybrid_gkd.reporting.dashboard import REPORTED, SECTIONS, plan, reports
-from hybrid_gkd.reporting.metrics import METRICS
+from hybrid_gkd.reporting import wandb_tracker as wandb_module
+from hybrid_gkd.reporting.dashboard import REPORTED, SECTIONS, plan_panels, reports
+from hybrid_gkd.reporting.metric_table import METRICS
 
 REWARDED = ("reward.answer_key=answer", "actor_rollout_ref.rollout.n=2")
 
@@ -26,7 +26,7 @@ def run_config(*overrides):
 
 
 def shown(run=None):
-    return {name for panels in plan(run).values() for panel in panels for name in panel.metrics}
+    return {name for panels in plan_panels(run).values() for panel in panels for name in panel.metrics}
 
 
 def test_no_panel_shows_a_metric_that_does_not_exist():
@@ -56,7 +56,7 @@ def test_a_run_has_panels_of_what_it_can_report():
     assert {"actor/kl_loss", "teacher/latency_p95", "timing/wait_prev_teacher"} <= shown(distils)
     assert not {"actor/kl_loss", "teacher/latency_p95", "timing/wait_prev_teacher"} & shown(learns)
     assert {"reward/mean", "actor/pg_clipfrac"} <= shown(learns)
-    assert "Teacher" not in plan(learns)
+    assert "Teacher" not in plan_panels(learns)
     both = run_config(*REWARDED, "distillation.use_task_rewards=true", "data.val_files=b.jsonl")
     assert {"reward/mean", "timing/reward", "actor/kl_loss", "val/forward_kl"} <= shown(both)
     several = ("actor_rollout_ref.rollout.val_kwargs.n=4", "actor_rollout_ref.rollout.val_kwargs.temperature=1")
@@ -149,7 +149,7 @@ def test_what_a_reward_model_says_of_held_out_answers_is_no_accuracy():
 @pytest.mark.slow
 def test_the_last_section_has_what_is_seldom_looked_at():
     for overrides in ((), *(overrides for overrides, _ in SWITCHED_ON.values())):
-        rest = {name for panel in plan(run_config(*overrides))[dashboard.REST] for name in panel.metrics}
+        rest = {name for panel in plan_panels(run_config(*overrides))[dashboard.REST] for name in panel.metrics}
         assert rest <= {"training/global_step", "training/epoch", "timing/elapsed", "val/num_prompts"}
 
 
@@ -162,13 +162,14 @@ def test_the_specification_is_printed_without_a_login(monkeypatch, tmp_path, cap
     found = json.loads(text)
     assert (found["entity"], found["project"], found["displayName"]) == ("e", "p", dashboard.NAME)
     sections = found["spec"]["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == ["Learning", "Samples", *list(plan())[1:], "Configuration"]
+    names = ["Learning", "Samples", *list(plan_panels())[1:], "Configuration"]
+    assert [section["name"] for section in sections] == names
     drawn = [panel["config"] for section in sections for panel in section["panels"] if "metrics" in panel["config"]]
     assert {name for config in drawn for name in config["metrics"]} == METRICS.keys() - dashboard.NAMES_OF.keys()
     patterns = [config["metricRegex"] for config in drawn if "metricRegex" in config]
     for name in ("val/pass@4", "val/org/math/accuracy"):
         assert [bool(re.fullmatch(pattern, name)) for pattern in patterns].count(True) == 1
-    assert [c["plotType"] for c in drawn if c["chartTitle"] == "The step, part by part"] == ["stacked-area"]
+    assert [c["plotType"] for c in drawn if c["chartTitle"] == "Step time by phase"] == ["stacked-area"]
 
 
 @pytest.mark.slow
@@ -178,8 +179,8 @@ def test_a_server_that_is_away_costs_a_run_its_workspace_and_nothing_else(monkey
     monkeypatch.setattr(dashboard, "API_SECONDS", 1)
     caplog.set_level(logging.INFO)
     (tmp_path / "config.yaml").write_text(to_yaml(run_config()), encoding="utf-8")
-    wandb_module.make_workspace("team", "project", tmp_path, "cpu")
-    assert "the wandb workspace was not made: " in caplog.text
+    wandb_module.create_workspace("team", "project", tmp_path, "cpu")
+    assert "cannot create the wandb workspace: " in caplog.text
     assert "python -m hybrid_gkd.reporting.dashboard --project project --entity team" in caplog.text
     assert dashboard.main(["--project", "project", "--entity", "team"]) == 1
     assert capsys.readouterr().err.startswith("error: ")
@@ -249,19 +250,19 @@ def test_the_workspace_and_the_report_are_made_once_and_then_brought_up_to_date(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         (tmp_path / "config.yaml").write_text(to_yaml(run_config(*PPO)), encoding="utf-8")
-        wandb_module.make_workspace("team", "project", tmp_path, "cpu")
+        wandb_module.create_workspace("team", "project", tmp_path, "cpu")
         [(kind, name, titles)] = server.shown
         assert (kind, name) == ("project-view", dashboard.NAME)
         assert "PPO" not in titles
-        assert not any(title.startswith("On the GPU") for title in titles)
+        assert not any(title.startswith("GPU memory") for title in titles)
         address = f"http://127.0.0.1:{server.server_port}/team/project"
         assert f"wandb workspace of the project project: {address}" in caplog.text
-        wandb_module.make_workspace("team", "project", tmp_path, "cuda")
+        wandb_module.create_workspace("team", "project", tmp_path, "cuda")
         assert server.shown == [(kind, name, titles)]  # the user's own by now
         for _ in range(2):
             assert dashboard.main(["--project", "project", "--entity", "team"]) == 0, capsys.readouterr().err
         workspace, report = server.shown
         assert [workspace[:2], report[:2]] == [("project-view", dashboard.NAME), ("runs", dashboard.NAME)]
-        assert {"Held-out divergence", "On the GPU when the phase publish begins"} <= workspace[2] & report[2]
+        assert {"Held-out divergence", "GPU memory at the start of phase publish"} <= workspace[2] & report[2]
         assert "val/generations" in list(server.views.values())[1]["spec"]
         server.shutdown()

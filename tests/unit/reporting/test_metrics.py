@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from hybrid_gkd.models.spec import ModelSpec, student_spec, training_flops
 from hybrid_gkd.ppo.step_metrics import peak_flops
-from hybrid_gkd.reporting.metrics import METRICS, check_names, markdown_table
+from hybrid_gkd.reporting.metric_table import METRICS, check_names, markdown_table
 from hybrid_gkd.testing import make_tiny_model, tiny_config
 
 

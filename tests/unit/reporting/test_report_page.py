@@ -1,4 +1,4 @@
-"""What a report has of a run, from the files of its folder."""
+"""Contents of a report, from the files of a run folder."""
 
 import fcntl
 import importlib.resources
@@ -14,14 +14,21 @@ import urllib.request
 import pytest
 from run_folders import NASTY, make_run, step_row
 
-from hybrid_gkd.reporting.report import serving
+from hybrid_gkd.reporting.report import server as serving
 from hybrid_gkd.reporting.report.command import FOLLOW, main
-from hybrid_gkd.reporting.report.keeping import report_kept
+from hybrid_gkd.reporting.report.downsampling import (
+    Counts,
+    Downsampled,
+    Point,
+    evenly_spaced,
+    merge_counts,
+    merge_points,
+)
+from hybrid_gkd.reporting.report.live_report import live_report
 from hybrid_gkd.reporting.report.log_lines import TEXT_KEPT, RunLog
 from hybrid_gkd.reporting.report.page import html, labels, page_data
 from hybrid_gkd.reporting.report.run_folder import PARTS, POINTS, UNFINISHED, VALIDATIONS, RunFolder
-from hybrid_gkd.reporting.report.serving import ReportServer
-from hybrid_gkd.reporting.report.thinning import Counts, Point, Thinned, evenly, merge_counts, merge_points
+from hybrid_gkd.reporting.report.server import ReportServer
 from hybrid_gkd.runtime.files import JsonLinesFile
 from hybrid_gkd.scoring.token_scores import ANSWERS, TOKENS
 from hybrid_gkd.student.actor import SHOWN_CANDIDATES
@@ -48,7 +55,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_thinned_series_has_the_mean_and_the_extremes_of_every_step_once():
-    series = Thinned(merge_points, 8)
+    series = Downsampled(merge_points, 8)
     values = [float((7 * step) % 101) for step in range(1, 1001)]
     for step, value in enumerate(values, 1):
         series.add(Point.of(step, value))
@@ -69,8 +76,8 @@ def test_counts_of_several_steps_are_added():
 
 
 def test_evenly_keeps_the_first_and_the_last():
-    assert evenly(range(101), 5) == [0, 25, 50, 75, 100]
-    assert evenly([3, 4], 5) == [3, 4]
+    assert evenly_spaced(range(101), 5) == [0, 25, 50, 75, 100]
+    assert evenly_spaced([3, 4], 5) == [3, 4]
 
 
 # --- a run
@@ -86,7 +93,7 @@ def test_a_finished_run(finished):
     }  # fmt: skip
     assert found["Held-out KL"]["value"] == "2.0000 → 0.0667"
     assert found["Tokens"]["value"] == "15 k"
-    assert found["To resume"]["value"] == "nothing to do"
+    assert found["Cost to resume"]["value"] == "finished"
     assert data["axes"][data["metrics"]["actor/loss"]["axis"]] == tuple(range(1, 31))
     assert [each["step"] for each in data["answers"]] == [0, 10, 20, 30]
     assert data["answers"][0]["samples"][0]["prompt"] == NASTY
@@ -179,11 +186,11 @@ def test_a_failed_run_has_its_error(tmp_path):
     assert (data["state"]["outcome"], data["state"]["step"], data["state"]["total"]) == ("failed", 25, 40)
     assert data["state"]["error"].startswith("ValueError: boom </script>")
     assert [warned.level for warned in data["warnings"]] == ["WARNING", "ERROR"]
-    assert cards(data)["To resume"]["value"] == "5 steps again"
-    assert cards(data)["To resume"]["note"].startswith("with trainer.resume_mode=auto, from global_step_20, ")
+    assert cards(data)["Cost to resume"]["value"] == "repeat 5 steps"
+    assert cards(data)["Cost to resume"]["note"].startswith("with trainer.resume_mode=auto, from global_step_20, ")
     keys = ["trainer.resume_mode=auto"]
     other = data_of(make_run(tmp_path, "other", steps=5, total=40, error=ValueError("boom"), overrides=keys))
-    assert cards(other)["To resume"]["note"].startswith("there is no checkpoint, ")
+    assert cards(other)["Cost to resume"]["note"].startswith("no checkpoint, ")
 
 
 @pytest.mark.slow
@@ -223,7 +230,7 @@ def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
     with open(folder.parent / f".{folder.name}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         data = data_of(folder)
-        assert data["state"]["outcome"] == "goes on"
+        assert data["state"]["outcome"] == "running"
         assert re.fullmatch(r"about [\d.]+ s left", cards(data)["Steps"]["note"])
     state = data_of(folder)["state"]
     assert (state["outcome"], state["error"]) == ("failed", UNFINISHED)
@@ -232,7 +239,7 @@ def test_a_run_without_an_end_goes_on_while_its_folder_is_locked(tmp_path):
 def test_ppo_has_its_reward_and_no_divergence(tmp_path):
     found = cards(data_of(make_run(tmp_path, recipe="ppo_demo")))
     assert found["Mean reward"] == {
-        "label": "Mean reward", "value": "0.020 → 0.290", "note": "first and last tenth, of the answers trained on",
+        "label": "Mean reward", "value": "0.020 → 0.290", "note": "first and last tenth, completions trained on",
         "change": "better",
     }  # fmt: skip
     assert not {"Held-out KL", "KL to the teacher"} & found.keys()
@@ -274,7 +281,7 @@ def test_ten_thousand_steps_are_a_small_page(tmp_path):
         answers.append({"step": step, **text, "sample": n, "prompt": f"{n}{'p' * 9000}"} for n in range(10))
         rows = [["word", 1.234, candidates, candidates]] * TOKENS
         scored = {"response": text["response"], "num_tokens": 9000, "tokens": rows}
-        if step in evenly(range(0, 10_001, 10), VALIDATIONS):
+        if step in evenly_spaced(range(0, 10_001, 10), VALIDATIONS):
             tokens.append({"step": step, "prompt": f"{n}{'p' * 9000}", **scored} for n in range(ANSWERS))
         lengths.append([{"step": step, "bin": 20, "counts": [100] * 50}])
     run = RunFolder(tmp_path)
@@ -335,7 +342,7 @@ def test_the_command_writes_into_the_run_folder_or_compares(tmp_path, finished, 
 def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nothing")])
-    assert f"{tmp_path / 'nothing'} is no run folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'nothing'} is not a run folder" in capsys.readouterr().err
     (tmp_path / "run.log").touch()
     assert main([str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
@@ -344,7 +351,7 @@ def test_the_command_names_what_is_no_run_folder(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_has_its_report_when_it_ends(tmp_path):
     (tmp_path / "run.log").touch()
-    with report_kept(tmp_path):
+    with live_report(tmp_path):
         (tmp_path / "metrics.jsonl").write_text('{"step": 7, "actor/loss": 0.5}\n', encoding="utf-8")
     assert '"step":7' in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not list(tmp_path.glob("*.tmp"))
@@ -354,18 +361,18 @@ def test_a_run_has_its_report_when_it_ends(tmp_path):
 def test_a_run_that_fails_names_its_report(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "run.log").touch()
-    with pytest.raises(ValueError, match="boom"), report_kept(tmp_path):
+    with pytest.raises(ValueError, match="boom"), live_report(tmp_path):
         raise ValueError("boom")
-    assert f"to open in a browser: {(tmp_path / 'report.html').as_uri()}" in caplog.text
+    assert f"(open in a browser): {(tmp_path / 'report.html').as_uri()}" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "run.log").touch()
     (tmp_path / "report.html").mkdir()
-    with report_kept(tmp_path):
+    with live_report(tmp_path):
         pass
-    assert "report.html is not up to date: error: [Errno 21]" in caplog.text
+    assert "report.html is outdated: error: [Errno 21]" in caplog.text
 
 
 @pytest.mark.slow

@@ -26,9 +26,9 @@ from hybrid_gkd.config import WandbConfig
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.reporting import console as console_module
 from hybrid_gkd.reporting import trackers as trackers_module
-from hybrid_gkd.reporting import wandb as wandb_module
+from hybrid_gkd.reporting import wandb_tracker as wandb_module
 from hybrid_gkd.reporting.console import Console
-from hybrid_gkd.reporting.logs import ConsoleHandler, quieten
+from hybrid_gkd.reporting.logs import ConsoleHandler, silence_console
 from hybrid_gkd.reporting.trackers import EXTRAS, Tracking, load_trackers
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.testing import tiny_config
@@ -140,7 +140,7 @@ def test_failing_tracker_warns_once_and_the_others_go_on(tmp_path, monkeypatch, 
         run_steps(tmp_path, [1, 2, 3], loggers=["console", "jsonl"])
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
     assert [record.message for record in caplog.records] == [
-        "trainer.logger: console failed, training goes on without its rows: OSError: no space left"
+        "trainer.logger: console failed, training continues without it: OSError: no space left"
     ]
 
 
@@ -238,12 +238,12 @@ def test_full_disk_leaves_no_part_of_a_row_and_rows_wait_for_room(tmp_path, capl
         tracker.log({"actor/kl_loss": 3.0}, 3)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-    assert "rows of metrics.jsonl and generations.jsonl wait for room: OSError" in caplog.text
+    assert "cannot write metrics.jsonl and generations.jsonl, will retry: OSError" in caplog.text
     with make(tmp_path / "to the end") as tracker:
         room(tmp_path / "to the end" / "metrics.jsonl")
         tracker.log({"actor/kl_loss": 1.0}, 1)
     room(None)
-    assert "metrics.jsonl has lost the rows that waited for room: [Errno 27] File too large" in caplog.text
+    assert "metrics.jsonl: lost the rows that could not be written: [Errno 27] File too large" in caplog.text
     files = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number_is_open(number)]
     assert not [file for file in files if file.startswith(str(tmp_path))]
 
@@ -284,10 +284,10 @@ def test_a_terminal_shows_one_sample_of_a_validation_cut_to_its_width(monkeypatc
     console.log_generations([long, SAMPLE], 2)
     console.close(failed=False)
     lines = stream.getvalue().splitlines()
-    title, prompt, answer, reference = [line for line in lines if re.match("step 2|  [par]", line)]
+    title, prompt, answer, reference = [line for line in lines if re.match("step 2|  [pcr]", line)]
     assert title == "step 2, one of 2 samples, reward 0:"
     assert prompt.split() == ["prompt", "12+30="]
-    assert answer.startswith("  answer     The sum is 444")
+    assert answer.startswith("  completion  The sum is 444")
     assert answer.endswith("4...")
     assert len(answer) == shutil.get_terminal_size().columns
     assert reference.split() == ["reference", "42"]
@@ -322,7 +322,7 @@ def test_quiet_logs_are_warnings_and_errors(monkeypatch):
     handler = ConsoleHandler()
     root.addHandler(handler)
     try:
-        quieten()
+        silence_console()
         logging.getLogger("hybrid_gkd").info("worker 0: cpu")
         logging.getLogger("hybrid_gkd").warning("the teacher is slow")
     finally:
@@ -342,7 +342,7 @@ def test_console_in_a_file_has_a_line_of_every_step_with_the_time_and_all_metric
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
     expected = [
         "step 0/3  val/accuracy=0.25", r"step 1/3  00:0\d left  actor/kl_loss=0.5 timing/wait_prev_teacher=12.3457",
-        r"step 2/3  00:0\d left  actor/kl_loss=0.25", "step 2/3, where the run ended",
+        r"step 2/3  00:0\d left  actor/kl_loss=0.25", "stopped at step 2/3",
     ]
     lines = stream.getvalue().splitlines()
     for line, pattern in zip(lines, expected, strict=True):
@@ -355,7 +355,7 @@ def test_a_bar_whose_run_ends_early_shows_no_time_left(monkeypatch):
     console = Console(info(total_steps=4))
     console.log({}, 1)
     console.close(failed=True)
-    assert re.search(r"step: 1/4 after 00:0\d, where the run ended\s*$", stream.getvalue())
+    assert re.search(r"step: stopped at 1/4 after 00:0\d\s*$", stream.getvalue())
 
 
 def test_a_message_stands_on_a_line_above_the_bar(monkeypatch):
@@ -514,7 +514,7 @@ def test_a_report_that_cannot_be_written_costs_the_artifact_and_not_the_run(no_w
         tracker.log({"actor/kl_loss": 0.1}, 1)
         (folder,) = (tmp_path / "wandb").glob("offline-run-*")
         (folder / "report.html").mkdir()
-    assert "trainer.wandb.log_report: the report is not in wandb: IsADirectoryError" in caplog.text
+    assert "trainer.wandb.log_report: cannot log the report: IsADirectoryError" in caplog.text
     _, rows, exit_code = wandb_history(folder)
     assert (len(rows), exit_code) == (1, 0)
 

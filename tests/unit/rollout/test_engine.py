@@ -13,7 +13,7 @@ from transformers import ApertusConfig, ApertusForCausalLM
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.rollout import engine as rollout_engine
-from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, generate, make_engine, resolve_engine
+from hybrid_gkd.rollout.engine import KEY, ROLLOUT_ENGINES, RolloutEngine, generate_samples, make_engine, resolve_engine
 from hybrid_gkd.runtime.imports import load_object
 from hybrid_gkd.testing import make_tiny_model, tiny_config
 from hybrid_gkd.types import GenerationRequest, SampleId, SamplingParams
@@ -75,22 +75,22 @@ class ScriptedEngine(RolloutEngine):
 def numbers_yielded(engine, requests):
     ids = [SampleId(1, 0, number) for number in range(requests)]
     asked = [GenerationRequest(id=each, prompt_ids=np.array([5], np.int32), seed=0) for each in ids]
-    for part in generate(engine, asked, SamplingParams(max_tokens=9)):
+    for part in generate_samples(engine, asked, SamplingParams(max_tokens=9)):
         yield [sample.id.number for sample in part]
 
 
 def test_samples_that_finish_soon_after_each_other_are_yielded_together(monkeypatch):
     ends = [0, 2, 0, 1, 1]
-    monkeypatch.setattr(rollout_engine, "TOGETHER_SECONDS", 1000.0)
+    monkeypatch.setattr(rollout_engine, "GROUPING_SECONDS", 1000.0)
     assert list(numbers_yielded(ScriptedEngine(ends), 4)) == [[0, 1, 2, 3]]
-    monkeypatch.setattr(rollout_engine, "TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_engine, "GROUPING_SECONDS", 0.0)
     assert list(numbers_yielded(ScriptedEngine(ends), 4)) == [[0, 1], [2], [3]]
 
 
 def test_an_engine_shows_progress_as_long_as_it_computes(monkeypatch):
     """One that computes nothing shows none, so that the trainer's timeout ends it."""
     monkeypatch.setattr(rollout_engine, "PROGRESS_SECONDS", 0.0)
-    monkeypatch.setattr(rollout_engine, "TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_engine, "GROUPING_SECONDS", 0.0)
     assert list(numbers_yielded(ScriptedEngine([0] * 6 + [1], [4, 5, 6, 6, 6, 7, 0]), 1)) == [[]] * 4 + [[0]]
 
 
@@ -104,7 +104,7 @@ def test_an_engine_that_draws_what_is_no_token_is_named():
     request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=np.array([5], np.int32), seed=0)
     for engine.num_ids in (None, 10):
         assert engine.sample(request, [7, 9], status="stop", logprobs=None).num_trained == 2
-    with pytest.raises(WorkerError, match=rf"{KEY}: scripted has drawn 10; tokens are the ids below 10"):
+    with pytest.raises(WorkerError, match=rf"{KEY}: scripted sampled id 10; token ids are below 10"):
         engine.sample(request, [10, 9], status="stop", logprobs=None)
 
 
@@ -132,7 +132,7 @@ def test_transformers_generates_to_the_limit_where_no_token_ends_a_response(tmp_
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 1)]
     requests = [GenerationRequest(id=SampleId(1, i, 0), prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)]
     engine.load_weights(engine.model.state_dict().items(), 0)
-    found = [each for part in generate(engine, requests, SamplingParams(max_tokens=64)) for each in part]
+    found = [each for part in generate_samples(engine, requests, SamplingParams(max_tokens=64)) for each in part]
     assert [(each.num_trained, each.status) for each in found] == [(64, "length")] * 2
 
 

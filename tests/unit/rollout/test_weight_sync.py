@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_gkd.errors import WorkerError
 from hybrid_gkd.rollout.weight_sync import WeightSync
-from hybrid_gkd.rollout.weights import cut, layout_of
+from hybrid_gkd.rollout.weights import layout_of, split_buckets
 
 SHAPES = {"embedding": (11, 4), "scale": (3,), "square": (7, 5), "one": (1,), "large": (60, 50)}
 
@@ -24,7 +24,7 @@ def make_weights(seed=0, dtype=torch.float32):
 
 
 def handed_out(weights):
-    """As the actor hands weights out: a tied one under all its names in a row."""
+    """Yield weights as the actor does: a tied one under all its names in a row."""
     return [(name, dict(weights)[name]) for names, _ in layout_of(weights) for name in names]
 
 
@@ -69,15 +69,15 @@ def test_every_receiver_gets_every_weight_exactly_under_all_names(members, bucke
 @pytest.mark.slow
 def test_a_receiver_that_takes_nothing_ends_the_sending_at_the_timeout(members):
     (sender, receiver), _ = members(2, timeout=0.3)
-    with pytest.raises(WorkerError, match="weights were not passed on"):
+    with pytest.raises(WorkerError, match=r"weight sync (not complete|failed)"):
         sender.send(iter(handed_out(make_weights())))
-    with pytest.raises(WorkerError, match="weights were not passed on"):
+    with pytest.raises(WorkerError, match=r"weight sync (not complete|failed)"):
         list(receiver.receive())
 
 
 def test_a_sender_that_sends_nothing_ends_the_receiving_at_the_timeout(members):
     (_, receiver), _ = members(2, timeout=0.3)
-    with pytest.raises(WorkerError, match="weights were not passed on"):
+    with pytest.raises(WorkerError, match=r"weight sync (not complete|failed)"):
         list(receiver.receive())
 
 
@@ -86,7 +86,7 @@ def test_a_member_that_never_comes_is_an_error_that_names_the_address():
     options = {"layout": [], "dtype": torch.float32, "device": torch.device("cpu"), "bucket_bytes": 100}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        with pytest.raises(WorkerError, match=r"did not form at 127\.0\.0\.1:"):
+        with pytest.raises(WorkerError, match=r"cannot form the weight sync group at 127\.0\.0\.1:"):
             WeightSync(probe.getsockname(), rank=1, size=2, timeout=0.3, **options)
 
 
@@ -94,7 +94,7 @@ def test_a_member_that_never_comes_is_an_error_that_names_the_address():
 @given(st.lists(st.integers(1, 20), max_size=12), st.integers(1, 30))
 def test_buckets_keep_the_order_and_the_limit(lengths, limit):
     layout = [((str(n),), torch.Size([length])) for n, length in enumerate(lengths)]
-    buckets = cut(layout, limit)
+    buckets = split_buckets(layout, limit)
     assert [weight for bucket in buckets for weight in bucket] == layout
     for bucket in buckets:
         assert len(bucket) == 1 or sum(shape.numel() for _, shape in bucket) <= limit

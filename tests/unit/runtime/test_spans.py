@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hybrid_gkd.reporting.trace import recording, write_trace
+from hybrid_gkd.reporting.trace import trace_recording, write_trace
 from hybrid_gkd.runtime import spans
 from hybrid_gkd.runtime.files import read_json_lines
 from hybrid_gkd.runtime.spans import Clock, Span, SpanFile, hidden_seconds, seconds, working_for
@@ -245,7 +245,7 @@ def test_a_full_disk_costs_the_spans_and_not_the_run(tmp_path, caplog):
 
 
 def test_a_trace_has_the_rows_of_all_processes_on_one_clock(tmp_path):
-    with contextlib.suppress(RuntimeError), recording(tmp_path) as clock:
+    with contextlib.suppress(RuntimeError), trace_recording(tmp_path) as clock:
         with clock.span("gen"):
             for rank, role in enumerate(["actor worker", "rollout worker"]):
                 file = SpanFile(tmp_path / "logs" / f"{role.split()[0]}_{rank}.spans.jsonl")
@@ -286,9 +286,9 @@ def test_the_command_makes_the_trace_of_a_run_that_still_goes_on(tmp_path):
 
 
 def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(tmp_path, caplog):
-    with recording(tmp_path / "gone") as clock:
+    with trace_recording(tmp_path / "gone") as clock:
         pass
     assert clock.overlap() == {}
-    assert "trace.json cannot be written" in caplog.text
+    assert "cannot write trace.json" in caplog.text
     with pytest.raises(OSError, match="gone"):
         write_trace(tmp_path / "gone")

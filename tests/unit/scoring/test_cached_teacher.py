@@ -16,9 +16,9 @@ from hybrid_gkd.errors import TeacherError, TeacherMismatch
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
-from hybrid_gkd.scoring.teacher import TeacherScorer, completion_view
+from hybrid_gkd.scoring.teacher_scorer import TeacherScorer, completion_view
 from hybrid_gkd.teacher.client.connection import StudentNeeds
-from hybrid_gkd.teacher.client.store import FILE, ScoredBy, ScoreStore
+from hybrid_gkd.teacher.client.score_store import FILE, ScoredBy, ScoreStore
 from hybrid_gkd.teacher.protocol import ModelInfo
 from hybrid_gkd.teacher.server.local import child_environment
 from hybrid_gkd.testing import LocalTeacher, make_sample, tail_of
@@ -129,7 +129,7 @@ def test_so_have_other_tokens_and_positions():
 
 
 def test_a_teacher_that_does_not_say_its_weights_is_refused():
-    with pytest.raises(TeacherError, match="the teacher teacher does not say which weights it has"):
+    with pytest.raises(TeacherError, match="the teacher teacher reports no fingerprint of its weights"):
         dataclasses.replace(SCORED_BY, model=msgspec.structs.replace(MODEL, weights=""))
 
 
@@ -180,8 +180,7 @@ def test_a_damaged_entry_is_scored_again_and_replaced(store, caplog, change):
     results(teacher, [given])
     damage(store, change)
     expect_same(*results(teacher, [given]), scores_of(given))
-    assert "row 5, sample 0: its scores in" in caplog.text
-    assert "are damaged, and not used" in caplog.text
+    assert "row 5, sample 0: ignoring damaged scores in" in caplog.text
     assert asked == [given.name] * 2
     expect_same(get(store, given), scores_of(given))
 
@@ -217,7 +216,7 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
     expect_same(kept.result(0), scores_of(reading(0, 7)))
     with pytest.raises(TeacherError, match=r"^row 7, sample 0 has no scores in .*store .*teacher score.*model.path"):
         missing.result(0)
-    with pytest.raises(TeacherError, match=r"^row 1, sample 0 is no given answer, and there is no teacher beside"):
+    with pytest.raises(TeacherError, match=r"^row 1, sample 0 is not a given completion, and there is no teacher bes"):
         drawn.result(0)
     assert alone.describe().endswith("store, without a teacher")
     assert alone.drain_metrics().cache_lookups == 2
@@ -227,12 +226,12 @@ def test_without_a_teacher_the_store_answers_and_what_it_lacks_is_an_error(store
     ("changed", "message"),
     [
         ({"topk": 5}, r"has scores of teacher \(K 3, temperature 1\); the student needs K 5"),
-        ({"temperature": 0.5}, r"the student needs K 3 .* at temperature 0.5"),
+        ({"temperature": 0.5}, r"the student needs K 3 .*, temperature 0.5"),
         ({"tokenizer_hash": "other"}, "tokenizer hash: the teacher has h, the student needs other"),
     ],
 )
 def test_the_handshake_with_a_store(store, changed, message):
-    with pytest.raises(TeacherMismatch, match=r"holds no scores; python -m hybrid_gkd.teacher score makes them"):
+    with pytest.raises(TeacherMismatch, match=r"has no scores; create them: python -m hybrid_gkd.teacher score"):
         stored_teacher(store, NEEDS)
     store.add_teacher(SCORED_BY)
     assert stored_teacher(store, NEEDS) == SCORED_BY

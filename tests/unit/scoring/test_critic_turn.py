@@ -7,7 +7,7 @@ from hybrid_gkd.config import updates_per_step
 from hybrid_gkd.errors import CheckpointError, TrainingError
 from hybrid_gkd.ppo.resuming import data_state, learning_settings, state_to_resume
 from hybrid_gkd.ppo.trainer import PPOTrainer
-from hybrid_gkd.scoring.critic import value_metrics
+from hybrid_gkd.scoring.critic_stage import value_metrics
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, TrainerState
 from hybrid_gkd.testing import (
     LocalTeacher,

@@ -11,7 +11,7 @@ import pytest
 from hybrid_gkd.errors import ConfigError, TrainingError
 from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
-from hybrid_gkd.scoring.reference import ESTIMATES, KLPenalty
+from hybrid_gkd.scoring.reference_scorer import ESTIMATES, KLPenalty
 from hybrid_gkd.scoring.rewards import token_rewards
 from hybrid_gkd.student.checkpoint_store import CheckpointStore, load_state
 from hybrid_gkd.testing import MetricRows, NumberTokenizer, RecordingGroup, make_sample, tiny_config
@@ -22,7 +22,7 @@ VERL = json.loads(Path(__file__).with_name("verl_kl.json").read_text(encoding="u
 KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5")
 LOG_RATIO = np.log(0.5) - np.log(0.125)
-"""Of every token, as RecordingGroup computes."""
+"""Return the KL of every token as RecordingGroup computes it."""
 PROMPTS = [Task(index=i, token_ids=np.full(1, i, np.int32), text=str(i), answer="1") for i in range(4)]
 
 

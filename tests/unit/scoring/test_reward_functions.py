@@ -1,4 +1,4 @@
-"""A user's own reward from a file: how it is called, what it may return, and what is said of one that is wrong."""
+"""A user's own reward from a file: how it is called, what it may return, and the errors of one that is wrong."""
 
 import math
 import sys
@@ -62,7 +62,7 @@ def test_a_function_of_all_responses_together(load, kind):
     function = load(f"{kind} score({BATCH}):\n    return [len(solution_strs), ground_truths[1] == 'b']")
     assert function.needs_all
     assert function.compute([ASKED, Response(text="", answer="b")]) == [Score(2.0), Score(1.0)]
-    reason = "returned 2 scores for 3 responses"
+    reason = "returned 2 scores for 3 completions"
     assert function.compute([ASKED] * 3) == [Failure(reason)] * 3
 
 
@@ -80,7 +80,7 @@ def test_further_arguments_must_be_parameters(load):
 
 
 def test_a_function_of_two_texts_needs_answers(load):
-    with pytest.raises(ConfigError, match=r"^reward\.answer_key: .*:score needs the column with the right answers"):
+    with pytest.raises(ConfigError, match=r"^reward\.answer_key: .*:score needs the column with the reference answers"):
         load("def score(response, answer): return 1", answer_key=None)
     assert load(f"def score({ALL}): return 1", answer_key=None).compute([ASKED]) == [Score(1.0)]
 
@@ -102,7 +102,7 @@ def test_async_functions_wait_together_and_each_has_its_own_timeout(load):
     function = load(text, timeout=0.2)
     for _ in range(2):
         found = function.compute([*[ASKED] * 3, Response(text="hangs", answer="")])
-        assert found == [*[Score(1.0)] * 3, Failure("did not return in time (reward.timeout)")]
+        assert found == [*[Score(1.0)] * 3, Failure("timed out (reward.timeout)")]
 
 
 def test_a_file_named_like_a_module_does_not_replace_it(load):

@@ -11,7 +11,7 @@ from hybrid_gkd.ppo.resuming import learning_settings
 from hybrid_gkd.ppo.trainer import PPOTrainer
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring.reward_functions import load_functions
-from hybrid_gkd.scoring.reward_model import RewardModelTurn, RewardTexts
+from hybrid_gkd.scoring.reward_model_scorer import RewardModelScorer, RewardTexts
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.testing import (
     CHAT_TEMPLATE,
@@ -48,7 +48,7 @@ def make(*overrides, texts=None, score=None):
     config, group, rows, clock = tiny_config(*OWN, *MODEL, *overrides), RecordingGroup(respond), MetricRows(), Clock()
     if score is not None:
         group.compute_reward_scores = lambda shares: dict.fromkeys(range(99), score)
-    turn = RewardModelTurn(config, group, texts or RewardTexts(NumberTokenizer()), clock)
+    turn = RewardModelScorer(config, group, texts or RewardTexts(NumberTokenizer()), clock)
     functions = load_functions(config.reward) if config.has_reward_functions else {}
     trainer = PPOTrainer(
         config, group=group, tokenizer=NumberTokenizer(), train_prompts=PROMPTS, val_prompts=PROMPTS[:2],
@@ -103,7 +103,7 @@ def test_texts_lose_their_end_at_the_limit_which_is_said_and_counted(caplog):
     trainer, _, rows = make(texts=RewardTexts(NumberTokenizer(), max_length=3))
     with caplog.at_level(logging.WARNING):
         trainer.fit()
-    assert "4 of 8 texts for the reward model lose their end: it reads 3 tokens (reward_model.max_length" in caplog.text
+    assert "4 of 8 texts for the reward model are truncated to 3 tokens (reward_model.max_length" in caplog.text
     assert rows.by_step[1]["reward/model_truncated/mean"] == 0.5
     assert rows.by_step[1]["reward/mean"] == np.mean([2, 3, 3, 3])
 
@@ -124,7 +124,7 @@ def test_what_it_reads_is_the_chat_behind_its_own_template():
     with pytest.raises(HybridGKDError, match=r"row 4 of the data: reward_model\.model\.path has no chat template"):
         RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
     own.chat_template = "{{ raise_exception('no system') }}" + CHAT_TEMPLATE
-    with pytest.raises(HybridGKDError, match=r"row 4 of the data: .*reward_model\.model\.path refuses it: .*no system"):
+    with pytest.raises(HybridGKDError, match=r"row 4 of the data: .*reward_model\.model\.path raised .*: .*no system"):
         RewardTexts(tokenizer, own).tokens(PROMPTS[3], answer)
 
 

@@ -66,9 +66,9 @@ def test_every_builtin_reward_is_known_to_the_configuration():
     assert set(DATA_SOURCES.values()) - {"math_dapo"} <= set(BUILTIN_REWARDS)
     for name, needs_answer in REWARD_FUNCTIONS.items():
         compute = BUILTIN_REWARDS[name].make(RewardConfig(name=name, format="x"))
-        without = Response(text="42", data_source="openai/gsm8k", share_of_limit=0.5)
+        without = Response(text="42", data_source="openai/gsm8k", limit_fraction=0.5)
         if needs_answer:
-            with pytest.raises(DataError, match="no answer"):
+            with pytest.raises(DataError, match="no reference answer"):
                 compute(without)
         else:
             assert compute(without) in (0.0, -0.5)
@@ -108,7 +108,7 @@ def test_math_without_its_library_says_how_to_install_it(monkeypatch):
 
 def test_processes_without_their_library_say_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^reward: format is computed .*: uv pip install .* 'pebble>=5\.1'$"):
+    with pytest.raises(ConfigError, match=r"^reward: format runs in .*: uv pip install .* 'pebble>=5\.1'$"):
         load_functions(RewardConfig(name="format", format="x"))
 
 
@@ -118,7 +118,7 @@ def test_a_row_is_judged_as_its_data_set_needs():
     of_math = Response(text="0.5", answer=r"\frac{1}{2}", data_source="aime2024")
     assert judge(of_math) == {"score": 1.0, "acc": 1.0}
     assert judge(dataclasses.replace(of_math, data_source="openai/gsm8k")) == 0.0  # its last number is 2
-    with pytest.raises(DataError, match="knows no function for the data source 'mine'; it knows openai/gsm8k, "):
+    with pytest.raises(DataError, match="has no function for the data source 'mine'; known data sources: openai/gsm"):
         judge(dataclasses.replace(of_math, data_source="mine"))
 
 

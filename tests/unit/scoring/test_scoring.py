@@ -21,9 +21,9 @@ from hybrid_gkd.errors import DataError, TrainingError
 from hybrid_gkd.runtime.spans import Clock
 from hybrid_gkd.scoring import reward_pool
 from hybrid_gkd.scoring.builtin_rewards import Response
-from hybrid_gkd.scoring.reward_functions import NOT_IN_TIME, Failure, RewardFunction, load_functions
+from hybrid_gkd.scoring.reward_functions import TIMED_OUT, Failure, RewardFunction, load_functions
 from hybrid_gkd.scoring.rewards import RewardScorer, token_rewards
-from hybrid_gkd.scoring.scorer import done
+from hybrid_gkd.scoring.scorer import completed_future
 from hybrid_gkd.testing import NumberTokenizer, make_sample, tiny_config
 from hybrid_gkd.types import Task
 
@@ -72,7 +72,7 @@ def test_the_wait_is_timed_where_the_trainer_waits(make):
     for overrides, timed in ((), True), (pools, True), (filtered, True), ((*pools, *filtered), False):
         clock = Clock()
         scorer = make("reward.name=gsm8k", *overrides, clock=clock)
-        scorer.of_validation([pair(0, 7)])
+        scorer.validation_scores([pair(0, 7)])
         assert clock.take() == {}
         scorer.rewards([pair(1, 7)])
         assert set(clock.take()) == ({"timing/reward"} if timed else set())
@@ -90,14 +90,14 @@ def test_an_answer_of_dapo_that_takes_too_long_is_wrong_and_validation_counts_wh
         def submit(self, function, responses):
             late = [response.data_source == "math_dapo" for response in responses]
             outcomes = zip(late, function.compute(responses), strict=True)
-            return [done(Failure(NOT_IN_TIME) if is_late else outcome) for is_late, outcome in outcomes]
+            return [completed_future(Failure(TIMED_OUT) if is_late else outcome) for is_late, outcome in outcomes]
 
         def close(self):
             pass
 
     monkeypatch.setattr(reward_pool, "RewardPool", Pool)
     pairs = [pair(0, 7, source="aime2024"), pair(1, 7, source="math_dapo")]
-    found = make("reward.name=by_data_source").of_validation(pairs)
+    found = make("reward.name=by_data_source").validation_scores(pairs)
     assert found == {"rewards": [1.0, -1.0], "by_functions": [1.0, 0.0]}
 
 
@@ -120,13 +120,14 @@ def test_long_responses_have_a_penalty_in_training(make):
 
 
 def test_a_row_without_an_answer_is_named(make):
-    with pytest.raises(DataError, match=r"^row 4 of the data: there is no answer to compute a reward from$"):
+    rule = r"^row 4 of the data: no reference answer \(reward\.answer_key\) to compute the reward from$"
+    with pytest.raises(DataError, match=rule):
         make().scores([pair(3, 7, answer=None)])
 
 
 @pytest.mark.slow
 def test_a_response_is_computed_once_while_others_are_still_generated(make, tmp_path):
-    """What begin() handed over is not computed again, and a sample that is gone is forgotten."""
+    """Completions handed to begin() are not computed again, and a sample that is gone is forgotten."""
     scorer = make(text=f"""
         def compute_score(data_source, solution_str, ground_truth, extra_info):
             with open({str(tmp_path / "calls")!r}, "a") as file:
@@ -181,8 +182,8 @@ def test_a_failure_ends_the_run_and_names_row_answer_and_place(make):
     scorer = make("reward.timeout=0.1", text=HANGS)
     pairs = [pair(0, 1), pair(5, 2)]
     expected = (
-        r"^row 6 of the data: the reward \S+my_reward\.py:compute_score did not return in time \(reward\.timeout\); it "
-        r"was at \S+my_reward\.py:5, for the answer '7' and a response that starts with '2'$"
+        r"^row 6 of the data: the reward \S+my_reward\.py:compute_score timed out \(reward\.timeout\) at "
+        r"\S+my_reward\.py:5; reference answer '7', completion '2'$"
     )
     with pytest.raises(TrainingError, match=expected):
         scorer.scores(pairs)
@@ -195,8 +196,8 @@ def test_a_failure_counts_as_a_fixed_score_and_its_process_is_replaced(make, cap
     with caplog.at_level(logging.WARNING):
         assert scorer.scores(pairs) == [0.5, *[-1.0] * 6]
     said = [record.getMessage() for record in caplog.records]
-    assert ["my_reward.py:5," in said[0], "my_reward.py:6," in said[1], "(exit code -9)" in said[2]] == [True] * 3
-    assert said[3:] == ["6 responses in all have no score, see the first 3 above"]
+    assert ["my_reward.py:5;" in said[0], "my_reward.py:6;" in said[1], "(exit code -9)" in said[2]] == [True] * 3
+    assert said[3:] == ["6 completions have no score; the first 3 are listed above"]
     assert scorer.metrics(pairs) == {"reward/failures": pytest.approx(6 / 7)}
     assert scorer.scores([pair(9, 1)]) == [0.5]
 
@@ -225,7 +226,7 @@ def test_a_process_that_has_ended_has_no_score_at_once_and_nothing_is_left_of_it
         """)  # fmt: skip
     assert scorer.scores([pair(5, 1)]) == [-1.0]
     assert "row 6 of the data" in caplog.text
-    assert "ended its process (exit code 0)" in caplog.text
+    assert "terminated its process (exit code 0)" in caplog.text
     group = int((tmp_path / "group").read_text(encoding="utf-8"))
     wait_until(lambda: not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(pid, group)])
 
@@ -258,7 +259,7 @@ def test_processes_that_end_at_any_moment_are_replaced_but_not_for_ever(make, tm
     assert len(pools) == 2
     (tmp_path / "gone").touch()
     kill_idle()
-    with pytest.raises(TrainingError, match=r"the processes that compute rewards have ended: .*All workers expired"):
+    with pytest.raises(TrainingError, match=r"the reward processes have ended: .*All workers expired"):
         scorer.scores([pair(row, 1) for row in range(3)])
 
 
@@ -296,7 +297,7 @@ def test_a_pattern_without_end_is_a_wrong_response(make):
 def test_a_process_that_cannot_load_the_function_says_so(make, tmp_path):
     scorer = make(text="def compute_score(response, answer): return 1")
     (tmp_path / "my_reward.py").unlink()
-    with pytest.raises(TrainingError, match=r"could not be loaded by the process that computes it: .*existing Python"):
+    with pytest.raises(TrainingError, match=r"could not be loaded in the reward process: .*existing Python"):
         scorer.scores([pair(0, 1)])
 
 

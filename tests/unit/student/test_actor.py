@@ -1,4 +1,4 @@
-"""What an actor makes of a micro-batch for its loss. CPU, one rank."""
+"""The actor's loss of a micro-batch. CPU, one rank."""
 
 import numpy as np
 import pytest

@@ -104,7 +104,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays_and_is_named(tmp_path, c
     write(store, 6)
     assert store.latest() == tmp_path / "run" / "global_step_6"
     assert (tmp_path / "elsewhere" / "actor" / "part").is_file()
-    assert f"an old checkpoint stays: {tmp_path / 'run' / 'global_step_5'}" in caplog.text
+    assert f"cannot remove an old checkpoint: {tmp_path / 'run' / 'global_step_5'}" in caplog.text
 
 
 def test_a_run_killed_while_it_replaces_a_step_keeps_the_old_one(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_room_for_a_checkpoint_is_held_until_it_is_written(tmp_path):
 def test_a_disk_without_the_room_is_said(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     store = CheckpointStore(tmp_path, keep=1, reserved_bytes=free + 2**40)
-    with pytest.raises(CheckpointError, match=r"no room for the next checkpoint \(\d+ MiB\): "):
+    with pytest.raises(CheckpointError, match=r"not enough disk space for the next checkpoint \(\d+ MiB\): "):
         store.reserve()
     assert reserved(tmp_path) == 0
 

@@ -184,5 +184,5 @@ def test_attention_across_the_ends_of_sequences_is_found(monkeypatch):
     model = logprob_model(config)
     as_one = lambda sequences, device: pack([np.concatenate(sequences)], device)  # noqa: E731
     monkeypatch.setattr(logprob_model_module, "pack", as_one)
-    with pytest.raises(ModelError, match=r"behind one of 5 tokens; .*: take another model$"):
+    with pytest.raises(ModelError, match=r"behind one of 5 tokens; .*: use another model$"):
         check_packing(model, config, longest=40, device=CPU)

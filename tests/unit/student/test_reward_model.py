@@ -64,7 +64,7 @@ def test_scores_of_packed_texts_are_those_of_transformers(architecture, student,
 
 
 def examine(student, path, *overrides):
-    """What the check before a run says."""
+    """Run the preflight check of the reward model."""
     config = make_config(student, path, *overrides)
     prompt = Task(
         index=0, token_ids=np.zeros(3, np.int32), text="a", messages=[{"role": "user", "content": "a"}]
@@ -138,7 +138,7 @@ def test_another_tokenizer_or_template_encodes_texts_anew(student, tmp_path):
     tokenizer = load_tokenizer(str(same))
     tokenizer.chat_template = "{{ raise_exception('users alone') if messages[-1]['role'] != 'user' }}"
     tokenizer.save_pretrained(same)
-    with pytest.raises(HybridGKDError, match=r"chat template of reward_model\.model\.path refuses it: .*users alone"):
+    with pytest.raises(HybridGKDError, match=r"template of reward_model\.model\.path raised an error: .*users alone"):
         examine(student, same)
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_gkd.losses import head
-from hybrid_gkd.ppo.token_weights import Weighting
+from hybrid_gkd.ppo.token_weighting import Weighting
 from hybrid_gkd.student import logprob_model, sharded_model
 from hybrid_gkd.student.actor import Actor
 from hybrid_gkd.testing import make_sample, make_tiny_model, single_process_group, tail_of, tiny_config

@@ -17,7 +17,7 @@ from processes import wait_until
 from hybrid_gkd.teacher import protocol
 from hybrid_gkd.teacher.server import port
 from hybrid_gkd.teacher.server.broker import Broker
-from hybrid_gkd.teacher.server.worker import Link
+from hybrid_gkd.teacher.server.scoring_worker import Link
 
 TIMEOUT = 30.0  # seconds; no test waits for it
 
@@ -36,7 +36,7 @@ def broker():
 
 
 class FakeWorker:
-    """What comes for it is in `inbox`; the test request is answered."""
+    """Worker stand-in: received messages are in `inbox`; the test request is answered."""
 
     def __init__(self, broker, name, credits):
         registration = protocol.Register(name=name, model=faults.MODEL, credits=credits)
@@ -77,10 +77,10 @@ def test_a_peer_that_names_itself_is_told(broker):
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.ROUTING_ID, b"a name of its own")
         dealer.connect(f"tcp://127.0.0.1:{broker.port}")
-        dealer.send_multipart(protocol.encode(protocol.Hello()))
+        dealer.send_multipart(protocol.encode_message(protocol.Hello()))
         assert dealer.poll(int(TIMEOUT * 1000))
         answer = protocol.decode_header(dealer.recv_multipart()[0])
-        assert answer == protocol.Rejected(reason="the service names its peers itself: set no ROUTING_ID")
+        assert answer == protocol.Rejected(reason="the service assigns routing ids itself: set no ROUTING_ID")
 
 
 class Cable:
@@ -183,7 +183,7 @@ def test_a_message_without_an_end_is_cut_off(caplog, one_cpu):
                 except ConnectionError:  # at once, not after a wait for room
                     closed = True
             assert closed
-            assert "of a message; the most are" in caplog.text
+            assert "was dropped: unfinished message of" in caplog.text
             assert caplog.text.count("was dropped") == 1
             slow.sendall(b"\0\x02hi")
             assert found.socket.poll(int(TIMEOUT * 1000))

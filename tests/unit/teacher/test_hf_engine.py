@@ -1,4 +1,4 @@
-"""What the engine that packs readings finds out about a model when it loads it. CPU, tiny random models."""
+"""Checks of the packing scoring engine at loading. CPU, tiny random models."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hybrid_gkd.models.packed_attention import length_settings
 from hybrid_gkd.teacher.engines import base
-from hybrid_gkd.teacher.engines.hf import HFScoringEngine
+from hybrid_gkd.teacher.engines.hf_engine import HFScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.testing import make_tokenizer
 
@@ -38,4 +38,4 @@ def test_a_neighbour_beyond_a_limit_of_the_model_is_tried(tmp_path, monkeypatch,
     engine = HFScoringEngine(EngineOptions(ckpt_path=str(tmp_path), device="cpu", max_model_len=40))
     assert engine.info.max_sequence_length == (40 if unknown else 24)
     assert ("does not keep packed sequences apart" in caplog.text) == unknown
-    assert ("sequences may have 24 tokens (original_max_position_embeddings" in caplog.text) != unknown
+    assert ("is limited to 24 tokens (original_max_position_embeddings" in caplog.text) != unknown

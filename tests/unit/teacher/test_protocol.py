@@ -40,7 +40,7 @@ def expect_round_trip(readings):
         "lengths": [each.num_tokens for each in readings],
         "ranges": [ranges_of(each.positions) for each in readings],
     }
-    header, frames = over_the_wire(protocol.encode(request(**changes), [protocol.request_array(readings)]))
+    header, frames = over_the_wire(protocol.encode_message(request(**changes), [protocol.request_array(readings)]))
     unpacked = protocol.unpack_request(header, frames)
     assert header.num_tokens == sum(changes["lengths"])
     assert header.num_scored == sum(len(each.positions) for each in readings)
@@ -79,11 +79,11 @@ BAD_RANGES = {
 
 @pytest.mark.parametrize("ranges", BAD_RANGES.values(), ids=BAD_RANGES)
 def test_ranges_that_no_reading_has_are_refused(ranges):
-    with pytest.raises(TeacherRefused, match=r"^name: the ranges of its scored tokens ascend from 1 to its 5 tokens"):
+    with pytest.raises(TeacherRefused, match=r"^name: the ranges of its scored tokens must be ascending within \[1, 5"):
         positions_of(ranges, 5, "name")
     header = request(ranges=[ranges, [1, 4]])
     assert isinstance(header.num_scored, int)  # the broker counts before a worker refuses
-    header, frames = over_the_wire(protocol.encode(header, [protocol.request_array(READINGS)]))
+    header, frames = over_the_wire(protocol.encode_message(header, [protocol.request_array(READINGS)]))
     with pytest.raises(TeacherRefused, match=r"^reading 0: the ranges"):
         protocol.unpack_request(header, frames)
 
@@ -105,7 +105,7 @@ def test_ranges_are_either_refused_or_positions_within_the_reading(ranges, lengt
 @pytest.mark.parametrize(("lengths", "ranges"), [([], []), ([9], [[1, 9], [1, 9]]), ([4, 5], [[1, 4]])])
 def test_a_request_whose_lists_do_not_match_is_refused(lengths, ranges):
     ids = np.zeros(sum(lengths), np.int32)
-    header, frames = over_the_wire(protocol.encode(request(lengths=lengths, ranges=ranges), [ids]))
+    header, frames = over_the_wire(protocol.encode_message(request(lengths=lengths, ranges=ranges), [ids]))
     with pytest.raises(TeacherRefused, match="each with its length and its ranges"):
         protocol.unpack_request(header, frames)
 
@@ -113,9 +113,10 @@ def test_a_request_whose_lists_do_not_match_is_refused(lengths, ranges):
 def test_the_most_hostile_ranges_that_a_message_has_room_for_cost_little():
     """Any number of empty lists would take a hundred times the memory of the message."""
     with pytest.raises(protocol.ProtocolError, match=r"length <= 8192"):
-        protocol.decode_header(bytes(protocol.encode(request(ranges=[[]] * 500_000))[0]))
+        protocol.decode_header(bytes(protocol.encode_message(request(ranges=[[]] * 500_000))[0]))
     huge = [1, 2**31 - 1] * 100_000
-    header, frames = over_the_wire(protocol.encode(request(ranges=[huge, [1, 4]]), [protocol.request_array(READINGS)]))
+    array = protocol.request_array(READINGS)
+    header, frames = over_the_wire(protocol.encode_message(request(ranges=[huge, [1, 4]]), [array]))
     started = time.process_time()
     with pytest.raises(TeacherRefused, match="reading 0"):
         protocol.unpack_request(header, frames)
@@ -130,7 +131,7 @@ def test_result_round_trip_is_float16_for_candidates_and_float32_for_all_else():
         ids = np.stack([rng.permutation(50)[:4] for _ in range(num_rows)]).astype(np.int32)
         tail, sampled = tail_of(logprobs), logprobs[:, 1].copy()
         scores.append(TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled))
-    frames = protocol.encode(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays(scores))
+    frames = protocol.encode_message(protocol.ScoreResult(id="a", attempt=1), protocol.result_arrays(scores))
     header, raw = over_the_wire(frames)
     assert [len(frame) for frame in raw] == [9 * 4 * 4, 9 * 4 * 2, 9 * 4, 9 * 4]
     received = protocol.unpack_result(header, raw, topk=4, vocab_size=50, num_scored=[3, 1, 5])
@@ -155,7 +156,7 @@ def test_result_round_trip_is_float16_for_candidates_and_float32_for_all_else():
     ],
 )
 def test_headers_keep_their_type(message):
-    header, frames = over_the_wire(protocol.encode(message))
+    header, frames = over_the_wire(protocol.encode_message(message))
     assert header == message
     assert type(header) is type(message)
     assert frames == []
@@ -185,7 +186,7 @@ def test_bad_header(body):
 
 def test_every_flipped_bit_of_a_header_is_noticed():
     """Without the header's checksum, a reply would find another request, or another K or temperature be scored."""
-    good = bytes(protocol.encode(request(), [protocol.request_array(READINGS)])[0])
+    good = bytes(protocol.encode_message(request(), [protocol.request_array(READINGS)])[0])
     for position in range(8 * len(good)):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8
@@ -197,7 +198,7 @@ def test_every_flipped_bit_of_a_header_is_noticed():
 
 
 def test_another_version_is_told_from_damage():
-    with pytest.raises(protocol.ForeignVersion, match="protocol version 9, this side speaks"):
+    with pytest.raises(protocol.ForeignVersion, match="protocol version 9, this side has"):
         protocol.decode_header(protocol.seal(b"whatever it may be", version=9))
 
 
@@ -211,11 +212,11 @@ def test_another_version_is_told_from_damage():
 )  # fmt: skip
 def test_impossible_request_values(field, value):
     with pytest.raises(protocol.ProtocolError):
-        protocol.decode_header(bytes(protocol.encode(request(**{field: value}))[0]))
+        protocol.decode_header(bytes(protocol.encode_message(request(**{field: value}))[0]))
 
 
 def damaged(change):
-    header, frames = over_the_wire(protocol.encode(request(), [protocol.request_array(READINGS)]))
+    header, frames = over_the_wire(protocol.encode_message(request(), [protocol.request_array(READINGS)]))
     return change(header, list(frames))
 
 
@@ -257,8 +258,8 @@ MODEL = protocol.ModelInfo(
         ({}, [*READINGS, reading(np.arange(6), [2], "the third")], "the third has 6 tokens, the server's limit is 5"),
         ({}, [reading([0, 1, 12], [2])], "reading 0 has token ids outside the 12 .* for example 12"),
         ({}, [reading([-1, 0], [1])], "outside the 12"),
-        ({}, [reading([11, 10, 0], [1])], "reading 0 has the id 10 to score, which is none of the 10 ids of tokens"),
-        ({"num_ids": 7}, READINGS, "reading 1 has the id 7 to score, which is none of the 7"),
+        ({}, [reading([11, 10, 0], [1])], "reading 0 has a scored id 10, which is not one of the 10 token ids"),
+        ({"num_ids": 7}, READINGS, "reading 1 has a scored id 7, which is not one of the 7"),
         ({"num_ids": 1}, READINGS, r"topk 2 is above the 1 ids .*\(num_ids\)"),
     ],
 )
@@ -272,11 +273,11 @@ def test_as_many_ranges_are_taken_as_fit_into_a_header():
     """Every other token of a long reading; its numbers have five bytes."""
     most, model = protocol.MAX_RANGES, msgspec.structs.replace(MODEL, max_sequence_length=1 << 20)
     long = reading(np.zeros(1 << 20), (1 << 20) - 1 - 2 * np.arange(most)[::-1])
-    assert protocol.reading_refusal(long, model) is None
-    header = protocol.encode(request(lengths=[1 << 20], ranges=[ranges_of(long.positions)]))[0]
+    assert protocol.rejection_reason(long, model) is None
+    header = protocol.encode_message(request(lengths=[1 << 20], ranges=[ranges_of(long.positions)]))[0]
     assert len(header) < protocol.MAX_HEADER_BYTES
     more = reading(long.token_ids, [1, *long.positions])
-    assert f"has {most + 1} separate ranges" in protocol.reading_refusal(more, model)
+    assert f"has {most + 1} separate ranges" in protocol.rejection_reason(more, model)
 
 
 @pytest.mark.parametrize("address", ["", "15555", "host:", "host:x", "host:0", "host:70000", ":15555"])

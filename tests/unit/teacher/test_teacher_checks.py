@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hybrid_gkd.errors import BadTeacherReply
-from hybrid_gkd.teacher.protocol import check_topk
+from hybrid_gkd.teacher.protocol import check_scores
 
 ROWS, TOPK, VOCAB = 7, 5, 11
 
@@ -20,7 +20,8 @@ def good():
 
 
 def check(ids, logprobs, tail, sampled):
-    check_topk(ids, logprobs, tail, sampled, num_rows=ROWS, topk=TOPK, vocab_size=VOCAB, server="host:1", request="r9")
+    expected = {"num_rows": ROWS, "topk": TOPK, "vocab_size": VOCAB}
+    check_scores(ids, logprobs, tail, sampled, **expected, server="host:1", request="r9")
 
 
 def test_good_scores_pass():
@@ -90,7 +91,7 @@ def test_full_vocabulary_of_a_flat_distribution_survives_float16(vocab_size):
         logprobs = np.full((1, vocab_size), -np.log(vocab_size), np.float64)
         logprobs[0, : vocab_size // 2] += shift * 1e-3
         logprobs -= np.log(np.exp(logprobs).sum())
-        check_topk(
+        check_scores(
             np.arange(vocab_size, dtype=np.int32)[None], logprobs.astype(np.float16), np.array([-np.inf], np.float32),
             np.array([-1.0], np.float32), num_rows=1, topk=vocab_size, vocab_size=vocab_size, server="s", request="r",
         )  # fmt: skip

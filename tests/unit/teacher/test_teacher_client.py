@@ -109,7 +109,7 @@ class Server:
                     step(self, client, message, protocol.unpack_request(message, frames))
 
     def send(self, client, message, arrays=()):
-        self.socket.send_multipart([client, *protocol.encode(message, arrays)])
+        self.socket.send_multipart([client, *protocol.encode_message(message, arrays)])
 
 
 def result_for(request, readings):
@@ -137,7 +137,7 @@ def lose(server, client, request, readings):
 
 def damage(server, client, request, readings):
     server.held.discard(request.id)
-    frames = protocol.encode(*result_for(request, readings))
+    frames = protocol.encode_message(*result_for(request, readings))
     frames[2] = frames[2] * 0 - 1
     server.socket.send_multipart([client, *frames])
 
@@ -165,7 +165,7 @@ def _fast_heartbeats(monkeypatch):
 
 
 def make_readings(count=3):
-    """Of 2 to 9 tokens, of which every other one is scored in the last of four and of the others the end."""
+    """Return readings of 2 to 9 tokens; every fourth one has every other token scored, the others only their end."""
     rng = np.random.default_rng(1)
     readings = []
     for index in range(count):
@@ -373,7 +373,7 @@ def test_another_protocol_version_is_a_mismatch(monkeypatch):
         monkeypatch.setattr(protocol, "PROTOCOL_VERSION", 9)
         server.foreign = True
         with connect(server) as client:
-            with pytest.raises(TeacherMismatch, match="protocol version: the teacher speaks 2, the student 9"):
+            with pytest.raises(TeacherMismatch, match="protocol version mismatch: the teacher has 2, the student 9"):
                 client.handshake(**STUDENT)
 
 
@@ -419,14 +419,14 @@ def lost(change, **options):
     [
         pytest.param(lambda server: server.__exit__(), "connection refused since", id="killed"),
         pytest.param(lambda server: setattr(server, "script", None), "connected, but no answer since", id="hung"),
-        pytest.param(lambda server: setattr(server, "script", [silence] * 99), "it answers, and 3 .* wait", id="slow"),
+        pytest.param(lambda server: setattr(server, "script", [silence] * 99), "connected, 3 .* queued", id="slow"),
     ],
 )
 def test_the_error_says_what_happened_to_the_server(change, state):
     message = lost(change)
     limit = r"the limit is 3 s \(actor_rollout_ref\.teacher\.request_timeout\)"
     assert re.search(rf"sent [0-4] time\(s\): {limit}; 127\.0\.0\.1:\d+: {state}", message)
-    assert "it scored 1 request(s) before" in message
+    assert "1 request(s) scored before" in message
     if "since" in state:
         assert re.search(rf"{state} \d\d:\d\d:\d\d", message)
 
@@ -542,13 +542,13 @@ def test_token_ids_and_positions_may_be_lists():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"token_ids": [0.5, 1.5]}, "sample 0: token_ids are a list or array of integers, got float64"),
-        ({"positions": [1.0]}, "sample 0: positions are a list or array of integers, got float64"),
+        ({"token_ids": [0.5, 1.5]}, "sample 0: token_ids must be a list or array of integers, got float64"),
+        ({"positions": [1.0]}, "sample 0: positions must be a list or array of integers, got float64"),
         ({"positions": [[1]]}, r"integers, got int64 of shape \(1, 1\)"),
-        ({"positions": []}, "sample 0: positions are ascending, from 1 to below its 2 tokens, and at least one"),
-        ({"positions": [0, 1]}, r"at least one; got \[0, 1\]"),
-        ({"positions": [2]}, r"at least one; got \[2\]"),
-        ({"positions": [1, 1]}, r"at least one; got \[1, 1\]"),
+        ({"positions": []}, r"sample 0: positions must be ascending in \[1, 2\) and not empty"),
+        ({"positions": [0, 1]}, r"not empty; got \[0, 1\]"),
+        ({"positions": [2]}, r"not empty; got \[2\]"),
+        ({"positions": [1, 1]}, r"not empty; got \[1, 1\]"),
         ({"token_ids": [1, 2, 3], "positions": np.array([2, 1], np.uint32), "name": ""}, "a reading: .* got .2, 1."),
     ],
 )

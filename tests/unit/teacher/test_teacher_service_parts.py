@@ -13,7 +13,7 @@ from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.runtime.processes import members
 from hybrid_gkd.teacher.server import supervisor
 from hybrid_gkd.teacher.server.local import TeacherProcess
-from hybrid_gkd.teacher.server.supervisor import Supervisor, gpu_shares
+from hybrid_gkd.teacher.server.supervisor import Supervisor, assign_gpus
 
 TIMEOUT = 60.0  # seconds; ends a test that hangs
 FOREVER = [sys.executable, "-c", "import time; time.sleep(1000)"]
@@ -53,7 +53,7 @@ def test_a_worker_that_never_gets_ready_ends_the_service():
     found = Supervisor(FakeBroker(), FAILS, [{}])
     with pytest.raises(TeacherError, match="ended with code 1") as error:
         watch(found, lambda: False)
-    assert error.value.told
+    assert error.value.reported
 
 
 def test_so_does_one_whose_neighbour_is_ready_already():
@@ -139,16 +139,16 @@ def test_every_worker_gets_gpus_of_its_own(monkeypatch, arguments, visible, expe
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_shares(*arguments) == expected
+    assert assign_gpus(*arguments) == expected
 
 
 def test_too_few_gpus_are_an_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(TeacherError, match=r"--workers 2 with --tp-size 2 needs 4 GPUs, 3 are visible .*=0,1,2"):
-        gpu_shares(2, 2, "cuda")
+        assign_gpus(2, 2, "cuda")
 
 
-ENTRIES = ("hybrid_gkd.teacher.__main__", "hybrid_gkd.teacher.server.worker", "hybrid_gkd.teacher_client")
+ENTRIES = ("hybrid_gkd.teacher.__main__", "hybrid_gkd.teacher.server.scoring_worker", "hybrid_gkd.teacher_client")
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load"}
 

@@ -10,8 +10,14 @@ import pytest
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.protocol import ModelInfo, ScoreError, ScoreRequest, ScoreResult
-from hybrid_gkd.teacher.server import worker as worker_module
-from hybrid_gkd.teacher.server.worker import MAX_CONSECUTIVE_FAILURES, TOKENS_AHEAD, BusyTime, ScoringWorker, Work
+from hybrid_gkd.teacher.server import scoring_worker as worker_module
+from hybrid_gkd.teacher.server.scoring_worker import (
+    MAX_CONSECUTIVE_FAILURES,
+    PREFETCH_TOKENS,
+    BusyTime,
+    ScoringWorker,
+    Work,
+)
 from hybrid_gkd.testing import tail_of
 from hybrid_gkd.types import Reading, TopK
 
@@ -61,7 +67,7 @@ class Link:
 
 
 def work(name, firsts, num_scored=3, timeout=600.0):
-    """Of readings that begin with `firsts`."""
+    """Return work with readings that begin with `firsts`."""
     positions = np.arange(1, num_scored + 1)
     readings = [Reading(token_ids=np.insert(np.ones(num_scored, np.int32), 0, each), positions=positions)
                 for each in firsts]  # fmt: skip
@@ -89,7 +95,7 @@ def logprobs(reply):
 def test_a_request_that_breaks_the_engine_takes_no_other_along(monkeypatch):
     monkeypatch.setattr(worker_module.log, "disabled", True)  # pytest keeps records, and their tracebacks
     # Large enough to be answered before the link's end is seen.
-    big = TOKENS_AHEAD
+    big = PREFETCH_TOKENS
     replies, engine = run(monkeypatch, [work("a", [1, 2]), work("b", [3, POISON]), work("c", [4]), work("d", [5], big)])
     assert logprobs(replies["a"]) == [-1, -1, -1, -2, -2, -2]
     assert logprobs(replies["c"]) == [-4, -4, -4]
@@ -100,22 +106,23 @@ def test_a_request_that_breaks_the_engine_takes_no_other_along(monkeypatch):
 
 
 def test_expired_work_is_not_scored(monkeypatch):
-    replies, engine = run(monkeypatch, [work("late", [1], timeout=0.0), work("a", [2], TOKENS_AHEAD)])
+    replies, engine = run(monkeypatch, [work("late", [1], timeout=0.0), work("a", [2], PREFETCH_TOKENS)])
     assert replies["late"][0].code == "expired"
     assert logprobs(replies["a"])[0] == -2
-    assert engine.most_tokens == TOKENS_AHEAD + 1
+    assert engine.most_tokens == PREFETCH_TOKENS + 1
 
 
 def test_the_engine_is_fed_no_further_ahead_than_needed(monkeypatch):
-    half = TOKENS_AHEAD // 2
-    replies, engine = run(monkeypatch, [work(name, [1], half) for name in "abcdefgh"] + [work("i", [1], TOKENS_AHEAD)])
+    half = PREFETCH_TOKENS // 2
+    batch = [work(name, [1], half) for name in "abcdefgh"] + [work("i", [1], PREFETCH_TOKENS)]
+    replies, engine = run(monkeypatch, batch)
     assert set("abcdefg") <= set(replies)
-    assert engine.most_tokens <= 2 * TOKENS_AHEAD + half
+    assert engine.most_tokens <= 2 * PREFETCH_TOKENS + half
 
 
 @pytest.mark.slow
 def test_an_engine_that_keeps_failing_ends_the_worker(monkeypatch):
-    bad = [work(str(i), [POISON], TOKENS_AHEAD) for i in range(MAX_CONSECUTIVE_FAILURES)]
+    bad = [work(str(i), [POISON], PREFETCH_TOKENS) for i in range(MAX_CONSECUTIVE_FAILURES)]
     replies, _ = run(monkeypatch, bad, match=f"the engine failed {MAX_CONSECUTIVE_FAILURES} times in a row")
     assert all(isinstance(message, ScoreError) for message, _ in replies.values())
 
@@ -124,7 +131,7 @@ def test_the_busy_time_of_the_last_ten_seconds_is_added_up(monkeypatch):
     now = 100.0
     monkeypatch.setattr(worker_module.time, "monotonic", lambda: now)
     busy = BusyTime()
-    assert busy.share() == 0
+    assert busy.fraction() == 0
     for start in range(100, 120, 2):  # half a second of every two
         now = start
         busy.note(True)
@@ -132,9 +139,9 @@ def test_the_busy_time_of_the_last_ten_seconds_is_added_up(monkeypatch):
         now = start + 0.5
         busy.note(False)
     now = 120.0
-    assert busy.share() == pytest.approx(5 * 0.5 / 10)
+    assert busy.fraction() == pytest.approx(5 * 0.5 / 10)
     busy.note(True)
     now = 125.0
-    assert busy.share() == pytest.approx((2 * 0.5 + 5) / 10)
+    assert busy.fraction() == pytest.approx((2 * 0.5 + 5) / 10)
     now = 140.0
-    assert busy.share() == 1
+    assert busy.fraction() == 1

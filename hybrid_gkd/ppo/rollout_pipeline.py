@@ -1,4 +1,4 @@
-"""How far generation runs ahead of the update: one mechanism with a depth, for one pool of workers and for two."""
+"""Rollout scheduling: how many batches generation runs ahead of the update, for one pool of workers and for two."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.types import Rollout
 
 CHECK_SECONDS = 1.0
-"""How often a wait for a rollout looks at its deadline."""
+"""Seconds between two checks of the deadline while waiting for a rollout."""
 
 
-class RolloutsAhead:
-    """The rollouts of a run in the order of their steps, each generated with the newest published weights.
+class RolloutPipeline:
+    """Yields the rollouts of a run in the order of their steps, each generated with the newest published weights.
 
     Args:
         generate: step -> its rollout.
-        depth: how many batches generation runs ahead of the update, and so the largest staleness.
-        in_background: generate in a background thread, so that generation and update overlap; otherwise they take
-            turns.
-        inactivity_timeout: that a generation in the background may go on without `progress`.
-        clock: gets the spans `wait_prev_gen`.
+        depth: number of batches that generation runs ahead of the update: the largest staleness.
+        in_background: generate in a background thread, so that generation and update overlap; otherwise alternate.
+        inactivity_timeout: longest time without `progress` for a generation in the background.
+        clock: records the spans `wait_prev_gen`.
     """
 
     def __init__(
@@ -42,13 +41,12 @@ class RolloutsAhead:
         self._clock = clock
         self._last_progress = 0.0
         self._running: list[Future[Rollout]] = []
-        """Generations in the background, in their order."""
+        """Generations running in the background, in order."""
 
     def __call__(self, first: int, last: int) -> Iterator[Rollout]:
-        """Yield the rollouts of the steps from `first` to `last`. Raises the errors of `generate`, and WorkerError.
+        """Yield the rollouts of steps `first` to `last`. Raises the errors of `generate`, and WorkerError on a timeout.
 
-        A resumed run generates the batches anew that were ahead: a rollout is a function of its place in the data and
-        the weights.
+        A resumed run regenerates the prefetched batches: a rollout is a function of its data position and the weights.
         """
         ahead: deque[Rollout | Future[Rollout]] = deque()
         for step in range(first, last + 1):
@@ -58,12 +56,12 @@ class RolloutsAhead:
             yield self._wait_for(rollout) if isinstance(rollout, Future) else rollout
 
     def progress(self) -> None:
-        """The generation goes on."""
+        """Reset the inactivity timeout."""
         self._last_progress = time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what a generation waits for that has a deadline of its own."""
+        """Suspend the inactivity timeout during a wait that has its own deadline."""
         self._last_progress = math.inf
         try:
             yield
@@ -71,27 +69,27 @@ class RolloutsAhead:
             self.progress()
 
     def finish(self) -> None:
-        """Wait until nothing is generated: then the engine's weights may change. Raises as the iterator."""
+        """Wait until all generations are done, so that weights may be updated. Raises the errors of the iterator."""
         while self._running:
             self._wait_for(self._running[0])
             self._running.pop(0)
 
     def _start(self, steps: range) -> list[Future[Rollout]]:
-        """Generate the rollouts of these steps in a background thread, one after the other."""
+        """Generate the rollouts of `steps` one after the other in a background thread."""
         futures: list[Future[Rollout]] = [Future() for _ in steps]
 
         def work() -> None:
             for number, step in enumerate(steps):
                 try:
                     futures[number].set_result(self._generate(step))
-                except BaseException as error:  # for the thread that waits; without this one there are no later ones
+                except BaseException as error:  # raised in the waiting thread; later rollouts cannot follow
                     for future in futures[number:]:
                         future.set_exception(error)
                     return
 
         self._running += futures
         self.progress()
-        # A daemon, because a run that fails must not wait for it: it ends with the workers.
+        # A daemon thread, because a failed run must not wait for it; it ends with the workers.
         threading.Thread(target=work, name="generate", daemon=True).start()
         return futures
 

@@ -1,7 +1,7 @@
-"""A worker: one process with one scoring engine that serves one broker.
+"""A scoring worker: one process with one engine, connected to one broker.
 
-The engine runs in the main thread. A background thread owns the socket, so that pings are answered while the engine
-computes; the two exchange messages through a queue (work) and an inproc socket (replies).
+The engine runs in the main thread. A background thread owns the socket, so that pings are answered during computation.
+The threads communicate through a queue (work) and an inproc socket (replies).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:  # the engines need torch, the link does not
 log = logging.getLogger(__name__)
 
 CREDITS = 16
-"""Requests held at a time: enough to keep the engine fed while the next ones arrive."""
-TOKENS_AHEAD = 32768
-"""The engine gets more work while it has fewer tokens than this: a few of its steps, whatever the request size."""
+"""Requests held at a time: enough to keep the engine busy while the next ones arrive."""
+PREFETCH_TOKENS = 32768
+"""Tokens queued in the engine below which it gets more work: a few of its steps."""
 BUSY_SECONDS = 10.0
-"""Of which a worker says for how large a part it had requests."""
+"""Window of the reported utilization."""
 HUNG_SECONDS, HUNG_EXIT_CODE = 60.0, 70
 MAX_CONSECUTIVE_FAILURES = 3
-"""An engine that fails this often in a row is broken (a CUDA error stays); the process ends and is replaced."""
+"""Consecutive engine failures after which the process ends and is replaced, since CUDA errors are permanent."""
 
 
 @dataclass(eq=False)
@@ -52,19 +52,19 @@ class Work:
 
     @property
     def how(self) -> tuple[int, float, int | None]:
-        """What `ScoringEngine.add` takes beside the readings."""
+        """Arguments of `ScoringEngine.add` besides the readings."""
         return self.request.topk, self.request.temperature, self.request.num_ids
 
 
 class BusyTime:
-    """Adds up for how much of the last BUSY_SECONDS there was something to do."""
+    """Measures the fraction of the last `BUSY_SECONDS` with work."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[float, float]] = deque()
         self._since: float | None = None
 
     def note(self, busy: bool) -> None:
-        """Whether there is something to do from now on."""
+        """Record whether there is work from now on."""
         now = time.monotonic()
         if busy and self._since is None:
             self._since = now
@@ -73,8 +73,8 @@ class BusyTime:
             self._since = None
         self._forget(now)
 
-    def share(self) -> float:
-        """From 0 to 1."""
+    def fraction(self) -> float:
+        """Return the busy fraction, from 0 to 1."""
         now = time.monotonic()
         self._forget(now)
         spans = [*self._spans, *([(self._since, now)] if self._since is not None else [])]
@@ -88,61 +88,61 @@ class BusyTime:
 class Link:
     """The worker's connection to the broker, in a background thread.
 
-    It registers, also when the broker has been silent (restarted, or it took this worker for dead), answers pings
-    with the ids that the worker holds, and refuses requests that cannot be scored.
+    It registers the worker, again after a silence of the broker (restarted, or it has dropped this worker), answers
+    pings with the ids of the held requests, and refuses requests that cannot be scored.
     """
 
     def __init__(self, address: str, registration: protocol.Register, keys: Keys | None):
         self._address, self._registration, self._keys = address, registration, keys
         self.inbox: queue.SimpleQueue[Work | BaseException] = queue.SimpleQueue()
-        """Work for the engine; an exception says that the link has ended."""
+        """Work for the engine; an exception means that the link has ended."""
         self._context = zmq.Context()
         self._replies = self._context.socket(zmq.PAIR)
         self._replies.bind("inproc://replies")
         self._held: dict[str, float] = {}
-        """Deadlines of the requests without an answer, by id."""
+        """Deadlines of the unanswered requests, by id."""
         self._registered = 0.0
         """Monotonic time of the last registration."""
         self._busy = BusyTime()
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     def reply(self, message: Reply, arrays: list[np.ndarray]) -> None:
-        """Called by the engine's thread."""
-        self._replies.send_multipart([message.id.encode(), *protocol.encode(message, arrays)], copy=False)
+        """Send a reply; called by the engine's thread."""
+        self._replies.send_multipart([message.id.encode(), *protocol.encode_message(message, arrays)], copy=False)
 
     def _serve(self) -> None:
         try:
             replies = self._context.socket(zmq.PAIR)
             replies.connect("inproc://replies")
             broker = Dealer(self._context, self._address, protocol.MAX_REQUEST_BYTES, self._keys, "workers")
-            while True:  # until an error ends it
-                poller = zmq.Poller()  # a new one, because the connection may have been reopened
+            while True:  # an error ends the loop
+                poller = zmq.Poller()  # a new one, because the socket may have been reopened
                 poller.register(replies, zmq.POLLIN)
                 broker.register(poller)
                 ready = dict(poller.poll(200))
-                if broker.read_events():  # the broker may be a new one, or may have lost what was under way
+                if broker.read_events():  # the broker may have restarted or lost messages
                     self._register(broker)
                 if broker.refused:
-                    raise TeacherError(f"{self._address}: the broker cannot be joined: {broker.refused}")
+                    raise TeacherError(f"{self._address}: cannot join the broker: {broker.refused}")
                 if replies in ready:
                     name, *reply = replies.recv_multipart(copy=False)
                     self._held.pop(name.bytes.decode(), None)
                     self._busy.note(bool(self._held))
-                    broker.send_frames(reply)  # a broker that is away asks again for what it misses
+                    broker.send_frames(reply)  # if it is lost, the broker sends the request again
                 for message, frames in broker.receive():
                     self._handle(broker, message, frames)
                 if (version := broker.foreign_version) is not None:
-                    raise TeacherError(f"{self._address}: the broker speaks {protocol.ForeignVersion(version)}")
+                    raise TeacherError(f"{self._address}: the broker has {protocol.ForeignVersion(version)}")
                 now = time.monotonic()
                 silent = now > broker.heard + protocol.LIVENESS_SECONDS
                 if silent and now > self._registered + protocol.PING_INTERVAL_SECONDS:
                     self._register(broker)
                 broker.reopen_if_stuck(now)
-                # An engine that keeps a request long after its deadline will never give it back.
+                # An engine that holds a request long after its deadline hangs.
                 if min(self._held.values(), default=now) < now - HUNG_SECONDS:
                     text = "the engine has not answered %.0f s after the end of a client's request_timeout: it hangs"
                     log.critical(text, HUNG_SECONDS)
-                    os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be asked
+                    os._exit(HUNG_EXIT_CODE)  # the engine's thread cannot be interrupted
         except BaseException as error:
             self.inbox.put(error)
 
@@ -153,12 +153,12 @@ class Link:
     def _handle(self, broker: Dealer, message: AnyMessage, frames: list[Buffer]) -> None:
         match message:
             case protocol.Ping():
-                share = self._busy.share()
-                broker.send(protocol.Pong(number=message.number, pending=list(self._held), engine_busy=share))
+                busy = self._busy.fraction()
+                broker.send(protocol.Pong(number=message.number, pending=list(self._held), engine_busy=busy))
             case protocol.Registered():
                 log.info("registered with the broker at %s", self._address)
                 with contextlib.suppress(queue.Empty):
-                    while True:  # the broker has given all of it to others, or is a new one
+                    while True:  # the broker has reassigned this work, or was restarted
                         self.inbox.get_nowait()
                 self._held.clear()
                 self._busy.note(False)
@@ -188,7 +188,7 @@ class ScoringWorker:
         self._num_failures = 0
 
     def run(self) -> None:
-        """Raises TeacherError when the broker turns this worker away or the engine keeps failing."""
+        """Score requests forever. Raises TeacherError: the broker rejects this worker, or the engine keeps failing."""
         while True:
             batch = self._next_batch()
             done: Iterable[tuple[Work, list[TopK]]]
@@ -197,7 +197,7 @@ class ScoringWorker:
                     self._engine.add(work, work.readings, *work.how)
                 done = self._engine.step()
             except Exception as error:
-                # As text: its frames would keep what the engine had computed, on a GPU the memory that it lacked.
+                # As text, because the traceback's frames would keep the engine's tensors in memory.
                 done = self._one_by_one(f"{type(error).__name__}: {error}", batch)
             for work, scores in done:
                 self._num_failures = 0
@@ -205,12 +205,12 @@ class ScoringWorker:
                 self._link.reply(result, protocol.result_arrays(scores))
 
     def _next_batch(self) -> list[Work]:
-        """As many waiting requests as the engine needs; waits for one if the engine is idle."""
+        """Return the queued requests that the engine needs; wait for one if the engine is idle."""
         batch: list[Work] = []
         num_tokens = self._engine.num_tokens
-        while num_tokens < TOKENS_AHEAD:
+        while num_tokens < PREFETCH_TOKENS:
             try:
-                # No deadline: an idle worker waits for work for as long as its broker or its parent lives.
+                # No deadline: an idle worker waits for work as long as its broker or its parent lives.
                 work = self._link.inbox.get(block=num_tokens == 0)
             except queue.Empty:
                 break
@@ -219,14 +219,14 @@ class ScoringWorker:
             if work.deadline > time.monotonic():
                 batch.append(work)
                 num_tokens += work.request.num_tokens
-            else:  # the broker has answered it already; this frees the credit
-                late = "the client's request_timeout passed at the worker"
-                self._link.reply(_error(work.request, "expired", late), [])
+            else:  # the broker has answered it already; the reply frees the credit
+                reason = "the client's request_timeout passed at the worker"
+                self._link.reply(_error(work.request, "expired", reason), [])
         return batch
 
     def _one_by_one(self, failure: str, batch: list[Work]) -> Iterator[tuple[Work, list[TopK]]]:
-        """After an exception, score one request at a time to find the one that breaks the engine."""
-        pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # a part of the batch may not have been added
+        """After an exception, score the requests one by one to isolate the faulty one."""
+        pending = list(dict.fromkeys([*self._engine.clear(), *batch]))  # the batch may have been added in part
         log.warning("the engine failed with %d requests: %s", len(pending), failure)
         for work in pending:
             try:

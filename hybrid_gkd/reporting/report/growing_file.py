@@ -1,4 +1,4 @@
-"""Files that grow while they are read."""
+"""Incremental reading of growing files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
-class Followed:
-    """Gives each line of a file once, as bytes with their place in it. Lines that are not finished wait."""
+class GrowingFile:
+    """Reads each complete line of a growing file once."""
 
     def __init__(self, path: Path):
         self._path, self._read, self._file_id = path, 0, 0
 
     def replaced(self) -> bool:
-        """Whether the file is another than before, or shorter: it is then read from its beginning, and so again."""
+        """Return whether the file was replaced or truncated; if so, restart at its beginning."""
         try:
             status = self._path.stat()
         except OSError:
@@ -31,7 +31,7 @@ class Followed:
         return another
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Those that are new, each with the byte that it begins at. A file that is not there has none."""
+        """Yield new complete lines with their byte offsets; none if the file is missing."""
         try:
             file = self._path.open("rb")
         except OSError:
@@ -45,22 +45,22 @@ class Followed:
                 yield start, line
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """The same, read as JSON; what is not JSON is left out."""
+        """Yield new lines parsed as JSON with their byte offsets; skip invalid lines."""
         for start, line in self.lines():
             try:
                 yield start, json.loads(line)
-            except ValueError:  # cut short by a crash
+            except ValueError:  # truncated by a crash
                 continue
 
 
 def step_of(line: bytes) -> int | None:
-    """Of a row that begins with its step, as those of a run's files do; the rest, which can be long, is not parsed."""
+    """Return the step of a row that starts with it, without parsing the rest; None if the row has another form."""
     found = STEP.match(line)
     return int(found[1]) if found and line.endswith(b"}\n") else None
 
 
 def last_rows(path: Path, num_bytes: int) -> Iterator[Any]:
-    """The rows of JSON within the last bytes of a file."""
+    """Yield the JSON rows within the last `num_bytes` of a file."""
     try:
         file = path.open("rb")
     except OSError:
@@ -69,9 +69,9 @@ def last_rows(path: Path, num_bytes: int) -> Iterator[Any]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - num_bytes))
         if size > num_bytes:
-            file.readline()  # a part of one
+            file.readline()  # incomplete
         for line in file:
             try:
                 yield json.loads(line)
-            except ValueError:  # the one that is being written
+            except ValueError:  # being written
                 continue

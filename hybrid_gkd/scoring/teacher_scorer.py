@@ -1,7 +1,6 @@
-"""The teacher as a scorer: what it reads of a sample, and the scores that are under way.
+"""The teacher as a scorer: views of samples, and pending scores.
 
-Who unblocks whom: `take_scores` is unblocked by any score that arrives, by the end of a local teacher (`check`), or by
-its inactivity timeout.
+`take_scores` is unblocked by any arriving score, by the end of a local teacher (`check`), or by its inactivity timeout.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.teacher_client import TeacherMetrics
 from hybrid_gkd.types import Pair, Reading, Sample, SampleId, Task, TopK
 
-LATE_SECONDS = 30.0
-"""Grace period after the client's own deadline, by which it ends every request."""
+GRACE_SECONDS = 30.0
+"""Margin after the client's own deadline, by which it completes every request."""
 CHECK_SECONDS = 1.0
 """Seconds between two checks of a local teacher while the trainer waits for scores."""
 View = Callable[[Task, Sample], Reading]
-"""What a teacher reads for a sample: its own prompt, template or tokenizer, and which tokens of it are scored."""
+"""Maps a task and a sample to what the teacher reads: its own prompt, template or tokenizer, and scored positions."""
 Scores = dict[SampleId, Future[TopK]]
-"""Scores under way, until they are taken."""
+"""Pending scores by sample."""
 
 
 def completion_view(task: Task, sample: Sample) -> Reading:
-    """Return the sample as it is, behind the teacher's own prompt where the task has one."""
+    """Return the sample's tokens, with the teacher's own prompt if the task has one."""
     token_ids, positions = sample.tokens, sample.positions
     if task.teacher_ids is not None:
         own = len(task.token_ids)
@@ -42,27 +41,27 @@ def completion_view(task: Task, sample: Sample) -> Reading:
 
 
 class Teacher(Protocol):
-    """What a scorer needs of a teacher: a `TeacherClient`, or one with a store of scores in front of it."""
+    """Interface of a teacher: implemented by `TeacherClient` and `CachedTeacher`."""
 
     def submit(self, readings: list[Reading]) -> list[Future[TopK]]:
-        """Queue readings for scoring; return a future for each, in their order."""
+        """Queue readings for scoring; return one future per reading, in order."""
 
     def describe(self) -> str:
-        """Return what is known of every server now."""
+        """Return the present state of every server, for messages."""
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Within it, requests do not count in the metrics."""
+        """Exclude requests in this context from the metrics."""
 
     def drain_metrics(self) -> TeacherMetrics:
         """Return counters since the last call."""
 
 
 class TeacherScorer:
-    """Scores samples by a teacher service.
+    """Scores samples with a teacher service.
 
     Args:
-        client: has shaken hands; the caller closes it.
-        view: what the teacher reads.
+        client: client after its handshake; the caller closes it.
+        view: maps samples to what the teacher reads.
     """
 
     name = "teacher"
@@ -71,26 +70,26 @@ class TeacherScorer:
         self.client, self.view = client, view
 
     def submit(self, pairs: list[Pair]) -> list[Future[TopK]]:
-        """Send samples without waiting for the scores. Raises the client's errors."""
+        """Send samples without waiting for scores. Raises the client's errors."""
         return self.client.submit([self.view(task, sample) for task, sample in pairs])
 
     def start(self, pairs: list[Pair]) -> Scores:
-        """Send samples; return their scores to come by identity."""
+        """Send samples; return their pending scores."""
         return dict(zip((sample.id for _, sample in pairs), self.submit(pairs), strict=True))
 
     def take_scores(
         self, scores: Scores, enough: int, *, timeout: Timeout, check: Callable[[], None]
     ) -> dict[SampleId, TopK]:
-        """Remove and return all scores that have arrived, as soon as there are `enough`.
+        """Wait for at least `enough` scores; remove and return all that have arrived.
 
         Args:
-            timeout: seconds without any score after which the client gives up by itself.
-            check: raises if the teacher is known to have ended.
+            timeout: the client's inactivity timeout.
+            check: raises if the teacher has ended.
 
         Raises the client's errors, and TeacherTimeout a grace period after `timeout`.
         """
-        late = Timeout(timeout.seconds + LATE_SECONDS, f"{timeout.key}, a grace period")
-        deadline = time.monotonic() + late.seconds
+        limit = Timeout(timeout.seconds + GRACE_SECONDS, f"{timeout.key}, a grace period")
+        deadline = time.monotonic() + limit.seconds
         found: dict[SampleId, TopK] = {}
         total = len(scores)
 
@@ -104,27 +103,27 @@ class TeacherScorer:
                 if len(found) >= enough:
                     return found
                 if arrived:
-                    deadline = time.monotonic() + late.seconds
+                    deadline = time.monotonic() + limit.seconds
                     waited.restart_timeout()
                 elif time.monotonic() > deadline:
-                    raise TeacherTimeout(f"{len(scores)} samples were not scored and not refused in {late}")
+                    raise TeacherTimeout(f"{len(scores)} samples were neither scored nor rejected in {limit}")
                 check()
                 until = FIRST_EXCEPTION if len(found) + len(scores) == enough else FIRST_COMPLETED
                 wait(scores.values(), timeout=CHECK_SECONDS, return_when=until)
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Within it, requests do not count in the metrics."""
+        """Exclude requests in this context from the metrics."""
         return self.client.uncounted()
 
     def take_metrics(self, clock: Clock) -> dict[str, float]:
-        """Return the metrics of the requests since the last call; their times become spans of the clock."""
+        """Return the metrics of the requests since the last call, and add their spans to the clock."""
         found = self.client.drain_metrics()
         in_flight = clock.requests(found.requests, until=found.complete_until, steps=found.steps)
         seen = {}
-        if found.queue_lengths:  # a step may be shorter than the second between two messages
+        if found.queue_lengths:  # absent if no status message (one per second) arrived during the step
             seen["teacher/queue_length"] = float(np.mean(found.queue_lengths))
             seen["teacher/engine_busy"] = float(np.mean(found.engine_busy))
-        if found.requests:  # the last rollouts may have been scored before
+        if found.requests:  # absent if all samples were scored in an earlier step
             names = ("teacher/latency", "teacher/latency_p95", "teacher/latency_p99")
             seen |= dict(zip(names, np.percentile(found.latencies, (50, 95, 99)).tolist(), strict=True))
             seen["teacher/bytes_per_token"] = found.bytes_received / found.scored_tokens

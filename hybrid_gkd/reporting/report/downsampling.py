@@ -1,4 +1,4 @@
-"""Series that stay small however long a run is."""
+"""Downsampling of series to a bounded length."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Generic, NamedTuple, TypeVar
 Item = TypeVar("Item")
 
 
-class Thinned(Generic[Item]):
-    """At most `limit` items (an even number): when there are more, neighbours are merged, and so are those to come.
+class Downsampled(Generic[Item]):
+    """Series of at most `limit` items, an even number; when it is full, neighbours are merged.
 
-    What is kept depends on the items alone, and not on when they were added. `every` items are merged into one.
+    `every` added items form one kept item. The result depends on the items alone, not on when they were added.
     """
 
     def __init__(self, merge: Callable[[Item, Item], Item], limit: int):
@@ -34,15 +34,15 @@ class Thinned(Generic[Item]):
             self.every *= 2
 
     def items(self) -> list[Item]:
-        """The last one may be of fewer than `every` items."""
+        """Return the kept items; the last one may have fewer than `every` added items."""
         return self._whole if self._last is None else [*self._whole, self._last]
 
 
 class Point(NamedTuple):
-    """A metric in some steps that follow each other."""
+    """A metric over some consecutive steps."""
 
     step: int
-    """The last of them."""
+    """Last of the steps."""
     rows: int
     total: float
     low: float
@@ -58,7 +58,7 @@ class Point(NamedTuple):
 
 
 def merge_points(first: Point, second: Point) -> Point:
-    """Both as one."""
+    """Merge two neighbours."""
     return Point(
         second.step, first.rows + second.rows, first.total + second.total, min(first.low, second.low),
         max(first.high, second.high),
@@ -66,29 +66,29 @@ def merge_points(first: Point, second: Point) -> Point:
 
 
 class Counts(NamedTuple):
-    """How many answers of some steps were how long."""
+    """Histogram of completion lengths over some consecutive steps."""
 
     step: int
-    """The last of them."""
+    """Last of the steps."""
     counts: tuple[int, ...]
-    """Of each bin, from the shortest on."""
+    """Count of each bin, shortest first."""
 
 
 def merge_counts(first: Counts, second: Counts) -> Counts:
-    """Both as one."""
+    """Merge two neighbours."""
     length = max(len(first.counts), len(second.counts))
     padded = (each.counts + (0,) * (length - len(each.counts)) for each in (first, second))
     return Counts(second.step, tuple(map(sum, zip(*padded, strict=True))))
 
 
-def rounded(value: float, digits: int = 5) -> float | int:
-    """To significant digits; whole numbers without a point, so that they are short in JSON."""
+def round_significant(value: float, digits: int = 5) -> float | int:
+    """Round to significant digits; return whole numbers as int, to keep the JSON short."""
     value = float(f"{value:.{digits}g}")
     return int(value) if value.is_integer() else value
 
 
-def evenly(items: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` (two or more) of them: the first, the last, and those evenly between."""
+def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
+    """Return at most `count` items, two or more, evenly spaced and including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]

@@ -1,9 +1,9 @@
-"""vLLM in this process, as an engine that reads prompts: it samples one token of each, the fewest that vLLM allows.
+"""Scoring engine on vLLM: readings are prompts, of which vLLM computes the hidden states.
 
-A reading is a prompt of vLLM, and the request carries its scoring parameters. In every vLLM worker a RowScorer takes
-the place of vLLM's own prompt log-probabilities: it gets the hidden states of a step and puts the rows that predict
-scored tokens alone through the head and the top-k. Its arrays travel back as vLLM's would have. Prefix caching is off,
-because a cached block comes back without hidden states, and readings often begin alike.
+The request carries the scoring parameters. In every vLLM worker, a `RowScorer` replaces vLLM's prompt
+log-probabilities: it gets the hidden states of a step and applies head and top-k only to the rows that predict scored
+tokens. Its arrays are returned in place of vLLM's. One token per prompt is sampled, the fewest that vLLM allows. Prefix
+caching is off, because cached blocks have no hidden states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEQUENCES_PER_STEP = {"cuda": 256, "cpu": 32}
 
 
 class VLLMScoringEngine(ScoringEngine):
-    """Any model that vLLM serves, tensor parallel over `tp_size` GPUs."""
+    """Scores with any model that vLLM supports, tensor parallel over `tp_size` GPUs."""
 
     def __init__(self, options: EngineOptions):
         device = options.device
@@ -41,10 +41,10 @@ class VLLMScoringEngine(ScoringEngine):
         vllm_compat.check_version()
         self._items: dict[str, Item] = {}
         self._names = map(str, itertools.count())
-        # The last scored token is not read, but vLLM insists on generating one.
+        # The last scored token is not read; vLLM must generate one token instead.
         limits = {"max_model_len": info.max_sequence_length, "max_num_seqs": SEQUENCES_PER_STEP[device]}
         try:
-            os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # all processes of the engine are on this machine
+            os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # the engine's processes are all on this machine
             llm_class = vllm_compat.import_llm(device)
             vllm_compat.keep_raw_prompt_logprobs()
             arguments = {
@@ -62,11 +62,11 @@ class VLLMScoringEngine(ScoringEngine):
             self._check_scores()
         except ModelError:
             raise
-        except Exception as error:  # whatever vLLM raises for a model or a device that it cannot use
+        except Exception as error:  # vLLM raises various errors for an unsupported model or device
             raise ModelError(f"{options.ckpt_path}: vLLM cannot load the model: {in_words(error)}") from error
 
     def _check_scores(self) -> None:
-        """Raises ModelError when the scores do not call vLLM's own greedy answer most likely."""
+        """Check scores against vLLM's greedy generation. Raises ModelError: its tokens are not the most likely ones."""
         from vllm import SamplingParams
 
         length = min(4, self.info.max_sequence_length // 2)
@@ -79,7 +79,7 @@ class VLLMScoringEngine(ScoringEngine):
         token_ids = np.concatenate([prompt, np.array(answer.outputs[0].token_ids, np.int32)])
         reading = Reading(token_ids=token_ids, positions=np.arange(length, len(token_ids)))
         (scores,) = self.score([reading], 1, 1.0)
-        likely = (scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()  # rounding may swap neighbours
+        likely = (scores.sampled_logprobs > scores.logprobs[:, 0] - 0.5).all()  # rounding may swap close candidates
         greedy_ids = token_ids[length:].tolist()
         what = f"its greedy tokens {greedy_ids} to be the most likely, not {scores.ids[:, 0].tolist()}"
         vllm_compat.expect(bool(likely), what)
@@ -100,11 +100,11 @@ class VLLMScoringEngine(ScoringEngine):
             self._engine.add_request(name, {"prompt_token_ids": item.input_ids.tolist()}, parameters)
         done = []
         for output in self._engine.step():
-            if output.request_id not in self._items:  # from before a `clear`
+            if output.request_id not in self._items:  # added before a `clear`
                 continue
             item = self._items.pop(output.request_id)
             if output.prompt_logprobs is None:
-                raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a reading without its scores")
+                raise TeacherError(f"vLLM {vllm_compat.vllm_version()} returned a reading without scores")
             ids, logprobs, (tail, sampled) = output.prompt_logprobs
             assert ids.shape == (len(item.rows), item.k), ids.shape
             scores = TopK(ids=ids, logprobs=logprobs, tail_logprobs=tail, sampled_logprobs=sampled)
@@ -120,10 +120,10 @@ class VLLMScoringEngine(ScoringEngine):
 
 
 class WorkerExtension:
-    """Becomes a base class of vLLM's worker, one per GPU."""
+    """Mixin of vLLM's worker, one per GPU."""
 
     def install_row_scorer(self, num_ids: int, rows: int) -> None:
-        """In a model with `rows`, of which the first `num_ids` are tokens. Raises ModelError."""
+        """Install a `RowScorer` in a model with `rows` embeddings, `num_ids` of them tokens. Raises ModelError."""
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
         head, shard = model.compute_logits, None
@@ -132,25 +132,25 @@ class WorkerExtension:
             shard = Shard(first_id, num_columns, gather)
             vllm_compat.unlink_shared_memory()
         vllm_compat.install_scorer(runner, RowScorer(head, shard))
-        if num_ids < rows:  # what it draws for itself, from here on, are tokens too
+        if num_ids < rows:  # vLLM's own sampling must return tokens too
             vllm_compat.mask_logits(model, num_ids)
 
 
 @dataclass(eq=False)
 class _Request:
     rows: np.ndarray
-    """int64 [R], ascending positions whose hidden states predict the scored tokens."""
+    """int64 [R] ascending positions whose hidden states predict the scored tokens."""
     targets: np.ndarray
-    """int64 [R], the scored tokens."""
+    """int64 [R] scored tokens."""
     k: int
     temperature: float
     num_ids: int
     parts: list[TopLogprobs] = field(default_factory=list)
-    """Of the steps so far, on the device."""
+    """Scores from the steps so far, on the device."""
 
 
 class RowScorer:
-    """Scores the rows of every step that predict scored tokens; those of a request may be spread over several steps."""
+    """Scores the rows of each step that predict scored tokens. A request may be spread over several steps."""
 
     def __init__(self, head: Any, shard: Shard | None):
         self._head, self._shard = head, shard
@@ -158,7 +158,7 @@ class RowScorer:
 
     def add_request(self, request_id: str, extra_args: dict[str, Any] | None) -> None:
         how = dict((extra_args or {}).get(EXTRA_ARGS_KEY, {}))
-        if how:  # else one of vLLM's own, at start-up
+        if how:  # vLLM's own requests at start-up have none
             arrays = {name: np.frombuffer(how[name], np.int64) for name in ("rows", "targets")}
             self._requests[request_id] = _Request(**how | arrays)
 
@@ -167,19 +167,19 @@ class RowScorer:
 
     @torch.inference_mode()
     def score(self, hidden: Tensor, spans: list[tuple[str, int, int, int]]) -> dict[str, tuple[Tensor, ...]]:
-        """As vllm_compat.PromptScorer says; the arrays are those of TopLogprobs, tail and sampled as one [2, R]."""
-        found = []  # (request id, request, rows of `hidden`, their places among the request's rows)
+        """Implement `vllm_compat.PromptScorer`; return the arrays of TopLogprobs, tail and sampled as one [2, R]."""
+        found = []  # (request id, request, rows of `hidden`, slice of the request's rows)
         for name, first, count, row in spans:
             request = self._requests.get(name)
             if request is None:
                 continue
             if first == 0:
-                request.parts.clear()  # it was preempted and starts again
+                request.parts.clear()  # restarted after a preemption
             start, end = np.searchsorted(request.rows, [first, first + count])
             if start < end:
                 found.append((name, request, request.rows[start:end] + (row - first), slice(start, end)))
         complete = dict[str, tuple[Tensor, ...]]()
-        for num_ids in sorted({request.num_ids for _, request, *_ in found}):  # clients have one each
+        for num_ids in sorted({request.num_ids for _, request, *_ in found}):  # one per client
             self._score_part(hidden, [each for each in found if each[1].num_ids == num_ids], num_ids, complete)
         return complete
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written before the next step, or by the workers behind the next ones."""
+"""Writing of checkpoints, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Writing:
-    """A checkpoint on its way to the disk."""
+class _PendingCheckpoint:
+    """A checkpoint that is being written in the background."""
 
     state: TrainerState
     seconds: float = 0.0
-    """That the slowest worker wrote."""
+    """Write time of the slowest worker."""
     completing: Future[None] | None = None
-    """Of what comes after the workers' part."""
+    """Future of the part after the workers' writes: flush and file list."""
 
 
-class Saving:
+class CheckpointWriter:
     """Writes checkpoints, one at a time.
 
-    Behind the next steps in three parts: `take_snapshot` while the workers have weights and optimizer state on their
-    devices, `start` with the trainer's state of that moment, and `look` after each further step.
+    `write` blocks. Writing in the background has three parts: `take_snapshot` while weights and optimizer state are on
+    the workers' devices, `start` with the trainer's state of that moment, and `poll` after each further step.
     """
 
     def __init__(self, config: Config, group: WorkerGroup, store: CheckpointStore):
@@ -45,12 +45,12 @@ class Saving:
         self._tokenizer_path = model.tokenizer_path or model.path
         self._timeout = Timeout(config.actor_rollout_ref.load_timeout, "actor_rollout_ref.load_timeout")
         self.newest: Path | None = None
-        """The newest complete checkpoint that this run wrote or continued from, after `step`."""
+        """Newest complete checkpoint that this run wrote or resumed from, after `step`."""
         self.step = 0
         self.best: Best | None = None
-        """As that checkpoint knows it: its own is there, while that of a newer one may have failed."""
+        """Best validation stored in `newest`; the checkpoint of a later best may have failed."""
         self.has_snapshot = False
-        self._writing: _Writing | None = None
+        self._writing: _PendingCheckpoint | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
@@ -58,7 +58,7 @@ class Saving:
         return self._writing is not None
 
     def write(self, state: TrainerState) -> None:
-        """Write a checkpoint now. Raises CheckpointError: it cannot be, and those before it are intact."""
+        """Write a checkpoint and wait for it. Raises CheckpointError: it failed; earlier ones are intact."""
         self.finish()
         sums = dict[str, FileSum]()
         with self._store.writing(state, sums) as folder:
@@ -66,19 +66,19 @@ class Saving:
         self._keep(state)
 
     def take_snapshot(self) -> None:
-        """Let the workers copy what is to be saved, as it is now; first wait for the checkpoint before."""
+        """Wait for the previous checkpoint, then copy the workers' present state."""
         self.finish()
         self._group.take_snapshot(tokenizer_path=self._tokenizer_path)
         self.has_snapshot = True
 
     def start(self, state: TrainerState) -> None:
-        """Let them write the snapshot, which is of this state."""
+        """Start to write the snapshot, together with the trainer's state at its time."""
         assert self.has_snapshot
         self._group.write_snapshot(self._store.begin(state.step))
-        self.has_snapshot, self._writing = False, _Writing(state)
+        self.has_snapshot, self._writing = False, _PendingCheckpoint(state)
 
-    def look(self) -> bool:
-        """Whether the checkpoint that was being written has become complete. Raises as `finish`."""
+    def poll(self) -> bool:
+        """Return whether the checkpoint being written is now complete. Raises the errors of `finish`."""
         writing = self._writing
         if writing is None:
             return False
@@ -86,7 +86,7 @@ class Saving:
             if writing.completing is None and self._group.snapshot_written():
                 self._complete(writing)
         except Exception:
-            self._writing = None  # there is nothing to wait for any more
+            self._writing = None  # it failed: nothing is left to wait for
             raise
         if writing.completing is None or not writing.completing.done():
             return False
@@ -94,28 +94,29 @@ class Saving:
         return True
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written, if any, is complete.
+        """Wait until the checkpoint being written, if any, is complete.
 
-        Raises CheckpointError or WorkerError: it cannot be, and those before it are intact.
+        Raises CheckpointError or WorkerError: it failed; earlier ones are intact.
         """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
         completing, step = writing.completing or self._complete(writing), writing.state.step
         try:
-            with waiting(f"the files of the checkpoint after step {step} to be flushed and listed", self._timeout):
+            with waiting(f"the files of the checkpoint of step {step} to be flushed", self._timeout):
                 completing.result(self._timeout.seconds)
         except TimeoutError:
             folder = self._store.folder(step)
             raise CheckpointError(f"cannot write checkpoint {folder}: not complete within {self._timeout}") from None
         self._keep(writing.state)
-        logger.info("step %d is saved: %s, which the workers wrote in %.1f s", step, self.newest, writing.seconds)
+        text = "saved checkpoint of step %d: %s, written by the workers in %.1f s"
+        logger.info(text, step, self.newest, writing.seconds)
 
     def _keep(self, state: TrainerState) -> None:
         self.newest, self.step, self.best = self._store.latest(), state.step, state.best
 
-    def _complete(self, writing: _Writing) -> Future[None]:
-        """Take the workers' checksums, and begin with the rest, which waits for the disk, in a thread."""
+    def _complete(self, writing: _PendingCheckpoint) -> Future[None]:
+        """Collect the workers' checksums and complete the checkpoint (flush, file list) in a thread."""
         sums, writing.seconds = self._group.finish_snapshot()
         writing.completing = self._thread.submit(self._store.complete, writing.state, sums)
         return writing.completing

@@ -1,4 +1,4 @@
-"""The critic as a scorer, and its part of a step: the update of what it expects.
+"""The critic's part of a training step: values as a scorer, and the value update.
 
 Shapes: R trained tokens of a sample.
 """
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
 
 
-class CriticTurn:
-    """What the loop asks of the critic."""
+class CriticStage:
+    """Computes values with the critic and updates it."""
 
     def __init__(self, config: Config, group: WorkerGroup, clock: Clock):
         self.group, self.clock = group, clock
         self.batches = Batches(config, config.resolved_critic, group)
         self.values = WorkersScorer("values", group.compute_values, self.batches)
-        """The return that it expects before each trained token."""
+        """Scorer of the expected return before each trained token."""
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
-        """Learn the returns of the samples; metrics. Raises as an update of the actor."""
+        """Fit the critic to the returns of the samples; return metrics. Raises the errors of an actor update."""
         with self.clock.span("update_critic"):
             updates = self.group.update_critic(self.batches.epochs(samples))
         return mean_metrics(updates) | value_metrics(samples)
 
 
 def value_metrics(samples: list[Sample]) -> dict[str, float]:
-    """How well the values before an update have foretold the returns, over all tokens.
+    """Return means of values and returns over all tokens, and the explained variance of the values before the update.
 
-    The explained variance is 1 - Var(R - V) / Var(R), which is left out where all returns are equal.
+    The explained variance is 1 - Var(R - V) / Var(R); it is omitted if all returns are equal.
     """
     values, returns = (
         np.concatenate([sample.array(name).astype(np.float64) for sample in samples])

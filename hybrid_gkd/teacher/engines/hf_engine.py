@@ -1,4 +1,4 @@
-"""A plain transformers forward of packed readings; only rows that predict scored tokens go through the head."""
+"""Scoring engine on transformers: a forward of packed readings; the head runs only on rows of scored tokens."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ log = logging.getLogger(__name__)
 
 TOKENS_PER_FORWARD = 16384
 WHOLE_MODEL_TOKENS = 2048
-"""Tokens per forward of models that give logits only for all rows at once."""
+"""Tokens per forward of models whose head cannot be applied to selected rows."""
 
 
 class HFScoringEngine(ScoringEngine):
-    """Packed where the model's attention can be replaced; padded, and so slower, where it cannot."""
+    """Packs readings if the model's attention can be replaced; otherwise pads them, which is slower."""
 
     def __init__(self, options: EngineOptions):
         config, info = describe_model(options, "hf")
         super().__init__(info)
         self._running: Callable[[], list[tuple[Item, TopK]]] | None = None
-        """Waits for the scores of the last forward."""
+        """Function that waits for the scores of the last forward."""
         self._packed = True
         try:
             self._model = _load(options, PACKED_ATTENTION)
             self._check_packing()
-        except Exception as error:  # whatever an architecture raises for an attention that it does not know
+        except Exception as error:  # architectures raise various errors for an unknown attention implementation
             log.warning("%s; sequences are padded, which is slower", in_words(error))
             self._packed, self._model = False, None
-            # transformers' other implementations leave the cap away without a word.
+            # transformers' other implementations silently ignore the soft cap.
             capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
             self._model = _load(options, "eager" if capped else None)
-        # The attention works on a padded copy but for that of a GPU in half precision.
+        # The packed attention pads internally, except on a GPU in half precision.
         self._pads = not self._packed or self._model.device.type == "cpu" or self._model.dtype == torch.float32
         self._head: Any = self._model.get_output_embeddings() if self._head_is_separable() else None
 
     @torch.inference_mode()
     def _check_packing(self) -> None:
-        """Raises ModelError when neighbours in a pack see each other, or the model refuses packs."""
+        """Check packing. Raises ModelError: packed sequences attend to each other, or the model rejects packs."""
         def states(sequences: list[np.ndarray]) -> Tensor:
             found: Tensor = self._model.base_model(**self._batch(sequences))[0][0, -len(sequences[-1]) :]
             return found.float()
@@ -56,13 +56,13 @@ class HFScoringEngine(ScoringEngine):
         longest = min(self.info.max_sequence_length, TOKENS_PER_FORWARD)
         config = self._model.config.to_dict()
         for _, alone, together in packed_and_alone(states, config, longest=longest, num_ids=self.info.num_embeddings):
-            # Neighbours that see each other are as far apart as two different hidden states.
+            # If sequences attend to each other, the norm of the difference is of the order of the states' norm.
             if (together - alone).norm() > 0.1 * alone.norm():
                 raise ModelError(f"{type(self._model).__name__} does not keep packed sequences apart")
 
     @torch.inference_mode()
     def _head_is_separable(self) -> bool:
-        """Whether head(body(x)) equals the model's logits; some models scale or cap them in between."""
+        """Return whether head(body(x)) equals the model's logits; some models scale or cap them in between."""
         head = self._model.get_output_embeddings()
         if head is None or self._model.base_model is self._model:
             return False
@@ -72,7 +72,7 @@ class HFScoringEngine(ScoringEngine):
         return torch.allclose(logits.float(), expected.float(), atol=1e-3, rtol=1e-3)
 
     def _batch(self, inputs: list[np.ndarray]) -> dict[str, Any]:
-        """Arguments of the forward: one packed row, or one padded row per reading."""
+        """Return the arguments of the forward: one packed row, or one padded row per reading."""
         device = self._model.get_input_embeddings().weight.device
         if self._packed:
             return pack(inputs, device).model_kwargs()
@@ -87,15 +87,15 @@ class HFScoringEngine(ScoringEngine):
         return super().clear()
 
     def _step(self) -> list[tuple[Item, TopK]]:
-        """Start the next forward before the last one's numbers are waited for."""
+        """Start the next forward, then wait for the scores of the last one."""
         items, wait = self._take(), self._running
         self._running = self._start(items) if items else None
         return wait() if wait is not None else []
 
     def _take(self) -> list[Item]:
-        """The readings of the next forward, at least one if any waits, of equal `num_ids`.
+        """Take the readings of the next forward: at least one if any is queued, all with equal `num_ids`.
 
-        The limit counts padding where there is any.
+        The token limit includes padding.
         """
         limit = TOKENS_PER_FORWARD if self._head is not None else WHOLE_MODEL_TOKENS
         items: list[Item] = []
@@ -112,7 +112,7 @@ class HFScoringEngine(ScoringEngine):
     @torch.inference_mode()
     def _start(self, items: list[Item]) -> Callable[[], list[tuple[Item, TopK]]]:
         inputs, targets = [item.input_ids for item in items], [item.targets for item in items]
-        # [1, T, D] or [B, L, D] hidden states; logits where the head cannot be taken apart.
+        # [1, T, D] or [B, L, D] hidden states; logits if the head is not separable.
         batch = self._batch(inputs)
         output = self._model(**batch).logits if self._head is None else self._model.base_model(**batch)[0]
         lengths = np.array([len(ids) for ids in inputs])
@@ -128,11 +128,11 @@ class HFScoringEngine(ScoringEngine):
         return _copy_to_host(items, top)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[r, V]; float32 sums of products of a half-precision head, as the GPU has them anyway."""
+        """Return logits [r, V]; those of a half-precision head keep the GPU's float32 accumulation."""
         head = self._head
         if head is None:
             return hidden
-        # A part of a model on several devices has a forward of its own, which moves what it gets.
+        # In a model spread over several devices, a module has its own forward, which moves its inputs.
         plain = type(head) is torch.nn.Linear and getattr(head, "bias", None) is None and "forward" not in vars(head)
         if plain and hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
@@ -140,7 +140,7 @@ class HFScoringEngine(ScoringEngine):
 
 
 def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tuple[Item, TopK]]]:
-    """Starts a copy of the items' scores to pinned memory; the returned function waits for it."""
+    """Start to copy the items' scores to pinned memory; return a function that waits for them."""
     host = [part.to("cpu", non_blocking=True) for part in top]
     event = torch.cuda.Event(blocking=True) if top.ids.device.type == "cuda" else None
     if event is not None:
@@ -161,7 +161,7 @@ def _copy_to_host(items: list[Item], top: TopLogprobs) -> Callable[[], list[tupl
 
 
 def _load(options: EngineOptions, attention: str | None) -> Any:
-    """Raises ModelError."""
+    """Load the model. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -170,5 +170,5 @@ def _load(options: EngineOptions, attention: str | None) -> Any:
             dtype=torch.float32 if options.device == "cpu" else options.dtype,
             device_map="auto" if options.device == "cuda" else None, **options.arguments_of("hf"),
         ).eval()
-    except Exception as error:  # whatever a broken folder, too small a GPU or another attention raises
+    except Exception as error:  # various errors: a broken folder, insufficient GPU memory, unsupported attention
         raise ModelError(f"{options.ckpt_path}: the model cannot be loaded: {in_words(error)}") from error

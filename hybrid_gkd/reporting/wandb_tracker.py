@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from hybrid_gkd.types import GENERATION_COLUMNS, Generation, RunInfo
 logger = logging.getLogger(__name__)
 
 WANDB_FINISH_SECONDS = 300.0
-"""How long the end of a run waits for uploads; what is missing then can be sent with `wandb sync`."""
+"""Timeout of uploads at the end of a run; `wandb sync` can send the rest later."""
 BEST = {
     "val/accuracy": "max", "val/reward_model": "max", "val/forward_kl": "min", "val/reverse_kl": "min",
     "reward/mean": "max", "actor/kl_loss": "min",
 }  # fmt: skip
-"""Metrics whose best value stands beside the last one in the list of runs."""
+"""Metrics whose best value is shown besides the last one in the list of runs."""
 WANDB_PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 class Wandb:
-    """A run in Weights & Biases, offline where nobody is logged in.
+    """Logs to Weights & Biases, offline without a login.
 
-    A resumed run continues the run it had before; online, the server keeps the steps it already has. Offline, wandb
-    cannot, and syncing a second folder with the same id replaces the first: so that starts with metrics.jsonl's steps.
+    A resumed run continues its wandb run. Online, the server keeps the earlier steps. Offline, syncing a second folder
+    with the same id replaces the first one, so the new folder starts with the steps of metrics.jsonl.
     """
 
     def __init__(self, info: RunInfo):
-        import wandb  # takes a second, and may be missing
+        import wandb  # optional dependency; the import takes a second
 
         self._wandb, self._samples_are_new, self._run_dir = wandb, False, info.run_dir
         section = info.config["trainer"]["wandb"]
@@ -71,31 +71,31 @@ class Wandb:
             id_file.write_text(self._run.id + "\n", encoding="utf-8")
             for name, best in BEST.items():
                 self._run.define_metric(name, summary=f"last,{best}")
-            # One table that grows: a resumed run's begins with the samples that it had.
+            # One growing table; a resumed run's starts with the earlier samples.
             self._samples = wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL")
             for row in read_json_lines(info.run_dir / "generations.jsonl") if resumes else []:
                 self._samples.add_data(*(row.get(name) for name in GENERATION_COLUMNS))
             if offline:
                 path = self._run.settings.sync_dir
-                logger.info("wandb is offline; to see the run in a browser: wandb sync %s", path)
+                logger.info("wandb is offline; to view the run in a browser: wandb sync %s", path)
                 for row in read_json_lines(history) if resumes else []:
                     self._run.log(row, step=row.pop("step"), commit=True)
             elif self._run.url:
                 logger.info("wandb run: %s", self._run.url)
                 if section["workspace"]:
                     arguments = (self._run.entity, self._run.project, info.run_dir, info.device)
-                    threading.Thread(target=make_workspace, args=arguments, name="workspace", daemon=True).start()
+                    threading.Thread(target=create_workspace, args=arguments, name="workspace", daemon=True).start()
             self._logs_report = section["log_report"]
         except BaseException:
             self.close(failed=True)
             raise
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # commit=True: otherwise the dashboard shows a step only when the next one arrives.
+        # commit=True: otherwise the dashboard shows a step only after the next one.
         self._run.log({**metrics, **self._take_samples()}, step=step, commit=True)
 
     def log_generations(self, samples: Sequence[Generation], step: int) -> None:
-        # Kept for log(), because wandb takes nothing more of a step that is committed.
+        # Kept for log(), because wandb rejects further data of a committed step.
         for sample in samples:
             self._samples.add_data(step, *asdict(sample).values())
         self._samples_are_new = True
@@ -106,20 +106,20 @@ class Wandb:
                 self._run.log(self._take_samples())
             if self._logs_report:
                 self._log_report()
-            with waiting("wandb to upload what is left", Timeout(WANDB_FINISH_SECONDS)):
+            with waiting("wandb to finish uploads", Timeout(WANDB_FINISH_SECONDS)):
                 self._run.finish(exit_code=1 if failed else 0)
         finally:
-            # Ends wandb's own process, and exits with its code, which is not this run's where a signal has ended both.
+            # Teardown stops wandb's process and exits with its code, which is wrong if a signal stopped both.
             try:
                 self._wandb.teardown(exit_code=1 if failed else 0)
             except SystemExit as error:
-                if error.code == 128 + signal.SIGTERM:  # this process's own handler, at this very moment
+                if error.code == 128 + signal.SIGTERM:  # raised by this process's own signal handler
                     raise
 
     def _log_report(self) -> None:
-        """A report of the run at its end, written for this. What goes wrong costs the artifact, with a warning."""
+        """Write a report and log it as an artifact; errors are logged as warnings."""
         try:
-            # Else wandb copies it to a folder of the user's; here, an offline run has it until `wandb sync` reads it.
+            # In the sync folder wandb does not copy it, and an offline run keeps it for `wandb sync`.
             page = write([self._run_dir], Path(self._run.settings.sync_dir) / REPORT)
             artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
             artifact.add_file(str(page), policy="immutable")
@@ -127,9 +127,9 @@ class Wandb:
             if not self._offline:
                 with waiting("wandb to upload the report", Timeout(WANDB_FINISH_SECONDS)):
                     logged.wait(round(WANDB_FINISH_SECONDS))
-        except Exception as error:  # of wandb, the network, the disk: no reason to lose what the run has logged
+        except Exception as error:  # errors of wandb, the network or the disk must not fail the run
             logger.warning(
-                "trainer.wandb.log_report: the report is not in wandb: %s: %s", type(error).__name__, error
+                "trainer.wandb.log_report: cannot log the report: %s: %s", type(error).__name__, error
             )
 
     def _take_samples(self) -> dict[str, Any]:
@@ -137,8 +137,8 @@ class Wandb:
         return {"val/generations": self._samples} if is_new else {}
 
 
-def make_workspace(entity: str, project: str, run_dir: Path, device: str) -> None:
-    """In a thread: it takes some requests, and nothing waits for it."""
+def create_workspace(entity: str, project: str, run_dir: Path, device: str) -> None:
+    """Create the workspace of the project if it has none; runs in a background thread."""
     try:
         from hybrid_gkd.reporting.dashboard import save_workspace
 
@@ -146,19 +146,20 @@ def make_workspace(entity: str, project: str, run_dir: Path, device: str) -> Non
         address = save_workspace(entity, project, run, update=False)
         if address is not None:
             logger.info("wandb workspace of the project %s: %s", project, address)
-    except Exception as error:  # a dashboard is no reason to lose the run
+    except Exception as error:  # errors of the dashboard must not fail the run
         logger.warning(
-            "the wandb workspace was not made: %s: %s; later: python -m hybrid_gkd.reporting.dashboard --project %s "
-            "--entity %s (trainer.wandb.workspace=false makes none)", type(error).__name__, error, project, entity,
+            "cannot create the wandb workspace: %s: %s; create it later with python -m hybrid_gkd.reporting.dashboard "
+            "--project %s --entity %s (trainer.wandb.workspace=false disables it)", type(error).__name__, error,
+            project, entity,
         )  # fmt: skip
 
 
 def has_wandb_login(server: str) -> bool:
-    """Whether wandb would find credentials for a server: in the environment, or where `wandb login` puts them."""
+    """Return whether wandb has credentials for a server, in the environment or from `wandb login`."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(server).netloc
-    # The public service goes by several names, and wandb takes the login of one for the others.
+    # The public service has several host names, and wandb accepts the login of one for the others.
     hosts = WANDB_PUBLIC_HOSTS if host in WANDB_PUBLIC_HOSTS else (host,)
     try:
         logins = netrc.netrc(os.path.expanduser(os.environ.get("NETRC", "~/.netrc")))

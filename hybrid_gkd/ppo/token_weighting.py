@@ -1,4 +1,4 @@
-"""The weights of single tokens in the distillation term, where the trainer can compute them."""
+"""Token weights of the distillation term, as far as the trainer can compute them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from hybrid_gkd.types import Sample, TopK
 
 
 class Weighting:
-    """Weighs the tokens of samples as `distillation.token_weights` says.
+    """Applies `distillation.token_weights` to samples.
 
-    Where distillation is the only term of the loss, tokens of weight 0 are not trained on, and what follows the last
-    selected one is cut: neither the student nor, where the weights are known before, the teacher computes them.
-    Otherwise the weights are the signal `token_weights`. Those that need the student's distribution are computed in
-    its forward pass; here only their number is known.
+    If distillation is the only term of the loss, tokens of weight 0 are not trained, and the tokens after the last
+    selected one are cut, for the student and, if the weights are known before scoring, for the teacher. Otherwise the
+    weights are added as the signal `token_weights`. Weights that need the student's distribution are computed in its
+    forward pass; only their number is known here.
     """
 
     def __init__(self, config: Config):
         self._row, self._selects = config.distillation.weighting, config.distils_alone
         needs = None if self._row is None else self._row.needs
-        # A store has the scores of whole completions.
+        # The store has scores of whole completions.
         if needs == "completion" and self._selects and config.actor_rollout_ref.teacher.cache is not None:
             needs = "teacher"
         self.needs_scores, self._before = needs == "teacher", needs == "completion"
         self.cuts_before = self._before and self._selects
-        """The teacher scores the selected tokens alone."""
+        """Whether the teacher scores the selected tokens only."""
 
     def before_scoring(self, sample: Sample) -> Sample:
-        """Return a sample as the teacher is to score it."""
+        """Return the sample that the teacher scores."""
         return self._weighed(sample) if self._before else sample
 
     def after_scoring(self, sample: Sample) -> Sample:
-        """Return a sample that has the teacher's scores as it is to be trained on."""
+        """Return the sample that is trained, given one with the teacher's scores."""
         return self._weighed(sample) if self.needs_scores else sample
 
     def metrics(self, before: list[Sample], after: list[Sample]) -> dict[str, float]:
-        """Return the fraction of the trained tokens that have a weight above 0, of samples without and with weights."""
+        """Return the fraction of trained tokens with a weight above 0, given the samples without and with weights."""
         if self._row is None:
             return {}
         if self._row.needs == "student":

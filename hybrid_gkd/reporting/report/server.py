@@ -1,4 +1,4 @@
-"""The page of runs that go on, for a browser on this machine."""
+"""HTTP server of the live report page, for browsers on this machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybrid_gkd.reporting.report.page import html, open_runs, page_data
 
 HOST = "127.0.0.1"
 FRESH_SECONDS = 2.0
-"""Data of this age is given to another page or tab without reading the folders again."""
+"""Age in seconds up to which data is reused for another request."""
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the page, and `data.json` with what it shows, read anew. Raises OSError: the port is in use."""
+    """Serves the page, and its current data as `data.json`. Raises OSError: the port is in use."""
 
     daemon_threads = True
 
@@ -37,13 +37,13 @@ class ReportServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET of the two, to whoever asks for this machine by an address that no other site can have."""
+    """Handles GET of the page and its data, for requests addressed to this machine only."""
 
     server: ReportServer
-    timeout = 60  # of a client that says nothing
+    timeout = 60  # seconds, of a silent client
 
     def do_GET(self) -> None:
-        # A site whose name is made to lead to 127.0.0.1 is not to read the runs: the browser says which name it asked.
+        # Against DNS rebinding: a host name that resolves to 127.0.0.1 must not give access to the runs.
         if self.headers.get("Host") not in {f"{name}:{self.server.port}" for name in (HOST, "localhost")}:
             self._answer(403, "text/plain", b"only for this machine\n")
         elif self.path == "/data.json":
@@ -63,11 +63,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a request every five seconds is no news."""
+        """Log nothing: the page polls every five seconds."""
 
 
-def serve(folders: list[Path], port: int) -> None:
-    """Serve until Ctrl-C; says where. Raises OSError."""
+def serve_report(folders: list[Path], port: int) -> None:
+    """Print the address and serve until Ctrl-C. Raises OSError."""
     with ReportServer(folders, port) as server:
         print(f"http://{HOST}:{server.port}", flush=True)
         try:

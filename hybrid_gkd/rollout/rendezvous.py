@@ -1,6 +1,6 @@
-"""The store through which the processes of a group find each other. It asks nobody who they are.
+"""Rendezvous store of a process group, without authentication, bound to one network interface.
 
-torch's own would listen on all interfaces, also for a single process.
+torch's own store listens on all interfaces, even for a single process.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 
 def open_store(address: tuple[str, int], *, rank: int, size: int, timeout: float) -> dist.Store:
-    """Rank 0 listens at `address`, and on no other interface; a process alone needs no socket.
+    """Open the store of a group; rank 0 listens at `address` only. A single process needs no socket.
 
-    Raises RuntimeError or OSError if the others do not come within `timeout` seconds, or the port is taken.
+    Raises RuntimeError or OSError: the other ranks do not connect within `timeout` seconds, or the port is in use.
     """
     if size == 1:
         return dist.HashStore()

@@ -1,9 +1,9 @@
-"""Scores on disk: of given answers, which are the same in every epoch and every run.
+"""Store of teacher scores on disk, for given completions, which are the same in every epoch and every run.
 
-A store is a folder with an SQLite file. An entry belongs to a teacher's weights, K, temperature, the tokens of the
-reading and the positions that are scored; it is the reply of a service as it came over the wire, with the checksum of
-each array, and is checked as one when it is read. SQLite writes ahead of its file, so that a kill loses at most the
-last entries. Several processes of one machine may use a store at a time; it has to be on a local disk.
+A store is a folder with an SQLite file. The key of an entry covers the teacher's weights, K, temperature, and the
+reading's tokens and scored positions. The value is the reply of the service as received, with a checksum per array,
+and is validated like a reply when it is read. SQLite's write-ahead log limits the loss at a kill to the last entries.
+Several processes of one machine may share a store. It must be on a local disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybrid_gkd.types import Reading, TopK
 
 FILE = "scores.sqlite3"
 BUSY_SECONDS = 30.0
-"""Timeout for another process that writes."""
+"""Timeout of waiting for another process that writes."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS teachers (
     weights TEXT, topk INTEGER, temperature REAL, num_ids INTEGER, model TEXT,
@@ -38,28 +38,28 @@ CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, scores BLOB);
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBy:
-    """What the scores of a store depend on beside the reading."""
+    """Teacher and settings on which stored scores depend, besides the reading."""
 
     model: ModelInfo
-    """Its `weights` tell teachers apart; the rest is for people and for the handshake."""
+    """Description of the teacher; its `weights` identify it."""
     topk: int
     temperature: float
     num_ids: int
-    """Ids that were scored, from 0 on."""
+    """Number of scored token ids, from 0."""
 
     def __post_init__(self) -> None:
-        """Raises TeacherError: scores of another teacher could be taken for this one's."""
+        """Check that the weights can be identified. Raises TeacherError."""
         if not self.model.weights:
             raise TeacherError(
-                f"the teacher {self.model.model} does not say which weights it has, so that none of its scores can be "
-                "kept: its service is of an older version"
+                f"the teacher {self.model.model} reports no fingerprint of its weights, so its scores cannot be "
+                "stored; update the teacher service"
             )
 
     def __str__(self) -> str:
         return f"{self.model.model} (K {self.topk}, temperature {self.temperature:g})"
 
     def key(self, reading: Reading) -> bytes:
-        """Of the entry of a reading."""
+        """Return the key of a reading's entry."""
         of_all = f"{self.model.weights} {self.topk} {self.temperature!r} {self.num_ids} "
         found = hashlib.blake2b(of_all.encode(), digest_size=20)
         for array, dtype in ((reading.token_ids, "<i4"), (reading.positions, "<i8")):
@@ -68,11 +68,11 @@ class ScoredBy:
 
 
 class ScoreStore:
-    """The scores in a folder. Close it. Methods may be called from any thread.
+    """Store of scores in a folder. Thread-safe; must be closed.
 
     Args:
-        folder: is created where it is missing.
-        max_bytes: size of the file from which on nothing is added.
+        folder: folder of the store, created if missing.
+        max_bytes: file size above which nothing is added.
 
     Raises TeacherError: it cannot be opened.
     """
@@ -94,7 +94,7 @@ class ScoreStore:
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Raise TeacherError for SQLite's errors: a full disk, a damaged file, another process that does not end."""
+        """Convert SQLite's errors to TeacherError: a full disk, a damaged file, a lock held by another process."""
         try:
             yield
         except sqlite3.Error as error:
@@ -106,7 +106,7 @@ class ScoreStore:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file, bytes."""
         with self._lock, self._errors("cannot be read"):
             (pages,), (size,) = (self._database.execute(f"PRAGMA {each}").fetchone() for each in (
                 "page_count", "page_size",
@@ -118,7 +118,7 @@ class ScoreStore:
             return int(self._database.execute("SELECT COUNT(*) FROM entries").fetchone()[0])
 
     def teachers(self) -> list[ScoredBy]:
-        """Whose scores are there, the first one first. Raises TeacherError."""
+        """Return the teachers with scores in the store, oldest first. Raises TeacherError."""
         with self._lock, self._errors("cannot be read"):
             columns = "SELECT model, topk, temperature, num_ids FROM teachers ORDER BY rowid"
             rows = self._database.execute(columns).fetchall()
@@ -128,10 +128,10 @@ class ScoreStore:
                 for model, k, temperature, ids in rows
             ]
         except msgspec.DecodeError as error:
-            raise TeacherError(f"{self.folder / FILE}: its description of a teacher cannot be read: {error}") from error
+            raise TeacherError(f"{self.folder / FILE}: cannot decode the description of a teacher: {error}") from error
 
     def add_teacher(self, scored_by: ScoredBy) -> None:
-        """Note whose scores follow. Raises TeacherError."""
+        """Record a teacher before its scores are added. Raises TeacherError."""
         model = scored_by.model
         described = msgspec.json.encode(model).decode()
         values = (model.weights, scored_by.topk, scored_by.temperature, scored_by.num_ids, described)
@@ -139,7 +139,7 @@ class ScoreStore:
             self._database.execute("INSERT OR IGNORE INTO teachers VALUES (?, ?, ?, ?, ?)", values)
 
     def get(self, scored_by: ScoredBy, reading: Reading) -> TopK | None:
-        """The scores of a reading, None without an entry. Raises TeacherError for one that is damaged."""
+        """Return the scores of a reading; None without an entry. Raises TeacherError: the entry is damaged."""
         key = scored_by.key(reading)
         with self._lock, self._errors("cannot be read"):
             row = self._database.execute("SELECT scores FROM entries WHERE key = ?", (key,)).fetchone()
@@ -151,18 +151,18 @@ class ScoreStore:
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise TeacherError(f"the entry cannot be decoded: {error}") from error
         if not isinstance(result, protocol.ScoreResult):
-            raise TeacherError("the entry is no reply of a teacher")
+            raise TeacherError("the entry is not a score result")
         (scores,) = protocol.unpack_result(
             result, frames, topk=scored_by.topk, vocab_size=scored_by.num_ids, num_scored=[len(reading.positions)]
         )
         return scores
 
     def put(self, scored_by: ScoredBy, reading: Reading, scores: TopK) -> bool:
-        """Keep scores in the place of older ones; return whether there was room. Raises TeacherError."""
+        """Store scores, replacing older ones; return False if the store is full. Raises TeacherError."""
         if self.num_bytes >= self.max_bytes:
             return False
         result = protocol.ScoreResult(id="stored", attempt=0, server=f"the store {self.folder}")
-        frames = map(bytes, protocol.encode(result, protocol.result_arrays([scores])))
+        frames = map(bytes, protocol.encode_message(result, protocol.result_arrays([scores])))
         blob = msgspec.msgpack.encode(list(frames))
         with self._lock, self._errors("cannot be written"):
             self._database.execute("INSERT OR REPLACE INTO entries VALUES (?, ?)", (scored_by.key(reading), blob))

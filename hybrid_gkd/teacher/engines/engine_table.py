@@ -1,4 +1,4 @@
-"""The choice of a scoring engine, whose module is imported when it is loaded."""
+"""Table of scoring engines; the module of an engine is imported when it is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_gkd.teacher.engines.base import ScoringEngine
 from hybrid_gkd.teacher.engines.options import EngineOptions
 
 ENGINES = {"hf": "HFScoringEngine", "vllm": "VLLMScoringEngine"}
-"""The classes by the names of their modules."""
+"""Engine classes by backend."""
 OWN_ARGUMENTS = {
     "hf": {"attn_implementation", "dtype", "torch_dtype", "device_map", "trust_remote_code"},
     "vllm": {
@@ -25,10 +25,10 @@ OWN_ARGUMENTS = {
         "enable_prefix_caching", "enable_chunked_prefill", "worker_extension_cls", "trust_remote_code",
     },
 }  # fmt: skip
-"""Arguments of the engines that have an option of their own, or a value that scoring depends on."""
+"""Arguments not allowed in --engine-kwargs: they have their own option, or scoring requires a fixed value."""
 
 
-def load_engine(options: EngineOptions) -> ScoringEngine:
+def load_scoring_engine(options: EngineOptions) -> ScoringEngine:
     """Load the model. Raises ModelError with the folder or the option at fault."""
     backend, device = options.backend, options.device
     if backend == "auto":
@@ -36,20 +36,20 @@ def load_engine(options: EngineOptions) -> ScoringEngine:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("--device cuda: PyTorch sees no GPU here")
+        raise ModelError("--device cuda: PyTorch finds no GPU")
     if device == "cpu" and options.dtype not in ("auto", "float32"):
         raise ModelError(f"--dtype {options.dtype}: on the CPU the engines compute in float32")
     if backend == "hf" and options.tp_size > 1:
         raise ModelError(f"--tp-size {options.tp_size}: tensor parallelism needs --backend vllm")
     _check_arguments(options, backend)
-    module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}")
+    module = importlib.import_module(f"hybrid_gkd.teacher.engines.{backend}_engine")
     engine: ScoringEngine = getattr(module, ENGINES[backend])(dataclasses.replace(options, device=device))
-    engine.info = msgspec.structs.replace(engine.info, weights=weights_of(options, backend))
+    engine.info = msgspec.structs.replace(engine.info, weights=weights_fingerprint(options, backend))
     return engine
 
 
-def weights_of(options: EngineOptions, backend: str) -> str:
-    """See `ModelInfo.weights`. The model has been loaded: one of the hub is on this machine by now."""
+def weights_fingerprint(options: EngineOptions, backend: str) -> str:
+    """Return `ModelInfo.weights`. The model must have been loaded, so that a hub model is on this machine."""
     given = options.arguments_of(backend)
     how = {"dtype": options.dtype} | {each: given[each] for each in sorted(given) if "quant" in each or "dtype" in each}
     found = fingerprint(options.ckpt_path)
@@ -57,12 +57,12 @@ def weights_of(options: EngineOptions, backend: str) -> str:
 
 
 def _check_arguments(options: EngineOptions, backend: str) -> None:
-    """Raises ModelError for arguments of an engine that does not run, and for those that are not free."""
+    """Check --engine-kwargs. Raises ModelError: arguments for another engine, or in `OWN_ARGUMENTS`."""
     for name in json.loads(options.engine_kwargs):
         given = options.arguments_of(name)
         if given and name != backend:
             raise ModelError(f"--engine-kwargs {name}: the engine is {backend}")
         if fixed := sorted(given.keys() & OWN_ARGUMENTS[backend]):
             raise ModelError(
-                f"--engine-kwargs {name} {', '.join(fixed)}: has an option of its own, or a value that scoring needs"
+                f"--engine-kwargs {name} {', '.join(fixed)}: has an option of its own, or is fixed for scoring"
             )

@@ -1,4 +1,4 @@
-"""The reward model's part of a reward: what it reads of a prompt and a response, and asking the workers for scores."""
+"""Reward model: the text that it reads, and its scores from the workers."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRUNCATED = f"{MODEL}_truncated"
-"""Beside a score: whether the text lost its end, 1 or 0."""
+"""Metric of a score: 1 if the text was truncated, else 0."""
 
 
 @dataclass(frozen=True)
 class RewardTexts:
-    """From a prompt and a response to the tokens that the reward model reads."""
+    """Tokenizes prompts and completions for the reward model."""
 
     tokenizer: Any
-    """The student's."""
+    """The student's tokenizer."""
     own: Any = None
-    """The reward model's; None where texts are the student's tokens as they are."""
+    """The reward model's tokenizer; None to pass on the student's tokens."""
     max_length: int | None = None
-    """Tokens that it reads; None: any number."""
+    """Maximum number of tokens; None for no limit."""
 
     def tokens(self, task: Task, sample: Sample) -> np.ndarray:
-        """Of the whole text, int32 [T]. Raises DataError: its chat template refuses the chat, or it needs one."""
+        """Return the tokens of the whole text, int32 [T]. Raises DataError: the chat template fails or is missing."""
         if self.own is None:
             return sample.tokens
         assert task.messages is not None
@@ -53,14 +53,14 @@ class RewardTexts:
             text = self.own.apply_chat_template(
                 chat, tools=task.tools, add_generation_prompt=False, tokenize=False
             )
-        except Exception as error:  # a template is a program, which refuses roles or their order in its own way
-            reason = f"the chat template of reward_model.model.path refuses it: {in_words(error)}"
+        except Exception as error:  # a template can raise any error on roles or their order
+            reason = f"the chat template of reward_model.model.path raised an error: {in_words(error)}"
             raise DataError(f"row {task.row} of the data: {reason}") from error
         return np.array(self.own(text, add_special_tokens=False).input_ids, np.int32)
 
 
-class RewardModelTurn:
-    """What a `RewardScorer` asks of the reward model. The workers compute it in a phase of its own, after a rollout."""
+class RewardModelScorer:
+    """Scores completions with the reward model, which the workers run in a separate phase after a rollout."""
 
     def __init__(self, config: Config, group: WorkerGroup, texts: RewardTexts, clock: Clock):
         self.group, self.texts, self.clock = group, texts, clock
@@ -69,19 +69,19 @@ class RewardModelTurn:
         self.balance = config.trainer.balance_batch
 
     def span(self) -> contextlib.AbstractContextManager[None]:
-        """Around the scores of a training step, for its times."""
+        """Return the timing span of a training step's scores."""
         return self.clock.span("reward_model")
 
     def scores(self, pairs: list[Pair]) -> list[Score]:
-        """Of responses to their prompts. Raises TrainingError: a score is not finite; DataError as `tokens`."""
+        """Score samples. Raises TrainingError: a score is not finite; DataError as `RewardTexts.tokens` does."""
         whole = [self.texts.tokens(*pair) for pair in pairs]
         texts = [ids[: self.texts.max_length] for ids in whole]
         cut = [len(ids) > len(text) for ids, text in zip(whole, texts, strict=True)]
         if any(cut):
             longest = max(map(len, whole))
             logger.warning(
-                "%d of %d texts for the reward model lose their end: it reads %d tokens (reward_model.max_length, or "
-                "its positions), and the longest has %d", sum(cut), len(cut), self.texts.max_length, longest,
+                "%d of %d texts for the reward model are truncated to %d tokens (reward_model.max_length, or its "
+                "max_position_embeddings); the longest has %d", sum(cut), len(cut), self.texts.max_length, longest,
             )  # fmt: skip
         found = self.group.compute_reward_scores(self._plan(texts))
         for index, (task, _) in enumerate(pairs):
@@ -90,7 +90,7 @@ class RewardModelTurn:
         return [Score(found[index], {TRUNCATED: float(each)}) for index, each in enumerate(cut)]
 
     def _plan(self, texts: list[np.ndarray]) -> list[tuple[tuple[RewardText, ...], ...]]:
-        """For each worker its micro-batches, the same number for each."""
+        """Return the micro-batches of each worker, equally many for all."""
         lengths = [len(text) for text in texts]
         limit = max(self.max_tokens, *lengths)
         cost = self.group.attention_cost

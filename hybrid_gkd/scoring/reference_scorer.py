@@ -1,8 +1,8 @@
-"""The reference policy as a scorer, and the KL to it inside the rewards.
+"""The reference policy as a scorer, and the KL penalty in the rewards.
 
-The penalty, its estimates and its two controllers are verl's (`algorithm.use_kl_in_reward`).
+The penalty, its estimators and its two controllers are verl's (`algorithm.use_kl_in_reward`).
 
-Shapes: R trained tokens of a sample; a log-ratio is log q - log p, q of the student and p of the reference.
+Shapes: R trained tokens of a sample. A log-ratio is log q - log p with q the student and p the reference.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from hybrid_gkd.workers.group import WorkerGroup
 
 LARGEST_K3, LOG_RATIO_LIMIT = 10.0, 20.0
-"""k3 grows with exp of the log-ratio: a token counts this at most, from a log-ratio of this size at most."""
+"""Bounds of a token's k3 and of the log-ratio in it: k3 grows exponentially with the log-ratio."""
 LARGEST_ERROR = 0.2
-"""Part of the target by which a KL counts as too large or too small at most."""
+"""Bound of the controller's relative error |KL / target - 1|."""
 ESTIMATES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "k1": lambda log_ratio: log_ratio,
     "abs": np.abs,
     "k2": lambda log_ratio: log_ratio**2 / 2,
     "k3": lambda log_ratio: _k3(log_ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clip(max=LARGEST_K3),
 }
-"""algorithm.kl_penalty -> of log-ratios [R] the estimates of KL(q || p), [R], nats."""
+"""Estimators of KL(q || p) by algorithm.kl_penalty: log-ratios [R] -> estimates [R], nats."""
 
 
 def reference_scorer(config: Config, group: WorkerGroup, batches: Batches) -> WorkersScorer:
-    """Return the scorer of the log-probabilities of trained tokens, or of all candidates if the loss needs them."""
+    """Return the scorer of the trained tokens' log-probabilities, or of top-k candidates if the loss needs them."""
     if config.ref_topk:
         return WorkersScorer("reference_topk", group.compute_ref_topk, batches)
     return WorkersScorer("reference", group.compute_ref_logprobs, batches)
 
 
 class KLPenalty:
-    """The KL to the reference policy inside the rewards, with the controller of its coefficient."""
+    """KL penalty to the reference policy in the rewards, with the controller of its coefficient."""
 
     def __init__(self, config: Config):
         self.config, self.section = config, config.algorithm.kl_ctrl
         self.coef = self._next_coef = self.section.kl_coef
-        """Of the present step."""
+        """Coefficient of the present step."""
 
     def apply(self, samples: list[Sample], rewards: Arrays | None) -> tuple[Arrays, dict[str, float]]:
-        """Return the rewards of the tokens, or zeros, less coef times the KL, float32 [R] each, and metrics.
+        """Subtract coef times the KL from the token-level rewards (None: zeros); return float32 [R] each, and metrics.
 
-        The samples have old log-probabilities and those of the reference. Rewards behind theirs, those of greedy
-        samples, stay as they are, as in verl.
+        The samples need old log-probabilities and those of the reference. Rewards of greedy samples, which follow those
+        of `samples`, stay unchanged, as in verl.
         """
         estimate = ESTIMATES[self.config.algorithm.kl_penalty]
         kls = [estimate(_log_ratio(sample)) for sample in samples]
@@ -64,27 +64,27 @@ class KLPenalty:
         return left + rewards[len(kls) :], metrics
 
     def end_step(self) -> None:
-        """Take the controller's coefficient for the next step."""
+        """Switch to the controller's coefficient for the next step."""
         self.coef = self._next_coef
 
     @property
     def state(self) -> float | None:
-        """What a checkpoint keeps: the coefficient of the next step, where a controller changes it."""
+        """Coefficient of the next step, for checkpoints; None if it is fixed."""
         return self.coef if self.config.algorithm.adapts_kl_coef else None
 
     def resume(self, state: float | None) -> None:
-        """Go on with the state of a checkpoint; None: it has none, and the configured coefficient stays."""
+        """Restore the state of a checkpoint; None keeps the configured coefficient."""
         if state is not None and self.config.algorithm.adapts_kl_coef:
             self.coef = self._next_coef = state
 
 
 def next_coefficient(section: KLCtrlConfig, coef: float, kl: float, num_sequences: int) -> float:
-    """The coefficient after a step whose responses, so many, had the mean KL `kl`, nats per token.
+    """Return the coefficient after a step with `num_sequences` samples of mean KL `kl`, nats per token.
 
-        coef (1 + e num_sequences / horizon),   e = kl / target_kl - 1, between -0.2 and 0.2
+        coef (1 + e num_sequences / horizon),   e = kl / target_kl - 1, clipped to [-0.2, 0.2]
 
-    With `type=fixed` it stays. Source: Ziegler et al., arXiv 1909.08593, section 2.2, where a KL is the sum of a
-    response; as in verl it is the mean of its tokens here.
+    With `type=fixed` it is constant. Source: Ziegler et al., arXiv 1909.08593, section 2.2. There the KL is summed over
+    the tokens of a completion; here, as in verl, it is their mean.
     """
     if section.type == "fixed":
         return coef
