@@ -48,7 +48,7 @@ from hybrid_gkd.launch.teacher import connect, make_teacher_process
 from hybrid_gkd.offload.needs import with_planned_caches
 from hybrid_gkd.ppo.steps import total_steps as total_steps_of
 from hybrid_gkd.reporting.trace import recording
-from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.trainer import GKDTrainer
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
                         engine_room=plan.memory.engine_room)
         ))  # fmt: skip
         teacher.wait_ready()
-        keep_loaded()  # as a run does
+        freeze_gc()  # as a run does
         for schedule, config in configs.items():
             train(args, dataclasses.replace(facts, config=config), group, teacher)
             found[schedule] = figures(config.run_dir, *steps_left_out(args, schedule))

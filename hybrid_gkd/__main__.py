@@ -13,7 +13,7 @@ from hybrid_gkd.config.loading import to_yaml
 from hybrid_gkd.demo.use import demo_teacher_accuracy
 from hybrid_gkd.launch.command_line import changed_from_recipe, load, parse, run_command
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.runtime.imports import gc_paused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def dry_run(config: Config) -> int:
 
 def train(config: Config, options: argparse.Namespace, stopping: Stopping) -> None:
     """Train and print the final table."""
-    with quick_imports():
+    with gc_paused():
         from hybrid_gkd.launch import run
 
     recipe, changed = changed_from_recipe(config, options)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_gkd.errors import DataError, call_all
-from hybrid_gkd.runtime.hub import look_at_hub
+from hybrid_gkd.runtime.hub import check_hub
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -229,7 +229,7 @@ def _library_reader(name: str, config: str | None, split: str) -> Callable[[str,
 
     def read(where: str, wanted: Container[str]) -> Table:
         if not os.path.isdir(name):
-            look_at_hub()
+            check_hub()
         import datasets
 
         return _read_dataset(lambda: datasets.load_dataset(name, config, split=split), wanted)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Chat, Rows
-from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
@@ -103,7 +103,7 @@ class Report:
                 with waiting(f"the check of {check.name}"):
                     self._say("ok", check.name, check.function(facts))
             except HybridGKDError as error:
-                self._say("FAIL", check.name, "\n".join(map(str, all_of([error]))))
+                self._say("FAIL", check.name, "\n".join(map(str, flatten_errors([error]))))
             except Exception as error:  # whatever a library raises, the other checks are of use
                 self._say("FAIL", check.name, f"{type(error).__name__}: {error}")
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hybrid_gkd.errors import HybridGKDError, all_of
+from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import load, parse
 from hybrid_gkd.launch.fit import check_own_answers
@@ -101,7 +101,7 @@ def examine(options: argparse.Namespace) -> int:
     try:
         config = load(options)
     except HybridGKDError as error:
-        for each in all_of([error]):
+        for each in flatten_errors([error]):
             print(f"FAIL configuration: {each}")
         return 1
     report, facts = Report(), Facts(config)

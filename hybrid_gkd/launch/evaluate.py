@@ -23,7 +23,7 @@ from hybrid_gkd.config.loading import broken_rules, load_config
 from hybrid_gkd.errors import ConfigError, call_all, raise_all
 from hybrid_gkd.launch.command_line import load, make_parser, run_command
 from hybrid_gkd.launch.stopping import Stopping
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.runtime.imports import gc_paused
 from hybrid_gkd.student.checkpoint_store import STATE
 
 DEFAULTS = (
@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
     """Validate every model and print the table, also of those before one that failed. Raises HybridGKDError."""
     config = base_config(options)
     configs = name_runs(call_all(functools.partial(for_model, config, model) for model in options.models))
-    with quick_imports():
+    with gc_paused():
         from hybrid_gkd.launch import preflight, run
 
     all_facts = call_all(functools.partial(preflight.check_all, each) for each in configs)

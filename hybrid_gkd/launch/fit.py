@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import numpy as np
 
 from hybrid_gkd.data.prompts import tokenize_chats
-from hybrid_gkd.errors import DataError, TeacherMismatch, naming
+from hybrid_gkd.errors import DataError, TeacherMismatch, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.resume import accepted_changes
@@ -71,7 +71,7 @@ def fit(facts: Facts) -> str:
             "the vocabulary is the same, and its special tokens differ (teacher %s, student %s): %s; prompts and "
             "answers have the student's", path, config.actor_rollout_ref.model.path, "; ".join(differ),
         )  # fmt: skip
-    with naming(TEACHER_PATH):
+    with prefix_errors(TEACHER_PATH):
         ends = stop_token_ids(path, own)
     compare(facts, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"

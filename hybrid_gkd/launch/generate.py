@@ -27,7 +27,7 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import EveryColumn, find_sources, read_table, short
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, in_words
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, describe_error
 from hybrid_gkd.launch.answers import ROW, SAMPLE, AnswerFile, Progress
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
@@ -201,7 +201,7 @@ def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> No
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as error:
-                rule = f"holds what JSON does not have ({in_words(error)})"
+                rule = f"holds what JSON does not have ({describe_error(error)})"
                 raise DataError(f"FILE, row {number}, column {name!r}: {rule}; got {short(value)}") from error
 
 
@@ -286,7 +286,7 @@ def load_engine(config: Config, options: argparse.Namespace, inputs: Inputs) -> 
     except ModelError:
         raise
     except Exception as error:  # whatever vLLM raises for a model or a device that it cannot use
-        raise ModelError(f"--ckpt-path {options.ckpt_path}: vLLM cannot load it: {in_words(error)}") from error
+        raise ModelError(f"--ckpt-path {options.ckpt_path}: vLLM cannot load it: {describe_error(error)}") from error
     engine.weight_version = 0  # those of the folder
     return engine
 

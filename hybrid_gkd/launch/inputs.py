@@ -19,7 +19,7 @@ from hybrid_gkd.compat.vllm.versions import vllm_available
 from hybrid_gkd.config import REWARD_MODEL_PATH, Config, DataConfig, ModelConfig
 from hybrid_gkd.data.prompts import Columns, make_prompts, read_rows
 from hybrid_gkd.data.tables import find_sources
-from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, naming
+from hybrid_gkd.errors import ConfigError, DataError, ModelError, call_all, prefix_errors
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES
 from hybrid_gkd.models.spec import position_limit, read_config, student_spec
@@ -51,9 +51,9 @@ def student(facts: Facts) -> str:
     check_model_folder("actor_rollout_ref.model.path", model.path)
     check_export("actor_rollout_ref.model.path", model.path)
     check_length("student", model.path, config, config.max_sequence_length, model.override_config)
-    with naming(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
+    with prefix_errors(f"actor_rollout_ref.model.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
         facts.tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-    with naming("actor_rollout_ref.model.path"):
+    with prefix_errors("actor_rollout_ref.model.path"):
         facts.stop_token_ids = stop_token_ids(model.path, facts.tokenizer)
     if not facts.stop_token_ids:
         raise ModelError(f"actor_rollout_ref.model.path: {model.path} defines no end-of-sequence token")
@@ -119,7 +119,7 @@ def reward_model(facts: Facts) -> str:
         raise ConfigError("reward_model.max_length", f"{model.path} has {positions} positions ({field})", limit)
     if config.reward_model.max_length is None:
         check_positions("reward model", model.path, config.data, config.max_sequence_length, (positions, field))
-    with naming(key):
+    with prefix_errors(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     same = all(of(own) == of(facts.tokenizer) for of in (tokenizer_hash, special_tokens))
     other = None if same else "tokenizer"
@@ -142,7 +142,7 @@ def check_other_model(who: str, key: str, model: ModelConfig, facts: Facts) -> N
     check_export(key, model.path)
     rows = check_length(who, model.path, facts.config, facts.config.max_sequence_length, model.override_config)
     check_rows(who, model.path, rows, facts)
-    with naming(key):
+    with prefix_errors(key):
         own = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if tokenizer_hash(own) != tokenizer_hash(facts.tokenizer):
         raise ModelError(f"{key}: {who} and student must have the same vocabulary; {model.path} has another one")
@@ -155,7 +155,7 @@ def teacher(facts: Facts) -> str:
     if not config.distillation.enabled:
         return "none is needed"
     if section.cache is not None:
-        with naming("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
+        with prefix_errors("actor_rollout_ref.teacher.cache"), contextlib.closing(ScoreStore(section.cache)) as store:
             stored = len(store)
         if section.is_stored:
             return f"none is asked: {stored} answers are scored in {section.cache}"
@@ -438,5 +438,5 @@ def check_architecture(key: str, model: ModelConfig, wrap: Callable[[Any], objec
         model.path, dtype=torch.float32, trust_remote_code=model.trust_remote_code,
         override_config=model.override_config, key=key,
     )
-    with naming(key):
+    with prefix_errors(key):
         wrap(built)

@@ -38,7 +38,7 @@ from hybrid_gkd.reporting.terminal import show_next_steps, show_plan
 from hybrid_gkd.reporting.trace import recording
 from hybrid_gkd.reporting.trackers import Tracking
 from hybrid_gkd.runtime.files import free_path
-from hybrid_gkd.runtime.imports import keep_loaded
+from hybrid_gkd.runtime.imports import freeze_gc
 from hybrid_gkd.scoring.reward_model import RewardModelTurn
 from hybrid_gkd.scoring.rewards import RewardScorer
 from hybrid_gkd.student.checkpoint_store import CheckpointStore
@@ -125,7 +125,7 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": facts.plan.loaded, **about}
         with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
             trainer = assemble(facts, stack, stopping)
-            keep_loaded()
+            freeze_gc()
             is_ready()
             # Where nothing may be saved there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_gkd.config import ModelConfig
-from hybrid_gkd.errors import ConfigError, ModelError, in_words
+from hybrid_gkd.errors import ConfigError, ModelError, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _given_config(model: ModelConfig, folder: str) -> Any:
         kind = json.loads(Path(folder, CONFIG_FILE).read_text(encoding="utf-8")).get("peft_type")
         found = LoraConfig.from_pretrained(folder) if kind == "LORA" else None
     except Exception as error:  # whatever a broken file makes peft raise
-        raise ConfigError(key, f"{CONFIG_FILE} cannot be read: {in_words(error)}", folder) from error
+        raise ConfigError(key, f"{CONFIG_FILE} cannot be read: {describe_error(error)}", folder) from error
     if found is None:
         raise ConfigError(key, f"must hold a LoRA adapter, not one of the kind {kind}", folder)
     beyond = [name for name in NOT_PLAIN if getattr(found, name, None)]
@@ -107,7 +107,7 @@ def add_adapters(hf_model: Any, config: Any, dtype: torch.dtype) -> None:
     try:
         inject_adapter_in_model(config, hf_model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ConfigError(key, in_words(error), targets) from error
+        raise ConfigError(key, describe_error(error), targets) from error
     layers = adapted_layers(hf_model)
     for name, layer in layers.items():
         if type(layer).__name__ != "Linear" or not isinstance(layer.base_layer, nn.Linear):

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_gkd.config import Config, ModelConfig
-from hybrid_gkd.errors import ConfigError, ModelError, in_words
-from hybrid_gkd.runtime.hub import look_at_hub
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.errors import ConfigError, ModelError, describe_error
+from hybrid_gkd.runtime.hub import check_hub
+from hybrid_gkd.runtime.imports import gc_paused
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def model_spec(
     Raises ModelError for a configuration or adapters that cannot be used, ConfigError as `read_config` and
     `add_adapters`.
     """
-    with quick_imports():
+    with gc_paused():
         import torch
 
     try:
@@ -90,7 +90,7 @@ def model_spec(
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # whatever a model raises whose numbers do not fit together
-        raise ModelError(f"{path}: the model's configuration cannot be used: {in_words(error)}") from error
+        raise ModelError(f"{path}: the model's configuration cannot be used: {describe_error(error)}") from error
 
 
 def _kept_values(layers: int, width: int, intermediate: int, checkpointing: bool) -> int:
@@ -166,7 +166,7 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
     from transformers import AutoConfig
 
     if trust_remote_code or not os.path.isdir(path):  # a folder may name code on the hub
-        look_at_hub()
+        check_hub()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     key = "actor_rollout_ref.model.override_config"
     for name, value in override_config.items():
@@ -179,7 +179,7 @@ def read_config(path: str, trust_remote_code: bool, override_config: Mapping[str
             else:
                 setattr(config, name, value)
         except Exception as error:  # transformers checks types with errors of its own
-            raise ConfigError(key, f"{path} does not take this {name}: {in_words(error)}", value) from error
+            raise ConfigError(key, f"{path} does not take this {name}: {describe_error(error)}", value) from error
     return config
 
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_gkd.errors import ModelError, in_words
-from hybrid_gkd.runtime.hub import look_at_hub
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.errors import ModelError, describe_error
+from hybrid_gkd.runtime.hub import check_hub
+from hybrid_gkd.runtime.imports import gc_paused
 from hybrid_gkd.types import Sample
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Raises ModelError with the folder when there is no tokenizer or it cannot be loaded."""
-    with quick_imports():
+    with gc_paused():
         from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
@@ -26,11 +26,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     if looks_local and not folder.is_dir():
         raise ModelError(f"{path}: no such model folder")
     if trust_remote_code or not folder.is_dir():
-        look_at_hub()
+        check_hub()
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a tokenizer file or a folder's own code raises
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {in_words(error)}") from error
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {describe_error(error)}") from error
 
 
 def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -52,7 +52,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except OSError:  # the file is optional
         configured = None
     except ValueError as error:
-        raise ModelError(f"generation_config.json of {path} cannot be used: {in_words(error)}") from error
+        raise ModelError(f"generation_config.json of {path} cannot be used: {describe_error(error)}") from error
     return sorted((ids | set(configured if isinstance(configured, list) else [configured])) - {None})
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_gkd.compat.transformers import unneeded_keys
-from hybrid_gkd.errors import ModelError, in_words
+from hybrid_gkd.errors import ModelError, describe_error
 from hybrid_gkd.models.adapters import base_weights
 from hybrid_gkd.models.fast_layers import use_torch_norms
 from hybrid_gkd.models.packed_attention import PACKED_ATTENTION
@@ -95,7 +95,7 @@ def _saveable(found: Any, derived: Any, path: str) -> Any:
             found.validate(strict=True)
             return found
         except ValueError as error:
-            reason = in_words(error)
+            reason = describe_error(error)
     logger.warning("%s: generation_config.json is left out of exports: %s", path, reason)
     return derived
 

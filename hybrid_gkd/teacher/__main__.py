@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 
-from hybrid_gkd.errors import HybridGKDError, TeacherError, in_words
-from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.errors import HybridGKDError, TeacherError, describe_error
+from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.keys import load_keys, make_keys
@@ -169,13 +169,13 @@ def join(arguments: argparse.Namespace) -> int:
         if os.getppid() != arguments.die_with_parent:  # it died before the call
             return 1
     own_keys = load_keys(arguments.keys) if arguments.keys else None
-    with quick_imports():  # here, so that the broker's process needs neither torch nor the time to import it
+    with gc_paused():  # here, so that the broker's process needs neither torch nor the time to import it
         from hybrid_gkd.teacher.engines.table import load_engine
         from hybrid_gkd.teacher.server.worker import ScoringWorker
 
     try:
         engine = load_engine(EngineOptions.parsed(arguments))
-        keep_loaded()
+        freeze_gc()
         log.info("backend %s scores with %s", engine.info.backend, engine.info.model)
         ScoringWorker(engine, arguments.proxy_addr, own_keys).run()
     except HybridGKDError:
@@ -183,7 +183,7 @@ def join(arguments: argparse.Namespace) -> int:
     except Exception as error:
         if arguments.debug:
             raise
-        raise TeacherError(f"the worker failed: {in_words(error)}") from error
+        raise TeacherError(f"the worker failed: {describe_error(error)}") from error
     return 0
 
 

@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import HybridGKDError, WorkerError, in_words
+from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.runtime.spans import current_step
 from hybrid_gkd.runtime.waiting import Timeout, waiting
 from hybrid_gkd.workers.placement import Placement, Role
@@ -169,7 +169,7 @@ class Pool:
             if isinstance(cause, HybridGKDError):
                 cause.args = (f"{cause} ({self._where(rank)})",)
                 raise cause from error
-            what = f"{self.role} {rank} failed in {method}: {in_words(cause)}"
+            what = f"{self.role} {rank} failed in {method}: {describe_error(cause)}"
             raise WorkerError(f"{what} ({self._where(rank)})") from error
         except GetTimeoutError as error:
             raise self.timeout_error(method, [rank]) from error

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hybrid_gkd.config import Config
-from hybrid_gkd.errors import HybridGKDError, WorkerError, in_words
+from hybrid_gkd.errors import HybridGKDError, WorkerError, describe_error
 from hybrid_gkd.offload.budget import ENGINE_WORKSPACE_BYTES, TEACHER_WORKSPACE_BYTES, EngineRoom
 from hybrid_gkd.rollout.engine import generate
 from hybrid_gkd.runtime.files import FileSum
-from hybrid_gkd.runtime.imports import keep_loaded, quick_imports
+from hybrid_gkd.runtime.imports import freeze_gc, gc_paused
 from hybrid_gkd.runtime.spans import SUFFIX, Clock, SpanFile, spanned
 from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.types import (
@@ -70,7 +70,7 @@ def failures_logged(cls: type[C]) -> type[C]:
             logger.exception("%s failed", name)
             if isinstance(error, HybridGKDError):
                 raise
-            raise WorkerError(f"{worker.role} {worker.rank} failed in {name}: {in_words(error)}") from error
+            raise WorkerError(f"{worker.role} {worker.rank} failed in {name}: {describe_error(error)}") from error
 
     def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -152,7 +152,7 @@ class Worker(GroupMember):
             WorkerError: the others were not reached.
         """
         arr = self.config.actor_rollout_ref
-        with quick_imports():
+        with gc_paused():
             self.join(address, Timeout(arr.load_timeout, "actor_rollout_ref.load_timeout"))
             import torch
 
@@ -181,7 +181,7 @@ class Worker(GroupMember):
         if self.role != "rollout worker":
             self._build_updaters(saves_behind)
             self.updater.forward(lambda: self.actor.check_packing(self.config.max_sequence_length))
-        keep_loaded()
+        freeze_gc()
         return description
 
     def _build_models(self, num_updates: Mapping[str, int], num_ids: int | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_gkd.errors import ModelError
-from hybrid_gkd.runtime.imports import quick_imports
+from hybrid_gkd.runtime.imports import gc_paused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ def prepare_environment(device: str) -> None:
 def import_llm(device: str) -> Any:
     """The class `vllm.LLM`, imported after the environment has been set for "cpu" or "cuda"."""
     prepare_environment(device)
-    with quick_imports():
+    with gc_paused():
         from vllm import LLM
     gc.freeze()  # vLLM collects garbage five times while it loads, 0.2 s each for what has been imported
     return LLM

@@ -396,7 +396,7 @@ def test_all_that_is_wrong_is_said_at_once_and_then_what_is_missing(tmp_path):
     with pytest.raises(SeveralErrors) as caught:
         raise_all(problems)
     head, *lines = str(caught.value).splitlines()
-    assert head == "11 things have to be changed:"
+    assert head == "11 errors:"
     keys = [line.split(":")[0].strip() for line in lines]
     assert keys == [
         "data.trunction", "data.seed", "foo", "data.train_batch_size", "justaword",
