@@ -108,7 +108,7 @@ def test_a_configuration_that_is_wrong_is_one_line(world, tmp_path, capsys):
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(world, tmp_path):
     config = load_config(arguments(world, tmp_path))
     assert "can be written to" in check_disk(config.run_dir, 4096)
-    message = r"default_local_dir: the checkpoints of this run will take 1048576\.0 GiB more and .* free"
+    message = r"default_local_dir: the checkpoints of this run need 1048576\.0 GiB more, but .* free"
     with pytest.raises(ConfigError, match=message):
         check_disk(config.run_dir, 2**50)
 
@@ -177,5 +177,5 @@ def test_a_worker_on_the_gpu_of_the_local_teacher_is_refused(world, tmp_path, mo
     teacher = place_teacher(config, device="cuda", gpus=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-0"))
-    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* got GPU 2, on which this run starts"):
+    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* was assigned GPU 2, on which this run starts"):
         refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-2"))

@@ -78,7 +78,7 @@ def config_of(folder, *more):
 
 def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, service, monkeypatch):
     by_service = ["--addr", service.address, "--keys", str(service.keys)]
-    summary = f"scores of {ROWS - 1} answers by teacher (K {K}, temperature 1), "
+    summary = f"scores of {ROWS - 1} completions by teacher (K {K}, temperature 1), "
     assert f"{summary}{ROWS - 1} of them new" in run(folder, *by_service)
     # The same weights, in a service that this command starts.
     assert f"{summary}0 of them new" in run(folder, f"--ckpt-path={folder / 'teacher'}", "--backend=hf")
@@ -122,7 +122,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts = Facts(config_of(folder, store))
     facts.device = "cpu"
     inputs.student(facts)
-    assert inputs.teacher(facts) == f"none is asked: {ROWS - 1} answers are scored in {folder / 'store'}"
+    assert inputs.teacher(facts) == f"not needed: {folder / 'store'} has the scores of {ROWS - 1} completions"
     assert fit(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
     assert facts.settings == {"actor_rollout_ref.teacher.model.path": "teacher"}
     inputs.critic(facts)
@@ -140,7 +140,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     [
         ([], "one of --ckpt-path and --addr is needed"),
         (["--ckpt-path=a", "--addr=b:1"], "one of --ckpt-path and --addr is needed"),
-        (["--ckpt-path=a", "--keys=b"], "--keys goes together with --addr"),
+        (["--ckpt-path=a", "--keys=b"], "--keys needs --addr"),
     ],
 )
 def test_usage_errors(folder, capsys, more, message):
@@ -152,7 +152,7 @@ def test_usage_errors(folder, capsys, more, message):
 def test_answers_that_cannot_be_scored_are_named(folder, monkeypatch):
     monkeypatch.chdir(folder)
     for more, message in (
-        (["--response-key=answer"], r"no row has an answer in the column 'answer'"),
+        (["--response-key=answer"], r"no row has a completion in the column 'answer'"),
         (["data.max_response_length=9", "data.filter_overlong_prompts=false"], "row 6: the response has 10 tokens"),
         (["distillation.topk=0"], "distillation.topk: must be above 0"),
     ):

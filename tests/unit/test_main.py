@@ -30,7 +30,7 @@ def run(monkeypatch):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_the_exit_code(run, number, capsys):
     assert run(lambda config, options, stopping: signal.raise_signal(number)) == 128 + number
-    assert capsys.readouterr().err == f"ended by {number.name}; everything that this run had started is stopped\n"
+    assert capsys.readouterr().err == f"ended by {number.name}; all processes of this run are stopped\n"
 
 
 def test_a_run_that_has_ended_after_its_step_has_the_same_exit_code(run):

@@ -52,8 +52,8 @@ def test_the_same_template_and_end_are_fine(models, caplog):
 
 def test_another_template_is_named_with_what_the_teacher_knows(models, caplog):
     check(models, "template")
-    assert f"the chat templates differ: the teacher {models}/template will see 'What is 1?<|a|>'" in caplog.text
-    assert "and knows '<s>What is 1?A:'" in caplog.text
+    assert f"the chat templates differ: the teacher {models}/template will read 'What is 1?<|a|>'" in caplog.text
+    assert "its own template gives '<s>What is 1?A:'" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["folder", "file", "text"])
@@ -74,9 +74,9 @@ def test_other_special_tokens_of_the_same_vocabulary_are_a_warning(models, tmp_p
     setattr(tokenizer, name, token)
     tokenizer.save_pretrained(tmp_path / "teacher")
     check(models, "student", f"actor_rollout_ref.teacher.model.path={tmp_path}/teacher")
-    assert f"its special tokens differ (teacher {tmp_path}/teacher, student {models}/student): {name}: " in caplog.text
+    assert f"different special tokens (teacher {tmp_path}/teacher, student {models}/student): {name}: " in caplog.text
     ours = getattr(load_tokenizer(str(models / "student")), name)
-    assert f"{name}: {token!r}, {ours!r}; prompts and answers have the student's" in caplog.text
+    assert f"{name}: {token!r}, {ours!r}; the student's are used for prompts and completions" in caplog.text
 
 
 def test_the_same_number_of_tokens_is_not_the_same_vocabulary(models, tmp_path):
@@ -117,7 +117,7 @@ def test_what_is_scored_are_tokens_with_a_row_in_both_models(models, tmp_path, c
 
 def test_a_teacher_without_a_row_for_what_ends_an_answer_is_refused(models):
     facts = dataclasses.replace(check(models, "student"), train_prompts=[])
-    with pytest.raises(ModelError, match=r"T has 256 rows .*, the student more: '<\|end\|>', .*end an answer \(\["):
+    with pytest.raises(ModelError, match=r"T has 256 rows .*, the student more: '<\|end\|>', .*end a completion \(\["):
         check_rows("teacher", "T", 256, facts)
 
 
@@ -136,10 +136,10 @@ def test_a_template_that_is_none_and_prompts_that_do_not_fit_behind_it_are_named
 
 def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     check(models, "ends")
-    assert f"the teacher {models}/ends ends its answers with the tokens [7, 256] [" in caplog.text
+    assert f"the teacher {models}/ends ends its completions with the tokens [7, 256] [" in caplog.text
     assert f"the student {models}/student with [256] [" in caplog.text
     facts = check(models, "student")
-    with pytest.raises(TeacherMismatch, match=r"the teacher T ends its answers with .*\[7\] .*never to end"):
+    with pytest.raises(TeacherMismatch, match=r"the teacher T ends its completions with .*\[7\] .*to never end"):
         fit.compare(facts, "T", None, [7])
     fit.compare(facts, "T", None, [])  # an older service does not say
     facts.config.actor_rollout_ref.teacher.check_fit = False
@@ -177,11 +177,11 @@ def test_a_teacher_that_is_not_sure_of_itself_is_a_warning(caplog):
     prompt = Task(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
     facts = Facts(config, train_prompts=[prompt], stop_token_ids=[9])
     found = fit.check_own_answers(facts, LocalTeacher(counting))  # behind its own template the answer ends at once
-    assert found == "-2.00 nats a token over 1 tokens of its own greedy answers to 1 prompts"
-    assert "the teacher is not sure of its own answers: -2.00 nats" in caplog.text
+    assert found == "-2.00 nats per token over 1 tokens of greedy completions of 1 prompts"
+    assert "the teacher gives its own greedy completions a low probability: -2.00 nats" in caplog.text
     caplog.clear()
     sure = LocalTeacher(lambda reading: dataclasses.replace(counting(reading), logprobs=np.zeros((1, 1), np.float32)))
     assert fit.check_own_answers(facts, sure).startswith("0.00 nats")
     config.actor_rollout_ref.teacher.check_fit = False
-    assert fit.check_own_answers(facts, sure).startswith("left out")
+    assert fit.check_own_answers(facts, sure).startswith("skipped")
     assert not caplog.records

@@ -86,7 +86,7 @@ def test_more_gpus_for_the_teacher_than_there_are_is_an_error(monkeypatch):
     with pytest.raises(ConfigError, match=r"teacher.tensor_model_parallel_size.* shows 1 GPUs; got 2"):
         environment(config, "cuda", 1)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.num_replicas=3"])
-    with pytest.raises(ConfigError, match=r"num_replicas.* need 3 GPUs, this machine shows 1 GPUs; got 1"):
+    with pytest.raises(ConfigError, match=r"num_replicas.* need 3 GPUs, 1 are visible; got 1"):
         environment(config, "cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config([*LOCAL, "actor_rollout_ref.teacher.device=cuda"])
@@ -149,7 +149,7 @@ def runnable(folder, *overrides):
 
 def test_a_disk_that_cannot_hold_the_checkpoints_ends_the_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=0)))
-    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run will take"):
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: the checkpoints of this run need"):
         run.run(runnable(tmp_path))
     assert not (tmp_path / "out").exists()
 
@@ -277,7 +277,7 @@ def test_a_dry_run_of_what_is_not_there_fails(tmp_path, capsys, wrong):
 def test_prompts_that_are_left_out_are_said_at_the_start(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     check_all(runnable(tmp_path, "data.train_batch_size=3", "trainer.total_epochs=2"))
-    assert "5 steps; 1 of 8 prompts are left out of the last epoch, as they fill no batch of 3" in caplog.text
+    assert "5 steps; 1 of 8 prompts are left out of the last epoch, since they do not fill a batch of 3" in caplog.text
     caplog.clear()
     check_all(runnable(tmp_path, "data.train_batch_size=4"))
     assert "2 steps" in caplog.text
@@ -289,7 +289,7 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
     caplog.set_level(logging.INFO)
     config = runnable(tmp_path, "trainer.total_training_steps=100")
     check_all(config)
-    assert "steps: 100; how long they take is known after a run with these settings" in caplog.text
+    assert "steps: 100; no duration known: no earlier run with these settings" in caplog.text
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     rows = [{"step": step, "timing/step": 90.0 if step == 1 else 30.0} for step in (1, 2, 3)]
@@ -308,7 +308,7 @@ def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(t
 
     config = runnable(tmp_path)
     size = f"{sum(file.stat().st_size for file in tmp_path.glob('**/model.safetensors')) / 2**20:.1f} MiB"
-    unknown = f"loading: {size} of weights to read; how long it takes is known after a start with these models"
+    unknown = f"loading: {size} of weights to read; no duration known: no earlier start with these models"
     assert loading(config, "hf") == unknown
     rows = []
     for start, seconds in ((1000, 50), (2000, 42), (3000, None)):  # the last one did not get so far
@@ -320,7 +320,7 @@ def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(t
     assert f"loading: {size} of weights to read; it took 42 s last time (" in loading(config, "hf")
     assert loading(config, "vllm") == unknown
     config.actor_rollout_ref.model.path = "org/no-such-model"
-    assert "loading: not on this machine yet: org/no-such-model; " in loading(config, "hf")
+    assert "loading: to be downloaded: org/no-such-model; " in loading(config, "hf")
 
 
 def test_more_positions_by_override_are_enough(tmp_path):
@@ -363,7 +363,7 @@ def test_a_finished_run_says_so_and_touches_nothing(tmp_path):
     run.keep_config(config)
     before = snapshot(tmp_path / "out")
     text = run.run(config)
-    for told in ("nothing to do", "has done all 1 steps", "trainer.total_training_steps", "trainer.experiment_name"):
+    for told in ("nothing to do", "all 1 steps", "trainer.total_training_steps", "trainer.experiment_name"):
         assert told in text
     names = [check.name for check in preflight.CHECKS]
     assert names.index("checkpoint") < names.index("teacher")

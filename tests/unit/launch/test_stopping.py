@@ -59,7 +59,7 @@ def test_during_training_the_first_signal_is_a_request_and_the_second_ends_the_r
         train()
     assert stopping.exit_code == 128 + number
     wait_for_threads()
-    assert f"{number.name}: the run ends when the step in hand is done and saved, within 60 s" in caplog.text
+    assert f"{number.name}: the run ends after the current step is finished and saved, within 60 s" in caplog.text
 
 
 def test_a_second_run_of_the_process_is_ended_like_the_first(stopping):
@@ -97,7 +97,7 @@ def test_a_signal_at_the_last_step_leaves_a_complete_run(stopping, caplog):
         stopping.withdraw()
     wait_for_threads()
     assert stopping.exit_code is None
-    assert "SIGTERM came with the last step: the run is complete" in caplog.text
+    assert "SIGTERM during the last step: the run is complete" in caplog.text
 
 
 def test_without_a_grace_period_the_first_signal_ends_the_run(stopping):

@@ -314,7 +314,7 @@ def test_a_card_that_is_too_small_is_not_blamed_on_others():
         check_free_memory(memory(small, SEVEN_B), [placed()])
     with pytest.raises(ConfigError, match=r"in the phase update a GPU would have to hold .* it has 80\.0"):
         check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed(total=80 * GIB)])
-    with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, holds"):
+    with pytest.raises(ConfigError, match=r"another process, perhaps a teacher, uses"):
         check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed(free=20 * GIB)])
     check_free_memory(memory(config(*OFFLOAD), SEVEN_B), [placed()])
 
@@ -641,7 +641,7 @@ def test_the_plan_names_the_offloads_that_a_card_does_not_need():
         plan = str(plan_of(config(*given), spec, "cuda", gpu_bytes=int(total * GIB)))
         keys = [word for word in plan.split() if word.startswith(FSDP)]
         memory(config(*given, *keys), spec).check(int(total * GIB))
-        assert bool(keys) == ("offloads that this GPU does not need" in plan)
+        assert bool(keys) == ("unnecessary offloads on this GPU" in plan)
         return {key.removeprefix(f"{FSDP}.") for key in keys}
 
     assert named(140) == named(65) == {"param_offload=false", "optimizer_offload=false"}
@@ -660,7 +660,7 @@ def test_the_plan_for_a_cluster_leaves_out_what_depends_on_its_gpus(tmp_path):
     text = "\n".join(memory_lines(plan_of(cluster, student_spec(cluster), "cuda", gpu_bytes=CARD)))
     assert "gathered_params" in text
     assert "kv_cache" not in text
-    assert text.endswith("computed when the cluster has placed the workers")
+    assert text.endswith("computed after the cluster has placed the workers")
 
 
 def test_the_host_holds_what_leaves_the_gpu_and_the_checkpoint_that_is_written_meanwhile():
