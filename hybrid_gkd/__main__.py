@@ -38,7 +38,7 @@ def dry_run(config: Config) -> int:
 
     print(to_yaml(config))
     report = Report()
-    report.walk(CHECKS, Facts(config))
+    report.run_all(CHECKS, Facts(config))
     return 1 if report.failed else 0
 
 

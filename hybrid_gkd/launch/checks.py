@@ -44,7 +44,8 @@ class Facts:
     spec: ModelSpec | None = None
     """Spec of the student."""
     num_ids: int | None = None
-    """Number of ids, from 0 on, that are tokens and have an embedding row in every model; only these are drawn and scored."""
+    """Number of ids that are tokens and have an embedding row in every model; higher ids are neither drawn nor
+    scored."""
     trained: tuple[TrainedModel, ...] = ()
     """Trained models: the student and, with PPO, the critic."""
     reward: dict[str, RewardFunction] | None = None
@@ -58,7 +59,7 @@ class Facts:
     steps: int | None = None
     """Training steps of the whole run."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that determine the learning signal: `learning_settings`, and checksums of training prompts and templates."""
+    """Settings of the learning signal: `learning_settings`, and checksums of training prompts and templates."""
     resumption: Resumption | None = None
     """Checkpoint to resume from; None for a new run."""
     plan: RunPlan | None = None
@@ -92,22 +93,22 @@ class Report:
         self.failed: list[str] = []
         """Names of the checks that failed or were skipped."""
 
-    def walk(self, checks: Iterable[Check], facts: Facts) -> None:
+    def run_all(self, checks: Iterable[Check], facts: Facts) -> None:
         """Run all checks."""
         for check in checks:
             missing = [name for name in check.after if name in self.failed]
             if missing:
-                self._say("skip", check.name, f"needs the check {missing[0]}")
+                self._print("skip", check.name, f"needs the check {missing[0]}")
                 continue
             try:
                 with waiting(f"the check of {check.name}"):
-                    self._say("ok", check.name, check.function(facts))
+                    self._print("ok", check.name, check.function(facts))
             except HybridGKDError as error:
-                self._say("FAIL", check.name, "\n".join(map(str, flatten_errors([error]))))
+                self._print("FAIL", check.name, "\n".join(map(str, flatten_errors([error]))))
             except Exception as error:  # an unexpected error must not hide the results of the other checks
-                self._say("FAIL", check.name, f"{type(error).__name__}: {error}")
+                self._print("FAIL", check.name, f"{type(error).__name__}: {error}")
 
-    def _say(self, status: str, name: str, text: str) -> None:
+    def _print(self, status: str, name: str, text: str) -> None:
         if status != "ok":
             self.failed.append(name)
         print(f"{status:4} {name}: {indented(text)}", flush=True)

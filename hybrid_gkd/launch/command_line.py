@@ -35,7 +35,7 @@ def parse(
     """Parse the command line; exit on a usage error. `switches`: further flags and their help texts."""
     parser = make_parser(prog, "On-policy distillation of a student from a teacher.")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and the results of the preflight checks"
+        "--dry-run", action="store_true", help="print the resolved configuration and the results of all checks"
     )
     for name, text in switches.items():
         parser.add_argument(name, action="store_true", help=text)
@@ -67,7 +67,7 @@ def _folder(path: str) -> Path:
 
 
 def run_command(command: Callable[[Stopping], int], *, debug: bool) -> int:
-    """Run a command with console logging, and print its errors as messages; return the exit code, also after a signal."""
+    """Run a command with console logging; return the exit code, also after a signal. HybridGKDErrors are printed."""
     log_to_console()
     print_whatever_the_locale()
     stopping, code = Stopping(), 0
@@ -98,9 +98,9 @@ def load(options: argparse.Namespace) -> Config:
     config, problems = examine_config(overrides, config_name=name, config_path=options.config_path)
     demos = used_demos(config) if config is not None else {}
     if config is not None and (problems or demos):  # before the demo is built, which takes minutes
-        from hybrid_gkd.launch.inputs import check_presence  # imports torch
+        from hybrid_gkd.launch.inputs import check_paths_exist  # imports torch
 
-        call_all([lambda: raise_all(problems), lambda: check_presence(config, demos)])
+        call_all([lambda: raise_all(problems), lambda: check_paths_exist(config, demos)])
     raise_all(problems)
     assert config is not None
     if config.trainer.console == "quiet":

@@ -18,7 +18,7 @@ from pathlib import Path
 from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.checks import Check, Facts, Report
 from hybrid_gkd.launch.command_line import load, parse
-from hybrid_gkd.launch.fit import check_own_answers
+from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.plan import check_free_memory
 from hybrid_gkd.launch.preflight import CHECKS
 from hybrid_gkd.launch.self_test import self_test
@@ -36,11 +36,11 @@ ALL_REDUCE_SECONDS = 60.0
 SELF_TEST = "take one training step with the student as its own teacher and check that the divergence is 0"
 
 
-def own_answers(facts: Facts) -> str:
+def teacher_confidence(facts: Facts) -> str:
     """Check the confidence of a teacher service; a teacher that the run starts is checked after it has loaded."""
     endpoints = facts.config.actor_rollout_ref.teacher.endpoints
     with connect(facts.config, facts.tokenizer, endpoints, num_ids=facts.num_ids) as client:
-        return check_own_answers(facts, client)
+        return check_confidence(facts, client)
 
 
 class PlacedWorkers:
@@ -105,11 +105,11 @@ def examine(options: argparse.Namespace) -> int:
             print(f"FAIL configuration: {each}")
         return 1
     report, facts = Report(), Facts(config)
-    report.walk(CHECKS, facts)
+    report.run_all(CHECKS, facts)
     if config.distillation.enabled and config.actor_rollout_ref.teacher.server_ip is not None:
-        report.walk([Check("own answers", own_answers, after=("fit", "data"))], facts)
+        report.run_all([Check("teacher confidence", teacher_confidence, after=("compatibility", "data"))], facts)
     with contextlib.ExitStack() as stack:
-        report.walk(PlacedWorkers(stack).checks, facts)
+        report.run_all(PlacedWorkers(stack).checks, facts)
     if options.self_test:
-        report.walk([Check("self-test", self_test, after=tuple(report.failed))], facts)
+        report.run_all([Check("self-test", self_test, after=tuple(report.failed))], facts)
     return 1 if report.failed else 0

@@ -59,7 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
     """Validate every model and print the table; after an error, of the models before it. Raises HybridGKDError."""
     config = base_config(options)
-    configs = name_runs(call_all(functools.partial(for_model, config, model) for model in options.models))
+    configs = unique_run_names(call_all(functools.partial(config_for_model, config, model) for model in options.models))
     with gc_paused():
         from hybrid_gkd.launch import preflight, run
 
@@ -77,8 +77,8 @@ def evaluate(options: argparse.Namespace, stopping: Stopping) -> int:
 
 
 def base_config(options: argparse.Namespace) -> Config:
-    """Return the configuration of all models, with distillation enabled if a teacher is given. Raises HybridGKDError."""
-    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(exported(options.models[0]))}"]
+    """Return the configuration of all models; with a teacher, distillation is enabled. Raises HybridGKDError."""
+    own, overrides = options.overrides, [*DEFAULTS, f"{MODEL_PATH}={json.dumps(model_folder(options.models[0]))}"]
     files = [f"data.val_files={json.dumps(options.data)}"] if options.data else []
     options.overrides = [*overrides, *own, *files]
     config = load(options)
@@ -90,7 +90,7 @@ def base_config(options: argparse.Namespace) -> Config:
     return config
 
 
-def exported(model: str) -> str:
+def model_folder(model: str) -> str:
     """Return the Hugging Face folder of a model.
 
     For a checkpoint with exported weights it is that export, for an adapter folder its base model, else the given path.
@@ -108,13 +108,13 @@ def exported(model: str) -> str:
     return str(folder) if folder.exists() else model
 
 
-def for_model(config: Config, model: str) -> Config:
+def config_for_model(config: Config, model: str) -> Config:
     """Return a copy of the configuration for one model.
 
     A checkpoint without exported weights is loaded into the model that its run started from, an adapter folder into its
     base model. Raises ConfigError: the configuration of that run cannot be read.
     """
-    config, path = copy.deepcopy(config), exported(model)
+    config, path = copy.deepcopy(config), model_folder(model)
     config.actor_rollout_ref.model.path = path
     adapter, section = Path(model).expanduser(), config.actor_rollout_ref.model
     is_adapter = (adapter / ADAPTER_CONFIG).is_file()
@@ -130,7 +130,7 @@ def for_model(config: Config, model: str) -> Config:
     return config
 
 
-def name_runs(configs: list[Config]) -> list[Config]:
+def unique_run_names(configs: list[Config]) -> list[Config]:
     """Give every configuration its own run folder, also if model names end alike."""
     taken: set[str] = set()
     for config in configs:

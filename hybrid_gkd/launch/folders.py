@@ -51,7 +51,8 @@ def check_socket_folder(variable: str, folder: Path, most: int) -> None:
         shorter = "RAY_TMPDIR or it" if variable == "TMPDIR" and most == SOCKET_BYTES - RAY_BYTES else "it"
         raise ConfigError(
             variable, f"must have at most {most} bytes, since Ray and vLLM create sockets below it, whose paths have "
-            f"at most {SOCKET_BYTES} bytes; it has {length}; set {shorter} to a shorter path, such as /tmp", str(folder),
+            f"at most {SOCKET_BYTES} bytes; it has {length}; set {shorter} to a shorter path, such as /tmp",
+            str(folder),
         )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ from hybrid_gkd.types import GenerationRequest, Pair, Sample, SampleId, Sampling
 logger = logging.getLogger(__name__)
 
 REWARDS = ("gsm8k", "math", "exact_match", "by_data_source")
-PLACES = {
+IRRELEVANT_ARGUMENTS = {
     "out", "debug", "tp_size", "gpu_memory_utilization", "device", "trust_remote_code", "max_model_len",
 }  # fmt: skip
 """Arguments that do not affect the completions."""
@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="prompts, in any format of data.train_files")
-    add("--out", required=True, help="JSON Lines file: all columns of the row, the completion, its finish reason and reward")
+    add("--out", required=True, help="JSON Lines file with all columns, the completion, its finish reason and reward")
     add("-n", "--n", type=positive, default=1, help="completions of each prompt")
     add("--prompt-key", default="prompt", help="column with the prompt, as data.prompt_key")
     add("--response-key", default="response", help="column for the completion")
@@ -150,7 +150,7 @@ def generate(options: argparse.Namespace) -> int:
         functions = load_functions(config.reward)
         check_data_sources(Facts(config, reward=functions, train_prompts=inputs.tasks))
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(contextlib.closing(AnswerFile(Path(options.out), arguments_of(options, inputs))))
+        file = stack.enter_context(contextlib.closing(AnswerFile(Path(options.out), stored_arguments(options, inputs))))
         requests = missing_requests(options, inputs.tasks, file.done)
         if requests:
             if file.done:
@@ -186,7 +186,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
         read_table(source, f"{key}: {source.name!r}", EveryColumn())[1] for source in find_sources(options.files, key)
     )))  # fmt: skip
     check_columns(rows, options)
-    return Inputs(tokenizer, ends, fitting(tasks, options), rows)
+    return Inputs(tokenizer, ends, filter_by_length(tasks, options), rows)
 
 
 def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -204,7 +204,7 @@ def check_columns(rows: list[dict[str, Any]], options: argparse.Namespace) -> No
                 raise DataError(f"FILE, row {number}, column {name!r}: {rule}; got {short(value)}") from error
 
 
-def fitting(tasks: list[Task], options: argparse.Namespace) -> list[Task]:
+def filter_by_length(tasks: list[Task], options: argparse.Namespace) -> list[Task]:
     """Return the tasks whose prompt leaves room for --max-tokens. Raises DataError if others must not be skipped."""
     limit, field = position_limit(read_config(options.ckpt_path, options.trust_remote_code, {}).get_text_config())
     if options.max_model_len is not None and options.max_model_len < (limit or math.inf):
@@ -226,11 +226,11 @@ def fitting(tasks: list[Task], options: argparse.Namespace) -> list[Task]:
     return found
 
 
-def arguments_of(options: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
+def stored_arguments(options: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
     """Return what the completions depend on, by option name: the arguments and checksums of the files' contents."""
     found = {
         "FILE" if name == "files" else f"--{name.replace('_', '-')}": value
-        for name, value in vars(options).items() if name not in PLACES
+        for name, value in vars(options).items() if name not in IRRELEVANT_ARGUMENTS
     }
     checksum = 0
     for task in inputs.tasks:
@@ -350,7 +350,7 @@ def draw(
         max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k
     )
     missing = Counter(request.id.row for request in requests)
-    progress = Progress(missing, len(by_index), lambda: kept_text(file))
+    progress = Progress(missing, len(by_index), lambda: describe_kept(file))
     waiting = deque[tuple[list[Pair], Future[None]]]()
 
     def settle(limit: int) -> None:
@@ -376,7 +376,7 @@ def draw(
             progress.close()
 
 
-def kept_text(file: AnswerFile) -> str:
+def describe_kept(file: AnswerFile) -> str:
     """Return the fraction of completions that are kept, as text."""
     total = file.num_kept + file.reasons.total()
     return f"{file.num_kept / total:.1%} kept" if total else ""

@@ -41,7 +41,7 @@ from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 5
+MAX_SHOWN = 5
 """Maximum number of tokens listed in a message."""
 
 
@@ -102,7 +102,7 @@ def reference(facts: Facts) -> str:
 
 
 def reward_model(facts: Facts) -> str:
-    """Check that the reward model is a classifier with one label, and that prompts and completions fit its length limit."""
+    """Check that the reward model is a classifier with one label, and that its inputs fit its length limit."""
     config, key = facts.config, REWARD_MODEL_PATH
     model = config.reward_model.model
     if not config.uses_reward_model:
@@ -255,7 +255,7 @@ def data(facts: Facts) -> str:
     given = check_given_answers(facts.config, facts.train_prompts)
     check_best_metric(facts.config.trainer, [source_of(prompt) for prompt in facts.val_prompts])
     lengths = [len(prompt.token_ids) for prompt in (*facts.train_prompts, *facts.val_prompts)]
-    left = left_over(facts.config, facts.train_prompts, facts.steps)
+    left = describe_dropped_prompts(facts.config, facts.train_prompts, facts.steps)
     return (
         f"{len(facts.train_prompts)} training{given} and {len(facts.val_prompts)} validation prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {facts.steps} steps{left}"
@@ -302,8 +302,8 @@ def check_data_sources(facts: Facts) -> None:
                 )
 
 
-def left_over(config: Config, prompts: list[Task], steps: int) -> str:
-    """Return a note on prompts that the last epoch leaves out; empty if there are none, or total_training_steps is set."""
+def describe_dropped_prompts(config: Config, prompts: list[Task], steps: int) -> str:
+    """Return a note on prompts that the last epoch leaves out; empty if there are none or the steps are configured."""
     if config.trainer.val_only:
         return ""
     if config.algorithm.filter_groups.enable:
@@ -318,7 +318,7 @@ def left_over(config: Config, prompts: list[Task], steps: int) -> str:
     )
 
 
-def check_presence(config: Config, demos: Collection[Path] = ()) -> None:
+def check_paths_exist(config: Config, demos: Collection[Path] = ()) -> None:
     """Check that configured files and folders exist, except below `demos`, which may have to be built first.
 
     Loads nothing, so that errors can be reported together with those of keys. Raises ModelError, DataError.
@@ -397,8 +397,8 @@ def check_served(key: str, path: str, config: Config, given: Mapping[str, Any], 
 def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool = False) -> None:
     """Limit drawn and scored ids to a model's embedding `rows`, and warn of tokens that this excludes.
 
-    Such tokens were added to the tokenizer only, or to another model. Raises DataError: a prompt, or the teacher's version
-    of it, has one; ModelError: only such tokens end a completion.
+    Such tokens were added to the tokenizer only, or to another model. Raises DataError: a prompt, or the teacher's
+    version of it, has one; ModelError: only such tokens end a completion.
     """
     for key, prompts in (("data.train_files", facts.train_prompts), ("data.val_files", facts.val_prompts)):
         for prompt in prompts:
@@ -413,8 +413,9 @@ def check_rows(who: str, path: str, rows: int, facts: Facts, *, of_teacher: bool
                 )
     if facts.num_ids is None or rows >= facts.num_ids:
         return
-    left_out = ", ".join(map(repr, facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:SHOWN])))
-    what = f"the {who} {path} has {rows} rows in its embedding (vocab_size), the student more: {left_out}"
+    excluded = facts.tokenizer.convert_ids_to_tokens(list(range(rows, facts.num_ids))[:MAX_SHOWN])
+    names = ", ".join(map(repr, excluded))
+    what = f"the {who} {path} has {rows} rows in its embedding (vocab_size), the student more: {names}"
     if all(stop >= rows for stop in facts.stop_token_ids):
         raise ModelError(f"{what}, among them all that end a completion ({facts.stop_token_ids})")
     logger.warning("%s; tokens with the ids %d to %d are never drawn", what, rows, facts.num_ids - 1)

@@ -81,18 +81,18 @@ def make_plan(
         shares["rollout engine"] = memory.share_of_engine(card_bytes)
         if teacher is not None:
             shares["local teacher"] = memory.share_of_teacher(card_bytes)
-    loaded = what_is_loaded(config, device=device, engine=engine)
-    times = (time_plan(config, steps, steps_done),) if steps else ()
+    loaded = describe_loading(config, device=device, engine=engine)
+    times = (duration_line(config, steps, steps_done),) if steps else ()
     return RunPlan(
         memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, shares=shares,
         phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
-        places=placement_plan(config, device=device, engine=engine),
-        times=(*times, loading_plan(loaded, config.experiment_dir.parent)), steps=steps,
+        places=placement_lines(config, device=device, engine=engine),
+        times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
         checkpoint_bytes=checkpoint_bytes(config.actor_rollout_ref.actor.checkpoint, trained),
     )  # fmt: skip
 
 
-def placement_plan(config: Config, *, device: str, engine: str) -> tuple[str, ...]:
+def placement_lines(config: Config, *, device: str, engine: str) -> tuple[str, ...]:
     """Return lines about workers, rollout engine, batch and teacher."""
     arr = config.actor_rollout_ref
     pools = f"workers: {config.world_size} on {device} ({config.trainer.nnodes} node(s))"
@@ -131,12 +131,12 @@ def memory_lines(plan: RunPlan) -> list[str]:
         *(f"{name}: {memory.specs[name].parameters / 1e6:.1f} M parameters" for name in others),
         "memory of each worker by phase, GiB (activations are lower bounds):",
     ]
-    lines += [f"  {phase:21s} {in_gib(owners, 8)}" for phase, owners in plan.phases.items()]
+    lines += [f"  {phase:21s} {format_gib(owners, 8)}" for phase, owners in plan.phases.items()]
     lines.append(host_line(plan))
     if plan.card_bytes is not None:
         shares = ", ".join(f"{name} {share:g}" for name, share in plan.shares.items())
         lines.append(f"fractions of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {shares}")
-        lines += room_without_offloads(memory, plan.card_bytes, plan.shares["rollout engine"])
+        lines += unnecessary_offloads(memory, plan.card_bytes, plan.shares["rollout engine"])
     elif memory.device == "cuda":
         lines.append("KV cache and fractions of a GPU: computed after the cluster has placed the workers")
     return lines
@@ -144,16 +144,16 @@ def memory_lines(plan: RunPlan) -> list[str]:
 
 def host_line(plan: RunPlan) -> str:
     """Return a line about the host memory of each training worker."""
-    return f"host memory of each training worker, GiB: {in_gib(plan.host)}"
+    return f"host memory of each training worker, GiB: {format_gib(plan.host)}"
 
 
-def in_gib(owners: dict[str, float], width: int = 0) -> str:
+def format_gib(owners: dict[str, float], width: int = 0) -> str:
     """Format the sum of sizes in bytes and its summands, in GiB."""
     parts = ", ".join(f"{name} {value / GIB:.3f}" for name, value in owners.items())
     return f"{sum(owners.values()) / GIB:{width}.3f} = {parts or 'none'}"
 
 
-def room_without_offloads(memory: Memory, total: int, share: float) -> list[str]:
+def unnecessary_offloads(memory: Memory, total: int, share: float) -> list[str]:
     """Return a line about offloads of the student that a GPU of `total` bytes does not need; empty if it needs them.
 
     The rollout engine keeps its fraction, because a smaller KV cache might cost more than the copies.
@@ -176,7 +176,7 @@ def room_without_offloads(memory: Memory, total: int, share: float) -> list[str]
     return []
 
 
-def time_plan(config: Config, steps: int, done: int) -> str:
+def duration_line(config: Config, steps: int, done: int) -> str:
     """Return a line about the duration of the steps, from an earlier run in this folder with the same settings.
 
     `steps`: of the whole run; `done`: completed ones.
@@ -190,10 +190,10 @@ def time_plan(config: Config, steps: int, done: int) -> str:
 
 
 def earlier_step_seconds(config: Config) -> float | None:
-    """Return the mean time of a step, validation and checkpoints included, of the run in the run folder; None without one."""
+    """Return the mean time of a step, validation and checkpoints included, of an earlier run in the folder, or None."""
     metrics = config.run_dir / "metrics.jsonl"
     earlier, problems = examine_config(config_name="config", config_path=config.run_dir)
-    if earlier is None or problems or _pace(earlier) != _pace(config) or not metrics.is_file():
+    if earlier is None or problems or _speed_settings(earlier) != _speed_settings(config) or not metrics.is_file():
         return None
     rows = list(read_json_lines(metrics))
     names = ("timing/step", "timing/testing", "timing/save_checkpoint")
@@ -201,8 +201,8 @@ def earlier_step_seconds(config: Config) -> float | None:
     return statistics.mean(seconds[1:] or seconds) if seconds else None  # the first step includes warm-up
 
 
-def loading_plan(loaded: dict[str, Any], project: Path) -> str:
-    """Return a line about the weights to read, and the duration of the last start in the project with the same models."""
+def loading_line(loaded: dict[str, Any], project: Path) -> str:
+    """Return a line about the weights to read, and the duration of the last start with the same models."""
     sizes = {path: _weight_bytes(path) for path in loaded["models"]}
     missing = [path for path, size in sizes.items() if not size]
     total = sum(sizes.values())
@@ -217,7 +217,7 @@ def loading_plan(loaded: dict[str, Any], project: Path) -> str:
     return f"loading: {'; '.join(filter(None, (known, fetched, took)))}"
 
 
-def what_is_loaded(config: Config, *, device: str, engine: str) -> dict[str, Any]:
+def describe_loading(config: Config, *, device: str, engine: str) -> dict[str, Any]:
     """Return the value of `RunPlan.loaded`; models are folders or hub ids."""
     arr, workers = config.actor_rollout_ref, [config.world_size, config.rollout_world_size]
     own_teacher = config.distillation.enabled and arr.teacher.is_local
@@ -240,7 +240,7 @@ def _weight_bytes(path: str) -> int:
 
 
 def _last_loading(project: Path, loaded: dict[str, Any]) -> tuple[float, float] | None:
-    """Return when the last start of a project with the same models began, and the seconds until it was ready to train."""
+    """Return begin and duration in seconds of the last start of a project with the same models."""
     found = list[tuple[float, float]]()
     for file in project.glob(f"*/{STARTS}"):
         start: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def _last_loading(project: Path, loaded: dict[str, Any]) -> tuple[float, float] 
     return max(found, default=None)
 
 
-def _pace(config: Config) -> list[Any]:
+def _speed_settings(config: Config) -> list[Any]:
     """Return the settings that determine the duration of a step."""
     trainer = config.trainer
     other = [trainer.nnodes, trainer.n_gpus_per_node, trainer.scheduler, trainer.device, config.rollout]
@@ -263,8 +263,8 @@ def _pace(config: Config) -> list[Any]:
 def check_free_memory(memory: Memory, placements: list[Placement], *, beside_teacher: bool = False) -> None:
     """Check that each worker's GPU is large enough for every phase, and that other processes leave enough of it free.
 
-    The placements are measured before the workers load. `beside_teacher`: a local teacher on the same GPU has its memory
-    already, or is about to take it. Raises ConfigError with the sizes.
+    The placements are measured before the workers load. `beside_teacher`: a local teacher on the same GPU has its
+    memory already, or is about to take it. Raises ConfigError with the sizes.
     """
     on_gpus = [place for place in placements if place.gpu is not None]
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in on_gpus):
@@ -293,9 +293,9 @@ def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedModel])
 def disk_bytes(config: Config, one: int, *, steps: int | None) -> int:
     """Return the bytes that must be free for the checkpoints of a run, beyond those already in its folder.
 
-    An old checkpoint is removed after the next one is complete, so that one more than the kept ones exists at times, and
-    the best one besides. If all are kept, the next one must fit. Space reserved or partly written by a killed run is
-    reused. `one`: bytes of a checkpoint; `steps`: of the whole run, None if unknown.
+    An old checkpoint is removed after the next one is complete, so that one more than the kept ones exists at times,
+    and the best one besides. If all are kept, the next one must fit. Space reserved or partly written by a killed run
+    is reused. `one`: bytes of a checkpoint; `steps`: of the whole run, None if unknown.
     """
     trainer = config.trainer
     if trainer.save_freq == 0 or trainer.val_only:

@@ -26,8 +26,8 @@ from hybrid_gkd.compat.vllm.repetitions import detects_repetitions
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
+from hybrid_gkd.launch.check_compatibility import check_compatibility
 from hybrid_gkd.launch.checks import Check, Facts
-from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.folders import check_folders, try_to_write
 from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption
@@ -51,11 +51,11 @@ GIT_SECONDS = 5
 """Timeout for reading the commit."""
 
 
-def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
+def check_all(config: Config, *, log_only: Collection[str] = ()) -> Facts:
     """Run all checks whose requirements passed, until one finds that the run is complete.
 
-    `for_the_file`: names of checks whose results are logged to run.log only. Raises HybridGKDError: a single failure, or
-    all of them together.
+    `log_only`: names of checks whose results are logged to run.log only. Raises HybridGKDError: a single failure,
+    or all of them together.
     """
     facts, errors, failed = Facts(config), list[HybridGKDError](), set[str]()
     for check in CHECKS:
@@ -64,7 +64,7 @@ def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
             continue
         try:
             with waiting(f"the check of {check.name}"):
-                extra = {"for_the_file": True} if check.name in for_the_file else {}
+                extra = {"log_only": True} if check.name in log_only else {}
                 logger.info("%s: %s", check.name, check.function(facts), extra=extra)
         except HybridGKDError as error:
             errors.append(error)
@@ -77,7 +77,7 @@ def check_all(config: Config, *, for_the_file: Collection[str] = ()) -> Facts:
 
 def versions(facts: Facts) -> str:
     """Return the versions of this program and its main dependencies."""
-    found = [program(), f"python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
+    found = [program_version(), f"python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
@@ -99,7 +99,7 @@ def folders_without_bytecode() -> list[Path]:
     return [file.parent for file in files if not Path(cache_from_source(str(file))).exists()]
 
 
-def program() -> str:
+def program_version() -> str:
     """Return this package's version and, in a git checkout, the commit."""
     root = Path(hybrid_gkd.__file__).resolve().parent.parent
     commit = ""
@@ -226,7 +226,7 @@ CHECKS = (
     Check("reference", inputs.reference, after=("student",)),
     Check("reward model", inputs.reward_model, after=("data",)),
     Check("teacher", inputs.teacher),
-    Check("fit", fit, after=("student", "teacher")),
+    Check("compatibility", check_compatibility, after=("student", "teacher")),
     Check("disk", disk, after=("critic",)),
     Check("plan", plan, after=("critic", "teacher", "reward model")),
 )

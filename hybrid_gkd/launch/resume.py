@@ -32,7 +32,7 @@ class Resumption:
 
 
 def find_resumption(config: Config, settings: dict[str, Any], *, num_prompts: int, steps: int) -> Resumption | None:
-    """Return the newest intact checkpoint of the run, or the given one; None for a new run. Nothing is changed or loaded.
+    """Return the newest intact checkpoint of the run, or the given one; None for a new run. Changes nothing.
 
     Raises CheckpointError: the given one or all are damaged, or belong to other data; ConfigError: settings of the
     learning signal differ from those of the checkpoint.

@@ -21,7 +21,7 @@ from hybrid_gkd.config import Config, updates_per_step
 from hybrid_gkd.config.loading import to_dict, to_yaml
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.fit import check_own_answers
+from hybrid_gkd.launch.compatibility import check_confidence
 from hybrid_gkd.launch.plan import RunPlan, check_free_memory, host_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.stopping import Stopping
@@ -63,22 +63,23 @@ def train(
     """Call `run` and print the final table; on a terminal also print the next steps."""
     text = run(config, teacher_accuracy=teacher_accuracy, recipe=recipe, changed=changed, stopping=stopping)
     print(text, flush=True)
-    if talks_to_a_person(config.trainer.console):
+    if is_interactive(config.trainer.console):
         report, newest = config.run_dir.absolute() / REPORT, CheckpointStore(config.experiment_dir, keep=None).latest()
         exports = [newest / name for name in ("huggingface_merged", "huggingface")] if newest else []
         show_next_steps(
             sys.stderr, report=report if report.is_file() else None, run_dir=config.run_dir,
             huggingface=next((folder for folder in exports if folder.is_dir()), None),
-            base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(), train_on=to_train_on(config),
+            base=config.actor_rollout_ref.model.path, on_gpu=torch.cuda.is_available(),
+            train_on=further_overrides(config),
         )
 
 
-def to_train_on(config: Config) -> list[str]:
+def further_overrides(config: Config) -> list[str]:
     """Return the overrides with which the command of a complete run trains further."""
     keys = ["trainer.total_training_steps=N"]
     if config.trainer.resume_mode == "disable":
         keys.append("trainer.resume_mode=auto")
-    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":  # the schedule depends on the number of steps
+    if config.actor_rollout_ref.actor.optim.lr_scheduler_type != "constant":  # the schedule depends on them
         keys.append("trainer.allow_changed_config=true")
     return keys
 
@@ -97,15 +98,15 @@ def run(
     Raises HybridGKDError after all started processes have been stopped; see errors.py.
     """
     started, stopping = time.monotonic(), stopping or Stopping()
-    draws = talks_to_a_person(config.trainer.console)
+    draws = is_interactive(config.trainer.console)
     about = {"recipe": recipe, "changed": dict(changed), "teacher_accuracy": teacher_accuracy}
-    with stopping.unwinding_after():
-        facts = check_all(config, for_the_file=("plan",) if draws else ())
+    with stopping.uninterrupted_shutdown():
+        facts = check_all(config, log_only=("plan",) if draws else ())
         if facts.finished:
-            return nothing_left(facts)
+            return finished_message(facts)
         assert facts.plan is not None
         if draws:
-            lines = who_is_where(config, facts.plan)
+            lines = describe_placement(config, facts.plan)
             show_plan(sys.stderr, lines, facts.plan.phases, card_bytes=facts.plan.card_bytes)
         trainer = execute(facts, stopping, about)
     return summarise(trainer, started, teacher_accuracy, resumed=facts.resumption is not None)
@@ -121,29 +122,29 @@ def execute(facts: Facts, stopping: Stopping, about: Mapping[str, Any] = Mapping
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run_folder(config))
         stack.enter_context(run_log(config.run_dir))
-        keep_config(config)
+        write_config(config)
         if not config.trainer.val_only:
             stack.enter_context(report_kept(config.run_dir))
         about = {"step": facts.steps_done, "total_steps": facts.steps, "loaded": facts.plan.loaded, **about}
-        with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.unwinding_after():
+        with recorded_start(config.run_dir, about) as is_ready, failure_logged(), stopping.uninterrupted_shutdown():
             trainer = assemble(facts, stack, stopping)
             freeze_gc()
             is_ready()
             # Without checkpoints there is nothing to wait for.
             saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-            with stopping.after_the_step(config.trainer.grace_period if saves else 0.0):
+            with stopping.deferred_to_step_end(config.trainer.grace_period if saves else 0.0):
                 trainer.fit()
                 if trainer.step == trainer.total_steps:
-                    stopping.withdraw()
+                    stopping.cancel_request()
     return trainer
 
 
-def talks_to_a_person(console: str) -> bool:
+def is_interactive(console: str) -> bool:
     """Return whether the console is a terminal that shows more than a log."""
     return sys.stderr.isatty() and console in ("auto", "progress")
 
 
-def who_is_where(config: Config, plan: RunPlan) -> list[str]:
+def describe_placement(config: Config, plan: RunPlan) -> list[str]:
     """Return lines about the models, workers and steps of a run."""
     models = [f"student: {config.actor_rollout_ref.model.path}"]
     if plan.memory.teacher is not None:
@@ -151,17 +152,17 @@ def who_is_where(config: Config, plan: RunPlan) -> list[str]:
     return [*models, *plan.places, *plan.times, host_line(plan), f"run folder: {config.run_dir}"]
 
 
-def nothing_left(facts: Facts) -> str:
+def finished_message(facts: Facts) -> str:
     """Return the message for a run whose steps are all done."""
     assert facts.resumption is not None
     return (
         f"nothing to do: all {facts.steps} steps of {facts.config.run_dir} are done (last checkpoint "
         f"{facts.resumption.folder.name}). To train further, set more steps "
-        f"({' '.join(to_train_on(facts.config))}); to start a new run, set trainer.experiment_name=..."
+        f"({' '.join(further_overrides(facts.config))}); to start a new run, set trainer.experiment_name=..."
     )
 
 
-def keep_config(config: Config) -> None:
+def write_config(config: Config) -> None:
     """Write config.yaml; a different one of an earlier start is kept as config.N.yaml."""
     file, text = config.run_dir / "config.yaml", to_yaml(config)
     if file.is_file() and file.read_text(encoding="utf-8") != text:
@@ -213,7 +214,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
     if not config.distillation.enabled:
         return PPOTrainer(config, **arguments)
     if teacher is not None:
-        logger.info("teacher: %s", check_own_answers(facts, teacher))
+        logger.info("teacher: %s", check_confidence(facts, teacher))
     arguments |= {"check_teacher": check_teacher, "shares_gpu": memory.shares_gpu}
     assert facts.num_ids is not None
     cached = stack.enter_context(with_cache(config, facts.tokenizer, teacher, facts.num_ids))
@@ -223,7 +224,7 @@ def assemble(facts: Facts, stack: contextlib.ExitStack, stopping: Stopping) -> P
 def start_workers(
     facts: Facts, stack: contextlib.ExitStack, loading: Config, *, check_teacher: Callable[[], None]
 ) -> WorkerGroup:
-    """Start all workers with student and rollout engine. Raises HybridGKDError, also if a local teacher ends during that."""
+    """Start all workers with student and rollout engine. Raises HybridGKDError, also if a local teacher ends."""
     config, plan = facts.config, facts.plan
     assert plan is not None
     assert plan.steps is not None
@@ -281,7 +282,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
         raise ConfigError("trainer.default_local_dir", f"cannot be written to: {error}", show_value=False) from error
     with lock:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _lock(lock):
+        while not try_lock(lock):
             if time.monotonic() > deadline:
                 raise ConfigError("trainer.experiment_name", f"another process is training in {run_dir}", run_dir.name)
             time.sleep(LOCK_SECONDS / 100)
@@ -293,7 +294,7 @@ def locked_run_folder(config: Config) -> Iterator[None]:
         yield
 
 
-def _lock(file: TextIO) -> bool:
+def try_lock(file: TextIO) -> bool:
     """Try to lock the file for this process; return whether that succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

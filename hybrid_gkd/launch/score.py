@@ -25,9 +25,9 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs
 from hybrid_gkd.launch.answers import Progress
+from hybrid_gkd.launch.check_compatibility import check_compatibility
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.command_line import run_command
-from hybrid_gkd.launch.fit import fit
 from hybrid_gkd.launch.teacher import connect
 from hybrid_gkd.scoring.teacher import LATE_SECONDS, completion_view
 from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
@@ -104,19 +104,19 @@ def score(options: argparse.Namespace) -> int:
     """Score the completions that the store does not have. Raises HybridGKDError."""
     facts = Facts(make_config(options))
     facts.device, facts.gpus = "cuda" if torch.cuda.is_available() else "cpu", torch.cuda.device_count()
-    for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, fit):
-        logger.info("%s: %s", check.__name__, check(facts))
+    for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, check_compatibility):
+        logger.info("%s: %s", check.__name__.removeprefix("check_"), check(facts))
     tasks = [task for task in facts.train_prompts if task.response_ids is not None]
     readings = [completion_view(task, given(task, 1, 0.0)) for task in tasks]
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
-        client = stack.enter_context(connected(options, facts))
+        client = stack.enter_context(connect_or_start(options, facts))
         loss = facts.config.distillation
         model = next(iter(client.served.values()))
         assert facts.num_ids is not None
         scored_by = ScoredBy(model=model, topk=loss.topk, temperature=loss.temperature, num_ids=facts.num_ids)
         store.add_teacher(scored_by)
-        num_new = fill(store, scored_by, client, readings, facts)
+        num_new = score_missing(store, scored_by, client, readings, facts)
         print(
             f"{options.out}: scores of {len(readings)} completions by {scored_by}, {num_new} of them new; "
             f"{store.num_bytes / 1e9:.3f} GB", flush=True,
@@ -125,7 +125,7 @@ def score(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def connected(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
+def connect_or_start(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClient]:
     """Connect to the given service, or start one for the duration of the block. Raises TeacherError."""
     config = facts.config
     if options.addr is not None:
@@ -149,7 +149,7 @@ def connected(options: argparse.Namespace, facts: Facts) -> Iterator[TeacherClie
             yield client
 
 
-def fill(
+def score_missing(
     store: ScoreStore, scored_by: ScoredBy, client: TeacherClient, readings: list[Reading], facts: Facts
 ) -> int:
     """Score the readings that the store does not have; return their number. Raises TeacherError."""

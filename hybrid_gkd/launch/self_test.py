@@ -30,7 +30,7 @@ def self_test(facts: Facts) -> str:
     Raises TrainingError if the divergence is too large, and the errors of a run.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid_gkd_self_test_") as folder, contextlib.ExitStack() as stack:
-        own = check_all(with_itself(facts.config, folder))
+        own = check_all(self_test_config(facts.config, folder))
         own.config.run_dir.mkdir(parents=True)
         trainer = assemble(own, stack, Stopping())
         trainer.fit()
@@ -45,7 +45,7 @@ def self_test(facts: Facts) -> str:
     return f"the student as its own teacher has a divergence of {found:.2g} nats per token, below {tolerance:g}"
 
 
-def with_itself(config: Config, folder: str) -> Config:
+def self_test_config(config: Config, folder: str) -> Config:
     """Return the configuration of the test, with the models, workers and engines of the run."""
     config = copy.deepcopy(config)
     arr, trainer, data = config.actor_rollout_ref, config.trainer, config.data

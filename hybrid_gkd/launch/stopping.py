@@ -34,7 +34,7 @@ class Stopping:
         self._grace_period: float | None = None
         """Seconds for the current step to finish; None outside of training."""
         self._is_saved = threading.Event()
-        self._unwinds_since: float | None = None
+        self._shutdown_since: float | None = None
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def install(self) -> None:
@@ -48,8 +48,9 @@ class Stopping:
         return self.exit_code is not None
 
     @contextlib.contextmanager
-    def after_the_step(self, grace_period: float) -> Iterator[None]:
-        """In the block, treat the first signal as a request, see `requested`; after `grace_period` seconds end the run."""
+    def deferred_to_step_end(self, grace_period: float) -> Iterator[None]:
+        """Treat the first signal in the block as a request, see `requested`; after `grace_period` seconds end the
+        run."""
         self._grace_period = grace_period or None
         try:
             yield
@@ -57,35 +58,35 @@ class Stopping:
             self._grace_period = None
             self._is_saved.set()
 
-    def withdraw(self) -> None:
+    def cancel_request(self) -> None:
         """Drop a request that arrived during the last step, since the run is complete."""
         if self.exit_code is not None:
             logger.warning("%s during the last step: the run is complete", signal.Signals(self.exit_code - 128).name)
         self.exit_code = None
 
     @contextlib.contextmanager
-    def unwinding_after(self) -> Iterator[None]:
+    def uninterrupted_shutdown(self) -> Iterator[None]:
         """At the end of the block, normal or not, begin the shutdown, which no signal interrupts."""
-        self._unwinds_since = None  # an earlier run of this process has been shut down
+        self._shutdown_since = None  # an earlier run of this process has been shut down
         try:
             yield
         finally:
-            self._unwinds_since = self._unwinds_since or time.monotonic()
+            self._shutdown_since = self._shutdown_since or time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first = self.exit_code is None
         self.exit_code = code = 128 + number if self.exit_code is None else self.exit_code
         if number == signal.SIGHUP:
-            self._leave_terminal()
+            self._redirect_terminal()
         # Log in other threads: the main one may have been interrupted while it held the lock of a log handler.
-        if self._unwinds_since is not None:
-            if time.monotonic() > self._unwinds_since + STOPPING_SECONDS:
+        if self._shutdown_since is not None:
+            if time.monotonic() > self._shutdown_since + STOPPING_SECONDS:
                 os._exit(code)
             _in_thread(logger.warning, "the run is shutting down")
         elif is_first and self._grace_period is not None:
             _in_thread(self._end_after, self._grace_period, number)
         else:
-            self._unwinds_since = time.monotonic()
+            self._shutdown_since = time.monotonic()
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(code)
 
     def _end_after(self, grace_period: float, number: int) -> None:
@@ -101,7 +102,7 @@ class Stopping:
             assert main is not None
             signal.pthread_kill(main, number)
 
-    def _leave_terminal(self) -> None:
+    def _redirect_terminal(self) -> None:
         """Redirect output from a closed terminal to /dev/null."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in self._terminals:

@@ -66,7 +66,10 @@ def connect(
 
 @contextlib.contextmanager
 def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, ScoredBy]]:
-    """Open the score store of a run without a teacher, and select its teacher. Raises TeacherError: they do not match."""
+    """Open the score store of a run without a teacher, and select its teacher.
+
+    Raises TeacherError: they do not match.
+    """
     section, loss = config.actor_rollout_ref.teacher, config.distillation
     assert section.cache is not None
     needs = StudentNeeds(
@@ -81,8 +84,8 @@ def opened_store(config: Config, tokenizer: Any) -> Iterator[tuple[ScoreStore, S
 def with_cache(config: Config, tokenizer: Any, client: TeacherClient | None, num_ids: int) -> Iterator[Teacher]:
     """Return the teacher with the store of `actor_rollout_ref.teacher.cache` in front of it, if configured.
 
-    Without a client the store is the teacher. `num_ids`: number of ids to score. Raises TeacherError: the store cannot be
-    opened or does not match.
+    Without a client the store is the teacher. `num_ids`: number of ids to score. Raises TeacherError: the store cannot
+    be opened or does not match.
     """
     section, loss = config.actor_rollout_ref.teacher, config.distillation
     if section.cache is None:

@@ -71,7 +71,7 @@ def test_a_run_that_would_start(world, tmp_path, capsys):
     checks = [line[5:].partition(":")[0] for line in text.splitlines() if line.startswith("ok   ")]
     assert checks == [
         "versions", "folders", "engine", "device", "loss", "student", "reward", "trackers", "files", "data",
-        "checkpoint", "critic", "reference", "reward model", "teacher", "fit", "disk", "plan", "placement",
+        "checkpoint", "critic", "reference", "reward model", "teacher", "compatibility", "disk", "plan", "placement",
         "GPU memory", "all-reduce", "self-test",
     ]
     assert "as its own teacher has a divergence of" in text
@@ -177,5 +177,5 @@ def test_a_worker_on_the_gpu_of_the_local_teacher_is_refused(world, tmp_path, mo
     teacher = place_teacher(config, device="cuda", gpus=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-0"))
-    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* was assigned GPU 2, on which this run starts"):
+    with pytest.raises(ConfigError, match=r"teacher\.server_ip: worker 0 \(a, .* was assigned GPU 2"):
         refuse_teacher_gpu(teacher, placed(GIB, f"{socket.gethostname()} uuid-2"))

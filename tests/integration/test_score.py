@@ -13,7 +13,7 @@ from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import TeacherError
 from hybrid_gkd.launch import inputs, score
 from hybrid_gkd.launch.checks import Facts
-from hybrid_gkd.launch.fit import fit
+from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.plan import make_plan
 from hybrid_gkd.launch.teacher import connect, with_cache
 from hybrid_gkd.models.tokenizer import load_tokenizer
@@ -123,7 +123,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts.device = "cpu"
     inputs.student(facts)
     assert inputs.teacher(facts) == f"not needed: {folder / 'store'} has the scores of {ROWS - 1} completions"
-    assert fit(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
+    assert check_compatibility(facts) == f"teacher (K {K}, temperature 1) has the student's vocabulary"
     assert facts.settings == {"actor_rollout_ref.teacher.model.path": "teacher"}
     inputs.critic(facts)
     plan = make_plan(facts.config, facts.trained, "cpu", facts.local_teacher)
@@ -132,7 +132,7 @@ def test_the_checks_before_a_run_without_a_teacher(folder, service):
     facts = Facts(config_of(folder, store, "distillation.topk=4"))
     inputs.student(facts)
     with pytest.raises(TeacherError, match=r"has scores of teacher \(K 5, temperature 1\); the student needs K 4"):
-        fit(facts)
+        check_compatibility(facts)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_signal_is_the_exit_code(run, number, capsys):
 
 def test_a_run_that_has_ended_after_its_step_has_the_same_exit_code(run):
     def end(config, options, stopping):
-        with stopping.after_the_step(60.0):
+        with stopping.deferred_to_step_end(60.0):
             signal.raise_signal(signal.SIGTERM)
 
     assert run(end) == 128 + signal.SIGTERM

@@ -26,10 +26,10 @@ from hybrid_gkd.__main__ import main
 from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config.loading import load_config, to_yaml
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, SeveralErrors, WorkerError
-from hybrid_gkd.launch import fit, inputs, plan, preflight, run
+from hybrid_gkd.launch import compatibility, inputs, plan, preflight, run
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_data_sources, reference
-from hybrid_gkd.launch.plan import loading_plan, what_is_loaded
+from hybrid_gkd.launch.plan import describe_loading, loading_line
 from hybrid_gkd.launch.preflight import check_all
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.launch.stopping import Stopping
@@ -304,7 +304,7 @@ def test_the_time_of_a_run_is_told_by_an_earlier_one_with_the_same_settings(tmp_
 
 def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(tmp_path):
     def loading(config, engine):
-        return loading_plan(what_is_loaded(config, device="cpu", engine=engine), config.experiment_dir.parent)
+        return loading_line(describe_loading(config, device="cpu", engine=engine), config.experiment_dir.parent)
 
     config = runnable(tmp_path)
     size = f"{sum(file.stat().st_size for file in tmp_path.glob('**/model.safetensors')) / 2**20:.1f} MiB"
@@ -312,7 +312,7 @@ def test_how_long_loading_takes_is_told_by_the_last_start_with_the_same_models(t
     assert loading(config, "hf") == unknown
     rows = []
     for start, seconds in ((1000, 50), (2000, 42), (3000, None)):  # the last one did not get so far
-        rows.append({"start": start, "loaded": what_is_loaded(config, device="cpu", engine="hf")})
+        rows.append({"start": start, "loaded": describe_loading(config, device="cpu", engine="hf")})
         rows += [{"ready": start + seconds}] if seconds else []
     other = config.run_dir.parent / "another_run"
     other.mkdir(parents=True)
@@ -360,7 +360,7 @@ def test_a_finished_run_says_so_and_touches_nothing(tmp_path):
     """Before the teacher is asked, which may be gone by then."""
     config = runnable(tmp_path)
     put_checkpoint(config, 1)
-    run.keep_config(config)
+    run.write_config(config)
     before = snapshot(tmp_path / "out")
     text = run.run(config)
     for told in ("nothing to do", "all 1 steps", "trainer.total_training_steps", "trainer.experiment_name"):
@@ -403,11 +403,11 @@ def test_the_model_that_a_given_teacher_serves_is_the_teacher(tmp_path, monkeypa
         model = SimpleNamespace(model="larger", chat_template=None, stop_token_ids=(), num_embeddings=300)
         yield SimpleNamespace(served={"far:15555": model})
 
-    monkeypatch.setattr(fit, "connect", connect)
+    monkeypatch.setattr(compatibility, "connect", connect)
     with pytest.raises(ConfigError, match=rf"allow_changed_config: .*\n{TEACHER_PATH}: large -> larger"):
-        fit.fit(facts)
+        compatibility.check_compatibility(facts)
     config.trainer.allow_changed_config = True
-    assert "large -> larger" in fit.fit(facts)
+    assert "large -> larger" in compatibility.check_compatibility(facts)
     assert facts.settings == {TEACHER_PATH: "larger"}
 
 
@@ -416,7 +416,7 @@ def test_the_configuration_of_each_start_is_kept(tmp_path):
     config.run_dir.mkdir(parents=True)
     for rate in (1.0, 2.0, 2.0, 3.0):
         config.actor_rollout_ref.actor.optim.lr = rate
-        run.keep_config(config)
+        run.write_config(config)
     rates = [
         OmegaConf.load(config.run_dir / f"{name}.yaml").actor_rollout_ref.actor.optim.lr
         for name in ("config.1", "config.2", "config")

@@ -172,7 +172,7 @@ def test_all_columns_are_kept_and_long_rows_left_out_on_demand(parsed):
 def test_prompts_and_weights_are_among_the_arguments(parsed, model):
     def arguments(prompt):
         options = parsed(rows=[{"prompt": prompt}])
-        return generate.arguments_of(options, generate.read_inputs(options))
+        return generate.stored_arguments(options, generate.read_inputs(options))
 
     first, other = arguments("a"), arguments("b")
     assert {name for name in first if first[name] != other[name]} == {"prompts and answers in FILE (checksum)"}

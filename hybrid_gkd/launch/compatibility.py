@@ -27,13 +27,13 @@ NUM_PROMPTS, NUM_TOKENS = 4, 8
 """Completions that the teacher generates for the check, and tokens of each."""
 LOW_CONFIDENCE = -1.5
 """Mean log-probability of the teacher's most likely token, nats, below which a warning is logged."""
-LONGEST_SHOWN = 200
+MAX_SHOWN = 200
 """Maximum number of characters of a prompt in a message."""
 SCORES_SECONDS = 10.0
 """Timeout for scoring these completions; what takes longer is left out."""
 
 
-def fit(facts: Facts) -> str:
+def check_compatibility(facts: Facts) -> str:
     """Check that teacher and student have the same tokens; warn if chat templates or end-of-text tokens differ."""
     config, section = facts.config, facts.config.actor_rollout_ref.teacher
     if not config.distillation.enabled:
@@ -56,7 +56,7 @@ def fit(facts: Facts) -> str:
         found = {TEACHER_PATH: model.model}
         facts.settings |= found
         changed = accepted_changes(facts.resumption, config.trainer, found) if facts.resumption is not None else []
-        compare(facts, model.model, model.chat_template, list(model.stop_token_ids))
+        check_ends_and_template(facts, model.model, model.chat_template, list(model.stop_token_ids))
         return "\n".join([f"{model.model} scores the student's completions", *changed])
     own, path = facts.teacher_tokenizer, section.model.path
     assert path is not None
@@ -75,11 +75,11 @@ def fit(facts: Facts) -> str:
         )  # fmt: skip
     with prefix_errors(TEACHER_PATH):
         ends = stop_token_ids(path, own)
-    compare(facts, path, own.chat_template, ends)
+    check_ends_and_template(facts, path, own.chat_template, ends)
     return "teacher and student have the same vocabulary"
 
 
-def compare(facts: Facts, teacher: str, template: str | None, ends: list[int]) -> None:
+def check_ends_and_template(facts: Facts, teacher: str, template: str | None, ends: list[int]) -> None:
     """Warn if the teacher's chat template or end-of-text tokens differ from the student's.
 
     `ends` is empty if a service does not report them. Raises TeacherMismatch if no token ends the completions of both.
@@ -96,7 +96,7 @@ def compare(facts: Facts, teacher: str, template: str | None, ends: list[int]) -
         )
     if set(ends) != set(facts.stop_token_ids):
         logger.warning("%s; completions may grow longer during training", differ)
-    shown = behind(facts, None), behind(facts, template)
+    shown = rendered_first_prompt(facts, None), rendered_first_prompt(facts, template)
     if section.chat_template is None and shown[0] != shown[1]:
         logger.warning(
             "the chat templates differ: the teacher %s will read %r, as the student %s does; its own template gives "
@@ -104,8 +104,8 @@ def compare(facts: Facts, teacher: str, template: str | None, ends: list[int]) -
         )  # fmt: skip
 
 
-def behind(facts: Facts, template: str | None) -> str:
-    """Return the first prompt rendered by a chat template (None: the student's), or the error if the template rejects it."""
+def rendered_first_prompt(facts: Facts, template: str | None) -> str:
+    """Return the first prompt in a chat template (None: the student's), or the error if the template rejects it."""
     chat = facts.first_chat or [{"role": "user", "content": "Hello"}]
     options = facts.config.data.apply_chat_template_kwargs
     try:
@@ -113,10 +113,10 @@ def behind(facts: Facts, template: str | None) -> str:
     except DataError as error:
         return str(error)
     text = facts.tokenizer.decode(ids)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN // 2]} ... {text[-LONGEST_SHOWN // 2 :]}"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
-def check_own_answers(facts: Facts, teacher: TeacherClient) -> str:
+def check_confidence(facts: Facts, teacher: TeacherClient) -> str:
     """Let the teacher generate greedily, through its scores, and warn if it gives these completions a low probability.
 
     Raises TeacherError: the service cannot score.
@@ -150,7 +150,8 @@ def greedy_logprobs(
 ) -> list[float]:
     """Return the log-probabilities of the teacher's most likely tokens, of up to `length` tokens per prompt.
 
-    The first candidate of a score is the next token of the completion. Scores not received after `seconds` are left out.
+    The first candidate of a score is the next token of the completion. Scores not received after `seconds` are left
+    out.
     """
     deadline, found = time.monotonic() + seconds, list[float]()
     for _ in range(length):

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_gkd.config.loading import load_config
 from hybrid_gkd.errors import ConfigError, DataError, ModelError, TeacherMismatch
-from hybrid_gkd.launch import fit
+from hybrid_gkd.launch import compatibility
 from hybrid_gkd.launch.checks import Facts
 from hybrid_gkd.launch.inputs import check_rows
 from hybrid_gkd.launch.preflight import check_all
@@ -140,10 +140,10 @@ def test_other_ends_are_a_warning_and_none_in_common_an_error(models, caplog):
     assert f"the student {models}/student with [256] [" in caplog.text
     facts = check(models, "student")
     with pytest.raises(TeacherMismatch, match=r"the teacher T ends its completions with .*\[7\] .*to never end"):
-        fit.compare(facts, "T", None, [7])
-    fit.compare(facts, "T", None, [])  # an older service does not say
+        compatibility.check_ends_and_template(facts, "T", None, [7])
+    compatibility.check_ends_and_template(facts, "T", None, [])  # an older service does not say
     facts.config.actor_rollout_ref.teacher.check_fit = False
-    fit.compare(facts, "T", None, [7])
+    compatibility.check_ends_and_template(facts, "T", None, [7])
 
 
 def counting(reading):
@@ -156,7 +156,8 @@ def counting(reading):
 
 def greedy(teacher, *prompts, **options):
     ids = [np.array(prompt, np.int32) for prompt in prompts]
-    return fit.greedy_logprobs(teacher, ids, **{"length": 3, "stop_token_ids": [9], "seconds": 60.0} | options)
+    options = {"length": 3, "stop_token_ids": [9], "seconds": 60.0} | options
+    return compatibility.greedy_logprobs(teacher, ids, **options)
 
 
 def test_greedy_answers_are_written_through_scores_alone():
@@ -176,12 +177,12 @@ def test_a_teacher_that_is_not_sure_of_itself_is_a_warning(caplog):
     config = load_config([f"{path}=x" for path in paths])
     prompt = Task(index=0, token_ids=np.array([1], np.int32), teacher_ids=np.array([8], np.int32), text="")
     facts = Facts(config, train_prompts=[prompt], stop_token_ids=[9])
-    found = fit.check_own_answers(facts, LocalTeacher(counting))  # behind its own template the answer ends at once
+    found = compatibility.check_confidence(facts, LocalTeacher(counting))  # with its own template it ends at once
     assert found == "-2.00 nats per token over 1 tokens of greedy completions of 1 prompts"
     assert "the teacher gives its own greedy completions a low probability: -2.00 nats" in caplog.text
     caplog.clear()
     sure = LocalTeacher(lambda reading: dataclasses.replace(counting(reading), logprobs=np.zeros((1, 1), np.float32)))
-    assert fit.check_own_answers(facts, sure).startswith("0.00 nats")
+    assert compatibility.check_confidence(facts, sure).startswith("0.00 nats")
     config.actor_rollout_ref.teacher.check_fit = False
-    assert fit.check_own_answers(facts, sure).startswith("skipped")
+    assert compatibility.check_confidence(facts, sure).startswith("skipped")
     assert not caplog.records
