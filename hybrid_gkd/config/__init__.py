@@ -1,6 +1,6 @@
-"""The configuration: its sections (schema.py), their rules (rules.py), and how it is read (loading.py).
+"""The configuration: its sections (schema.py), their rules (rules.py), and the loading of YAML files (loading.py).
 
-Here are the names of schema.py, models.py and learning.py. Needs no torch.
+Exports the names of schema.py, models.py and learning.py. Does not import torch.
 """
 
 from hybrid_gkd.config.learning import (

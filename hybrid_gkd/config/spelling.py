@@ -1,6 +1,6 @@
-"""From keys as verl's commands spell them to keys of `Config`, by the tables of compat/verl/keys.py.
+"""Translate the keys of verl's commands to keys of `Config`, by the tables of compat/verl/keys.py.
 
-`python -m hybrid_gkd.config.spelling > docs/verl.md` writes the tables as a page. Needs no torch.
+`python -m hybrid_gkd.config.spelling > docs/verl.md` writes the tables as a page. Does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEACHERS = "distillation.teacher_models."
 
 
 def own_keys(section: Any = None, prefix: str = "") -> Iterator[str]:
-    """Every key of `Config`; those that take any key below end in `.*`."""
+    """Yield every key of `Config`; those of dictionaries are followed by the key with `.*`."""
     section = Config() if section is None else section
     for entry in dataclasses.fields(section):
         value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
@@ -40,19 +40,19 @@ def _own() -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def is_own(key: str) -> bool:
-    """Whether it is a key of `Config`."""
+    """Return whether it is a key of `Config`."""
     keys, open_ended = _own()
     return key in keys or any(fnmatchcase(key, pattern) for pattern in open_ended)
 
 
 def moved(key: str) -> str:
-    """The key with the section that it has here; itself where that is the same."""
+    """Return the key with its section renamed to ours, if verl's name differs."""
     old = next((section for section in SECTIONS if key.startswith(section)), None)
     return key if old is None or is_own(key) else f"{SECTIONS[old]}{key.removeprefix(old)}"
 
 
 def find(key: str) -> tuple[Mapping[str, Any], Any] | None:
-    """The table and the row of a key; None if it has none, or if it is one of `Config` whatever the value."""
+    """Return the table and the row of a key; None if it has none, or is a key of `Config` for all values."""
     if is_own(key):
         return (VALUES, VALUES[key]) if key in VALUES else None
     for table in TABLES:
@@ -64,23 +64,24 @@ def find(key: str) -> tuple[Mapping[str, Any], Any] | None:
 
 @dataclass
 class SpellingReader:
-    """Reads the keys of one source: a command line, or a YAML file.
+    """Translates the keys of one source: a command line, or a YAML file.
 
-    Given are all its keys with their values, and `below`: what a key of `Config` has before this source is read.
+    `given`: all keys of the source with their values; `below`: returns the value of a key of `Config` before this
+    source.
     """
 
     given: list[tuple[str, Any]]
     below: Look
     lines: list[str] = field(default_factory=list)
-    """What was accepted without a meaning, and what was read as something else, to be said to the user."""
+    """Log lines about ignored and translated keys."""
     _set_by: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _accepted: dict[str, list[str]] = field(default_factory=dict)
     _reading: list[str] = field(default_factory=list)
 
     def read(self, key: str, value: Any) -> dict[str, Any]:
-        """What a key sets, by keys of `Config`; the same where it is none of verl's.
+        """Return what a key sets, by keys of `Config`; keys that are not verl's are returned unchanged.
 
-        Raises ConfigError: it is refused, or a key of `Config` was given in two spellings with different values.
+        Raises ConfigError: the key is rejected, or a key of `Config` gets different values from two spellings.
         """
         here = moved(key)
         found = find(here)
@@ -98,7 +99,7 @@ class SpellingReader:
         return result
 
     def summary(self) -> list[str]:
-        """`lines`, and one for each reason to accept keys without a meaning."""
+        """Return `lines` and a line for each reason why keys have no effect."""
         return [*self.lines, *(f"no effect: {', '.join(keys)} ({reason})" for reason, keys in self._accepted.items())]
 
     def _apply(self, key: str, value: Any, table: Mapping[str, Any], row: Any) -> dict[str, Any]:
@@ -108,14 +109,14 @@ class SpellingReader:
                 return self._read(key, value, row)
             except ValueError as error:
                 raise ConfigError(key, str(error), value) from None
-            except (TypeError, OverflowError):  # a list where a number is wanted, for example
-                raise ConfigError(key, "cannot be a value of this kind", value) from None
+            except (TypeError, OverflowError):  # for example a list instead of a number
+                raise ConfigError(key, "has a value of the wrong type", value) from None
         if table is REFUSED:
             raise ConfigError(key, row, value)
         if table is ONLY:
             values, row = row
             if not any(value == each for each in values) and value not in ([], {}):
-                what = "cannot be had" if values is NOTHING else f"must be {' or '.join(map(str, values))}"
+                what = "is not supported" if values is NOTHING else f"must be {' or '.join(map(str, values))}"
                 raise ConfigError(key, f"{what}: {row}", value)
         self._accepted.setdefault(row, []).append(key)
         return {}
@@ -123,7 +124,7 @@ class SpellingReader:
     def _one_teacher(self, key: str) -> None:
         names = [given.split(".")[2] for given, _ in self.given if given.startswith(TEACHERS)]
         if key.startswith(TEACHERS) and key.split(".")[2] != names[0]:
-            rule = f"there is one teacher in a run, and {TEACHERS}{names[0]} is given too; train with one of them"
+            rule = f"a run has one teacher, but {TEACHERS}{names[0]} is set too; remove one of them"
             raise ConfigError(f"{TEACHERS}{key.split('.')[2]}", rule, show_value=False)
 
     def _look(self, key: str) -> Any:
@@ -140,7 +141,7 @@ class SpellingReader:
         return self.below(key)
 
     def _read(self, key: str, value: Any, row: Read) -> dict[str, Any]:
-        """As the row says, which may look up what the key itself would set: then it finds what others give."""
+        """Apply a row; a key that looks up its own result finds the values of other keys."""
         self._reading.append(key)
         try:
             return row.reading(value, self._look)
@@ -149,7 +150,7 @@ class SpellingReader:
 
 
 def markdown_page() -> str:
-    """The tables as the text of docs/verl.md."""
+    """Return the text of docs/verl.md."""
     read = {**VALUES, **RENAMED}
     lines = [
         "# Coming from verl", "", *INTRODUCTION, "",
@@ -208,7 +209,7 @@ COMPUTED = """
   versions divide by the latter alone, so that their loss is larger by the number of responses.
 - Rewards: `reward.strict` in [rewards.md](rewards.md) says where verl asks for more than the right answer.
 """.strip().splitlines()
-"""What the same key computes otherwise."""
+"""Keys with a different computation."""
 
 if __name__ == "__main__":
     print(markdown_page(), end="")

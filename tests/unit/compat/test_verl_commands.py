@@ -210,8 +210,8 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
             [f"{ARR}.actor.optim.clip_grad=0.5", f"{ARR}.actor.grad_clip=1.0"],
             [f"{ARR}.actor.grad_clip: is given two values", f"by {ARR}.actor.optim.clip_grad (0.5)", "(1.0)"],
         ),
-        (["~trainer.logger"], ["~trainer.logger", "nothing is deleted"]),
-        (["~trainer.logger=x"], ["~trainer.logger", "nothing is deleted"]),
+        (["~trainer.logger"], ["~trainer.logger", "keys cannot be deleted"]),
+        (["~trainer.logger=x"], ["~trainer.logger", "keys cannot be deleted"]),
         (
             ["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
             ["algorithm.filter_groups.metric", "before the KL is known", "seq_final_reward"],
@@ -228,14 +228,14 @@ def test_a_micro_batch_of_all_workers_is_divided_among_them():
         ),
         (
             ["+distillation.teacher_models.a.model_path=x", "+distillation.teacher_models.b.model_path=y"],
-            ["distillation.teacher_models.b: there is one teacher", "distillation.teacher_models.a"],
+            ["distillation.teacher_models.b: a run has one teacher", "distillation.teacher_models.a"],
         ),
         (
             ["algorithm.rollout_correction.rollout_is=false"],
             ["algorithm.rollout_is: Invalid value 'False', expected one of ['prefix', 'token', 'sequence']"],
         ),
-        (["distillation.loss_mode=[]"], ["distillation.loss_mode: cannot be a value of this kind; got []"]),
-        (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: cannot be a value of this kind"]),
+        (["distillation.loss_mode=[]"], ["distillation.loss_mode: has a value of the wrong type; got []"]),
+        (["critic.ppo_micro_batch_size=.inf"], ["critic.ppo_micro_batch_size: has a value of the wrong type"]),
         ([f"{ARR}.actor.checkpoint.contents=-1"], [f"{ARR}.actor.checkpoint.contents: cannot be", "got -1"]),
     ],
 )

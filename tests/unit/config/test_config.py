@@ -109,7 +109,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("distillation.use_policy_gradient=true", ["distillation.use_policy_gradient", "forward_kl", "True"]),
         ("distillation.use_task_rewards=true", ["reward.answer_key"]),
         ("reward.name=gsm", ["reward.name", "exact_match, gsm8k, math", "'gsm'"]),
-        ("reward.name=format", ["reward.format", "goes together with reward.name=format", "None"]),
+        ("reward.name=format", ["reward.format", "must be set together with reward.name=format", "None"]),
         ("reward.format='(a'", ["reward.format", "must be a regular expression", "'(a'"]),
         ("reward.functions={gsm: 1}", ["reward.functions", "length, custom (your own) or model", "gsm: 1.0"]),
         ("reward.functions={length: 0}", ["reward.functions", "finite weights other than 0", "length: 0.0"]),
@@ -130,7 +130,7 @@ def test_bad_values_are_refused_by_name(override, parts):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["functions={length: 1}", "name=gsm8k"], ["reward.name", "left out with reward.functions", "gsm8k"]),
+        (["functions={length: 1}", "name=gsm8k"], ["reward.name", "not be set with reward.functions", "gsm8k"]),
         (["functions={length: 1}", "custom_reward_function.path=my.py"], ["reward.functions", "must have custom"]),
         (["overlong_buffer={enable: true, len: 2048}"], ["reward.overlong_buffer.len", "at most", "1024", "2048"]),
     ],
@@ -368,11 +368,11 @@ def test_teacher_endpoints():
     several = load_config([*OWN, f"{given}'a, b:9,c'"])
     assert several.actor_rollout_ref.teacher.endpoints == ["a:15555", "b:9", "c:15555"]
     for wrong in ("a,,b", "a,a", "a:15555,a"):
-        with pytest.raises(ConfigError, match=r"teacher\.server_ip: must be host, host:port, or several of them"):
+        with pytest.raises(ConfigError, match=r"teacher\.server_ip: must be host, host:port, or several"):
             load_config([*OWN, f"{given}{wrong}"])
     with pytest.raises(ConfigError, match=r"teacher\.num_replicas: is for a service that the run starts.*got 2"):
         load_config([*OWN, f"{given}a", "actor_rollout_ref.teacher.num_replicas=2"])
-    with pytest.raises(ConfigError, match=r"teacher\.keys: is for a running service"):
+    with pytest.raises(ConfigError, match=r"teacher\.keys: needs a running service"):
         load_config([*OWN, "actor_rollout_ref.teacher.keys=folder"])
 
 

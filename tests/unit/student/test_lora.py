@@ -348,11 +348,11 @@ def test_an_adapter_that_cannot_be_continued_is_refused_with_the_reason(damage, 
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        ([f"{MODEL}.lora_alpha=8"], "lora_alpha: goes together with a lora_rank above 0"),
-        ([f"{MODEL}.target_modules=[q_proj]"], "target_modules: goes together with a lora_rank above 0"),
-        ([f"{ACTOR}.checkpoint.save_merged=true"], "save_merged: goes together with a lora_rank above 0"),
+        ([f"{MODEL}.lora_alpha=8"], "lora_alpha: needs a lora_rank above 0"),
+        ([f"{MODEL}.target_modules=[q_proj]"], "target_modules: needs a lora_rank above 0"),
+        ([f"{ACTOR}.checkpoint.save_merged=true"], "save_merged: needs a lora_rank above 0"),
         ([f"{MODEL}.lora_rank=-1"], "lora_rank: must be at least 0"),
-        ([f"{MODEL}.lora_adapter_path=x", f"{MODEL}.target_modules=all-linear"], "must be left out with lora_adapter"),
+        ([f"{MODEL}.lora_adapter_path=x", f"{MODEL}.target_modules=all-linear"], "must not be set with lora_adapter"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_by_name(overrides, error):
