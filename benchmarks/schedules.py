@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, schedules: list[str], inputs: list[str]) -> di
             teacher.wait_ready()  # the rollout engine sizes its cache by what is free
         group = stack.enter_context(contextlib.closing(
             WorkerGroup(loading or first, device=args.device, num_updates=1, stop_token_ids=facts.stop_token_ids,
-                        engine_room=plan.memory.engine_room)
+                        engine_memory=plan.memory.engine_memory)
         ))  # fmt: skip
         teacher.wait_ready()
         freeze_gc()  # as a run does

@@ -158,7 +158,8 @@ class RecordingGroup:
         trained: of every update, the samples that were accumulated for it, as requested or else by identity.
         accumulated, updates, critic_updates: the arguments of `accumulate`, `update` and `update_critic`.
         saved: of every checkpoint, the number of updates that it holds.
-        saves_behind: set it for checkpoints that are written behind the next steps, until `snapshot_written` says so.
+        saves_in_background: set it for checkpoints that are written behind the next steps, until `snapshot_written`
+            says so.
         num_forwards: how often old log-probabilities were computed.
 
     The critic expects a return of 1/4 everywhere; the reward model scores a text by its tokens, 1 each.
@@ -175,7 +176,7 @@ class RecordingGroup:
         self.updates: list[list[list[MiniBatch]]] = []
         self.critic_updates: list[list[list[MiniBatch]]] = []
         self.saved: list[int] = []
-        self.saves_behind = False
+        self.saves_in_background = False
         self.num_forwards = 0
         self.respond = respond or (lambda request, version: np.array([request.seed, request.id.row], np.int32))
         self.version = -1

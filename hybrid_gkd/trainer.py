@@ -156,7 +156,7 @@ class GKDTrainer(PPOTrainer):
                     metrics = self.train_mini_batch(waiting, num_tokens, last=last)
                     return [scored[sample.id] for sample in mini_batch], metrics
                 if not missing():
-                    count = batches.whole(waiting)
+                    count = batches.count_full(waiting)
                     self.group.accumulate(batches.parts(waiting[:count], num_tokens))
                     waiting = waiting[count:]
 

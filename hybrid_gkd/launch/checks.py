@@ -12,8 +12,8 @@ from hybrid_gkd.errors import HybridGKDError, flatten_errors
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.launch.resume import Resumption
 from hybrid_gkd.models.spec import ModelSpec
-from hybrid_gkd.offload.budget import LocalTeacher
-from hybrid_gkd.offload.needs import TrainedModel
+from hybrid_gkd.offload.budget import TeacherPlacement
+from hybrid_gkd.offload.needs import TrainedSpec
 from hybrid_gkd.runtime.waiting import waiting
 from hybrid_gkd.scoring.reward_functions import RewardFunction
 from hybrid_gkd.scoring.reward_model import RewardTexts
@@ -33,7 +33,7 @@ class Facts:
     """Number of GPUs of this machine that are visible to this process."""
     gpu_bytes: int | None = None
     """Memory of the first GPU; None without one, or if the workers use none."""
-    local_teacher: LocalTeacher | None = None
+    local_teacher: TeacherPlacement | None = None
     """Placement of the teacher that the run starts; None without one."""
     tokenizer: Any = None
     teacher_tokenizer: Any = None
@@ -46,7 +46,7 @@ class Facts:
     num_ids: int | None = None
     """Number of ids that are tokens and have an embedding row in every model; higher ids are neither drawn nor
     scored."""
-    trained: tuple[TrainedModel, ...] = ()
+    trained: tuple[TrainedSpec, ...] = ()
     """Trained models: the student and, with PPO, the critic."""
     reward: dict[str, RewardFunction] | None = None
     """Reward functions by name, without the reward model; None without a reward."""

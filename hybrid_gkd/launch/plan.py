@@ -18,8 +18,8 @@ from hybrid_gkd.config import CheckpointConfig, Config
 from hybrid_gkd.config.loading import examine_config
 from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.models.fingerprint import WEIGHT_SUFFIXES, local_folder
-from hybrid_gkd.offload.budget import GIB, LocalTeacher, Memory, has_phase
-from hybrid_gkd.offload.needs import TrainedModel, exported_bytes, plan_memory
+from hybrid_gkd.offload.budget import GIB, Memory, TeacherPlacement, has_phase
+from hybrid_gkd.offload.needs import TrainedSpec, exported_bytes, plan_memory
 from hybrid_gkd.offload.residency import FROZEN
 from hybrid_gkd.reporting.starts import STARTS
 from hybrid_gkd.runtime.files import read_json_lines
@@ -39,7 +39,7 @@ class RunPlan:
     """Memory of this machine's first GPU; None without one, or if the workers use none."""
     card_bytes: int | None
     """Memory of each worker's GPU; None for a given cluster until the workers are placed."""
-    shares: dict[str, float]
+    gpu_fractions: dict[str, float]
     """Fractions of such a GPU for the rollout engine and a local teacher; empty without `card_bytes`."""
     phases: dict[str, dict[str, float]]
     """Phase -> owner -> bytes on each worker; without `card_bytes` the fractions of a GPU are left out."""
@@ -66,7 +66,7 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config, trained: tuple[TrainedModel, ...], device: str, teacher: LocalTeacher | None = None, *,
+    config: Config, trained: tuple[TrainedSpec, ...], device: str, teacher: TeacherPlacement | None = None, *,
     engine: str = "none", gpu_bytes: int | None = None, steps: int | None = None, steps_done: int = 0,
 ) -> RunPlan:
     """Make the plan of a run.
@@ -74,17 +74,17 @@ def make_plan(
     The GPUs of a given cluster are checked after the workers are placed, see `check_free_memory`. Raises ConfigError: a
     phase does not fit into this machine's GPU; ModelError: a model's configuration cannot be read.
     """
-    memory, shares = plan_memory(config, trained, device, teacher), dict[str, float]()
+    memory, gpu_fractions = plan_memory(config, trained, device, teacher), dict[str, float]()
     card_bytes = gpu_bytes if config.ray_init.address is None else None
     if card_bytes is not None:
         memory.check(card_bytes)
-        shares["rollout engine"] = memory.share_of_engine(card_bytes)
+        gpu_fractions["rollout engine"] = memory.engine_fraction(card_bytes)
         if teacher is not None:
-            shares["local teacher"] = memory.share_of_teacher(card_bytes)
+            gpu_fractions["local teacher"] = memory.teacher_fraction(card_bytes)
     loaded = describe_loading(config, device=device, engine=engine)
     times = (duration_line(config, steps, steps_done),) if steps else ()
     return RunPlan(
-        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, shares=shares,
+        memory=memory, gpu_bytes=gpu_bytes, card_bytes=card_bytes, gpu_fractions=gpu_fractions,
         phases=memory.phases(card_bytes), host=memory.host(saves=config.saves_while_training(steps)), loaded=loaded,
         places=placement_lines(config, device=device, engine=engine),
         times=(*times, loading_line(loaded, config.experiment_dir.parent)), steps=steps,
@@ -134,9 +134,9 @@ def memory_lines(plan: RunPlan) -> list[str]:
     lines += [f"  {phase:21s} {format_gib(owners, 8)}" for phase, owners in plan.phases.items()]
     lines.append(host_line(plan))
     if plan.card_bytes is not None:
-        shares = ", ".join(f"{name} {share:g}" for name, share in plan.shares.items())
-        lines.append(f"fractions of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {shares}")
-        lines += unnecessary_offloads(memory, plan.card_bytes, plan.shares["rollout engine"])
+        gpu_fractions = ", ".join(f"{name} {share:g}" for name, share in plan.gpu_fractions.items())
+        lines.append(f"fractions of a GPU of {plan.card_bytes / GIB:.1f} GiB (gpu_memory_utilization): {gpu_fractions}")
+        lines += unnecessary_offloads(memory, plan.card_bytes, plan.gpu_fractions["rollout engine"])
     elif memory.device == "cuda":
         lines.append("KV cache and fractions of a GPU: computed after the cluster has placed the workers")
     return lines
@@ -167,7 +167,7 @@ def unnecessary_offloads(memory: Memory, total: int, share: float) -> list[str]:
             other.check(total)
             phases = other.phases(total)
             largest = max(sum(owners.values()) for phase, owners in phases.items() if phase != "rollout")
-            if other.share_of_engine(total) == share and largest <= (1 - FREE_FRACTION) * total:
+            if other.engine_fraction(total) == share and largest <= (1 - FREE_FRACTION) * total:
                 settings = " ".join(f"actor_rollout_ref.actor.fsdp_config.{key}=false" for key in off)
                 return [
                     f"unnecessary offloads on this GPU: {settings} saves their copies in each step; all phases but the "
@@ -269,7 +269,7 @@ def check_free_memory(memory: Memory, placements: list[Placement], *, beside_tea
     on_gpus = [place for place in placements if place.gpu is not None]
     for role, total_bytes in dict.fromkeys((place.role, place.total_bytes) for place in on_gpus):
         memory.check(total_bytes, role)
-    computed = memory.engine_share is None  # then from the free memory
+    computed = memory.configured_fraction is None  # then from the free memory
     ignored = ({"kv_cache"} if computed else set()) | ({"teacher"} if beside_teacher else set())
     for place in on_gpus:
         for phase, owners in memory.phases(place.total_bytes).items():
@@ -283,7 +283,7 @@ def check_free_memory(memory: Memory, placements: list[Placement], *, beside_tea
                 )
 
 
-def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedModel]) -> int:
+def checkpoint_bytes(section: CheckpointConfig, trained: Sequence[TrainedSpec]) -> int:
     """Return the size of a checkpoint: weights or adapters and both Adam moments of each model, and the exports."""
     student = trained[0]
     adapters = student.master if student.spec.adapter_parameters and section.save_hf_model else 0

@@ -26,8 +26,8 @@ from hybrid_gkd.compat.vllm.repetitions import detects_repetitions
 from hybrid_gkd.config import MODEL, Config
 from hybrid_gkd.errors import ConfigError, HybridGKDError, raise_all
 from hybrid_gkd.launch import inputs
-from hybrid_gkd.launch.check_compatibility import check_compatibility
 from hybrid_gkd.launch.checks import Check, Facts
+from hybrid_gkd.launch.compatibility import check_compatibility
 from hybrid_gkd.launch.folders import check_folders, try_to_write
 from hybrid_gkd.launch.plan import checkpoint_bytes, disk_bytes, make_plan
 from hybrid_gkd.launch.resume import find_resumption

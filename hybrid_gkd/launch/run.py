@@ -231,7 +231,7 @@ def start_workers(
     prompts, trained = config.data.train_batch_size, max(0, plan.steps - config.trainer.critic_warmup)
     group = WorkerGroup(
         loading, device=plan.memory.device, stop_token_ids=facts.stop_token_ids, num_ids=facts.num_ids,
-        engine_room=plan.memory.engine_room, copy_bytes=plan.copy_bytes,
+        engine_memory=plan.memory.engine_memory, copy_bytes=plan.copy_bytes,
         num_updates=trained * updates_per_step(prompts, config.actor_rollout_ref.actor),
         num_critic_updates=plan.steps * updates_per_step(prompts, config.resolved_critic),
         on_placed=lambda placements: check_placement(plan.memory, placements),

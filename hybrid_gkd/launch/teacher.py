@@ -18,7 +18,7 @@ from hybrid_gkd.errors import ConfigError
 from hybrid_gkd.launch.plan import RunPlan
 from hybrid_gkd.models.spec import read_config
 from hybrid_gkd.models.tokenizer import num_token_ids, tokenizer_hash
-from hybrid_gkd.offload.budget import LocalTeacher
+from hybrid_gkd.offload.budget import TeacherPlacement
 from hybrid_gkd.scoring.cached_teacher import CachedTeacher, stored_teacher
 from hybrid_gkd.scoring.teacher import Teacher
 from hybrid_gkd.teacher.client.connection import StudentNeeds
@@ -110,7 +110,7 @@ def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
     environment = teacher_environment(config, place, plan.memory.device)
     options = [
         f"--backend={section.backend}", f"--device={'cuda' if place.gpus else 'cpu'}",
-        f"--gpu-memory-utilization={plan.memory.share_of_teacher(plan.gpu_bytes)}",
+        f"--gpu-memory-utilization={plan.memory.teacher_fraction(plan.gpu_bytes)}",
         f"--tp-size={section.tensor_model_parallel_size}", f"--workers={place.replicas}",
         f"--max-model-len={config.teacher_length}", f"--dtype={section.dtype}",
         f"--engine-kwargs={json.dumps(asdict(section.engine_kwargs))}",
@@ -123,7 +123,7 @@ def make_teacher_process(config: Config, plan: RunPlan) -> TeacherProcess:
     )
 
 
-def teacher_environment(config: Config, place: LocalTeacher, device: str) -> dict[str, str]:
+def teacher_environment(config: Config, place: TeacherPlacement, device: str) -> dict[str, str]:
     """Return the environment variables that set its GPUs or its number of CPU threads.
 
     Raises ConfigError if a local teacher needs more GPUs than there are.
@@ -141,7 +141,7 @@ def teacher_environment(config: Config, place: LocalTeacher, device: str) -> dic
     return {"OMP_NUM_THREADS": str(threads_per_process(config))} if device == "cpu" else {}
 
 
-def refuse_teacher_gpu(teacher: LocalTeacher | None, placements: list[Placement]) -> None:
+def refuse_teacher_gpu(teacher: TeacherPlacement | None, placements: list[Placement]) -> None:
     """Raise ConfigError if Ray assigned the GPU of a local teacher to a worker."""
     if teacher is None or teacher.shares_gpu or not any(place.gpu for place in placements):
         return

@@ -170,7 +170,7 @@ class PPOTrainer:
         self.step, self.extra_batches, self._weights_are_whole = rollout.step, rollout.extra_batches, True
         self.kl_penalty.end_step()
         ends_here = self.stop_requested() and self.step < self.total_steps
-        if self.group.saves_behind and self._due(self.config.trainer.save_freq) and self._goes_on():
+        if self.group.saves_in_background and self._due(self.config.trainer.save_freq) and self._goes_on():
             with self.clock.span("save_checkpoint"):
                 self.saving.take_snapshot()  # now: before the publish the devices have all that is saved
         validates = not ends_here and self._due(self.config.trainer.test_freq) and bool(self.val_prompts)
@@ -374,7 +374,7 @@ class PPOTrainer:
         """Begin to write the step's snapshot; where it has none yet, take one, or write at once."""
         with self.clock.span("save_checkpoint"):
             behind = self.saving.has_snapshot
-            if not behind and self.group.saves_behind and self._goes_on():
+            if not behind and self.group.saves_in_background and self._goes_on():
                 self.saving.take_snapshot()
                 behind = True
             (self.saving.start if behind else self.saving.write)(self._state())

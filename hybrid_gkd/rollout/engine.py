@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from hybrid_gkd.offload.budget import EngineRoom
+    from hybrid_gkd.offload.budget import EngineMemory
 
 KEY = "actor_rollout_ref.rollout.name"
 ROLLOUT_ENGINES = {
@@ -176,7 +176,7 @@ def resolve_engine(name: str) -> str:
 
 def make_engine(
     config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
-    room: EngineRoom | None = None,
+    room: EngineMemory | None = None,
 ) -> RolloutEngine:
     """The engine that `actor_rollout_ref.rollout.name` asks for; vLLM's may find its share of a GPU by the `room`.
 

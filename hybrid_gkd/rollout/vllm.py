@@ -19,7 +19,7 @@ from hybrid_gkd.compat.vllm.repetitions import repetition_detection
 from hybrid_gkd.config import Config, RolloutConfig
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.models.spec import overrides_for_engine, read_config
-from hybrid_gkd.offload.budget import LARGEST_SHARE, EngineRoom
+from hybrid_gkd.offload.budget import MAX_FRACTION, EngineMemory
 from hybrid_gkd.offload.needs import engine_dtype
 from hybrid_gkd.rollout.engine import RolloutEngine
 from hybrid_gkd.rollout.verify import VLLMLayout, holds_plain_weights, verify
@@ -43,7 +43,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def __init__(
         self, config: Config, *, device: torch.device, stop_token_ids: list[int], num_ids: int | None = None,
-        room: EngineRoom | None = None,
+        room: EngineMemory | None = None,
     ):
         llm_class = vllm_compat.import_llm(device.type)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -218,12 +218,12 @@ def _refuse_sharded_sampling(rollout: RolloutConfig, num_ids: int) -> None:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{SHARDED_SAMPLING}", rule, True)
 
 
-def _share(configured: float | None, room: EngineRoom | None) -> float:
+def _share(configured: float | None, room: EngineMemory | None) -> float:
     """`gpu_memory_utilization`; left open, by what is free of this rank's GPU now."""
     if configured is not None or room is None:
-        return LARGEST_SHARE if configured is None else configured
+        return MAX_FRACTION if configured is None else configured
     free, total = torch.cuda.mem_get_info()
-    share = room.share(total_bytes=total, free_bytes=free)
+    share = room.fraction(total_bytes=total, free_bytes=free)
     logger.info(
         "rollout engine: gpu_memory_utilization %.2f (%.1f of %.1f GiB are free)", share, free / 2**30, total / 2**30
     )

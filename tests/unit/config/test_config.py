@@ -73,7 +73,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("algorithm.rollout_is=token", ["algorithm.rollout_is", "rollout_is_threshold", "token"]),
         ("algorithm={rollout_is: token, rollout_is_threshold: 2}", ["rollout_is", "sampled token", "prefix", "token"]),
         ("algorithm.rollout_is_batch_normalize=true", ["rollout_is_batch_normalize", "rollout_is_threshold", "True"]),
-        ("algorithm.rollout_rs=token_k1", ["algorithm.rollout_rs_threshold", "goes together", "None"]),
+        ("algorithm.rollout_rs=token_k1", ["algorithm.rollout_rs_threshold", "set together", "None"]),
         ("algorithm.rollout_is_threshold=0.5", ["algorithm.rollout_is_threshold", "at least 1", "0.5"]),
         ("trainer.logger=[mlflow]", ["trainer.logger", "wandb", "tensorboard"]),
         ("trainer.experiment_name=..", ["trainer.experiment_name", "'..'"]),
@@ -111,7 +111,7 @@ def test_the_resolved_config_reads_back_to_the_same_values(tmp_path):
         ("reward.name=gsm", ["reward.name", "exact_match, gsm8k, math", "'gsm'"]),
         ("reward.name=format", ["reward.format", "must be set together with reward.name=format", "None"]),
         ("reward.format='(a'", ["reward.format", "must be a regular expression", "'(a'"]),
-        ("reward.functions={gsm: 1}", ["reward.functions", "length, custom (your own) or model", "gsm: 1.0"]),
+        ("reward.functions={gsm: 1}", ["reward.functions", "length, custom (your function) or model", "gsm: 1.0"]),
         ("reward.functions={length: 0}", ["reward.functions", "finite weights other than 0", "length: 0.0"]),
         ("reward.functions={custom: 1}", ["reward.functions", "reward.custom_reward_function.path"]),
         ("reward.functions={gsm8k: 1}", ["reward.answer_key", "need the column", "None"]),
@@ -237,7 +237,7 @@ def test_recipes_build_on_others_by_their_defaults_list(tmp_path):
     data = load_config(OWN, config_name="mine", config_path=tmp_path).data
     assert (data.train_batch_size, data.seed) == (7, 6)
     (tmp_path / "base.yaml").write_text("defaults: [mine]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="in a circle: mine -> base -> mine"):
+    with pytest.raises(ConfigError, match="form a cycle: mine -> base -> mine"):
         load_config(OWN, config_name="mine", config_path=tmp_path)
 
 

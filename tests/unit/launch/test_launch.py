@@ -490,7 +490,7 @@ def test_a_start_makes_its_plan_once_and_asks_once_what_the_machine_has(tmp_path
     assert calls == {"make_plan": 1, "plan_memory": 1, "device_count": 1, "model_spec": 2, "phases": 2}
     assert started["copy_bytes"] == sum(facts.plan.host.values()) > 0
     assert pickle.loads(pickle.dumps(facts.plan)) == facts.plan
-    assert started["engine_room"] == facts.plan.memory.engine_room
+    assert started["engine_memory"] == facts.plan.memory.engine_memory
     with pytest.raises(dataclasses.FrozenInstanceError):
         facts.plan.steps = 3
 
@@ -545,7 +545,7 @@ def test_vllm_gets_the_type_that_the_configuration_means(tmp_path, monkeypatch, 
     assert given["dtype"] == expected
     assert given.get("gpu_memory_utilization") == (0.5 if device == "cuda" else None)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = None
-    room = budget.EngineRoom(weights=GIB, token=2**20, longest=2048, max_num_seqs=1000, reserved=4 * GIB)
+    room = budget.EngineMemory(weights=GIB, token=2**20, longest=2048, max_num_seqs=1000, reserved=4 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (42 * GIB, 80 * GIB))  # 6 GiB stay free beside it
     with pytest.raises(Begun):
         VLLMRolloutEngine(config, device=torch.device(device), stop_token_ids=[0], room=room)

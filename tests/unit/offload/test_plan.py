@@ -30,7 +30,7 @@ from hybrid_gkd.teacher.engines.options import EngineOptions
 from hybrid_gkd.teacher.engines.table import load_engine
 from hybrid_gkd.testing import make_tiny_model, make_tokenizer
 from hybrid_gkd.types import Reading
-from hybrid_gkd.workers.group import holds_copies
+from hybrid_gkd.workers.group import host_memory_suffices
 from hybrid_gkd.workers.placement import Placement, free_host_bytes
 
 SEVEN_B = ModelSpec(
@@ -69,7 +69,7 @@ def memory(given, spec, device="cuda", *, gpus=1):
 
 def share_of(given, spec, *, free=CARD - GIB):
     """Of a rollout engine, of a card with so many free bytes."""
-    return memory(given, spec).engine_room.share(total_bytes=CARD, free_bytes=free)
+    return memory(given, spec).engine_memory.fraction(total_bytes=CARD, free_bytes=free)
 
 
 def plan_of(given, spec, device, **options):
@@ -210,7 +210,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
             f"actor_rollout_ref.teacher.model.path={teacher}", *OFFLOAD, MANY,
         ]
     )
-    assert memory(one_gpu, SEVEN_B).share_of_teacher(CARD) == 0.05  # 6 GiB of workspace
+    assert memory(one_gpu, SEVEN_B).teacher_fraction(CARD) == 0.05  # 6 GiB of workspace
     phases = memory(one_gpu, SEVEN_B).phases(CARD)
     assert phases["rollout"]["teacher"] == pytest.approx(0.05 * CARD)
     assert sum(phases["rollout"].values()) == pytest.approx(0.97 * CARD, abs=0.02 * CARD)
@@ -219,10 +219,10 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     token = model_spec(str(teacher), trust_remote_code=False, override_config={}).kv_bytes_per_token
     for dtype, cache in (("auto", 2**24 * token), ("float32", 2**25 * token)):
         one_gpu.actor_rollout_ref.teacher.dtype = dtype
-        share = memory(one_gpu, SEVEN_B).share_of_teacher(CARD)
+        share = memory(one_gpu, SEVEN_B).teacher_fraction(CARD)
         assert share * CARD == pytest.approx(6 * GIB + cache, abs=0.012 * CARD)
     assert str(place_teacher(one_gpu, device="cuda", gpus=1)) == "GPU 0, shared with workers"
-    assert memory(one_gpu, SEVEN_B, gpus=2).share_of_teacher(CARD) == 0.9
+    assert memory(one_gpu, SEVEN_B, gpus=2).teacher_fraction(CARD) == 0.9
     assert str(place_teacher(one_gpu, device="cuda", gpus=2)) == "GPU 1"
     one_gpu.trainer.n_gpus_per_node = 2
     both = place_teacher(one_gpu, device="cuda", gpus=2)
@@ -233,7 +233,7 @@ def test_a_teacher_on_the_same_card_gets_what_it_needs_and_the_engine_the_rest(t
     one_gpu.trainer.device = "cpu"
     assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "the CPU"
     one_gpu.actor_rollout_ref.teacher.device = "cuda"  # beside workers that use no GPU
-    assert memory(one_gpu, SEVEN_B, "cpu").share_of_teacher(CARD) == 0.9
+    assert memory(one_gpu, SEVEN_B, "cpu").teacher_fraction(CARD) == 0.9
     assert str(place_teacher(one_gpu, device="cpu", gpus=1)) == "GPU 0"
 
 
@@ -297,7 +297,7 @@ def test_a_teacher_takes_the_bytes_of_the_type_that_its_engine_loads(
     uses_vllm = backend == "auto" and has_vllm
     tokens = 32768 * spec.kv_bytes_per_token if uses_vllm else 16384 * spec.forward_bytes_per_token
     expected = itemsize * (spec.parameters + tokens / 2) + 6 * GIB
-    assert memory(shared, SEVEN_B).share_of_teacher(CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
+    assert memory(shared, SEVEN_B).teacher_fraction(CARD) * CARD == pytest.approx(expected, abs=0.012 * CARD)
 
 
 def placed(role="worker", total=CARD, free=None):
@@ -510,7 +510,7 @@ def test_a_teacher_of_transformers_holds_one_forward_pass_and_no_kv_cache(
         f"data.max_prompt_length={length - 9}", "data.max_response_length=8",
     )
     spec = model_spec(str(tmp_path), trust_remote_code=False, override_config={})
-    planned = memory(given, SEVEN_B).share_of_teacher(100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
+    planned = memory(given, SEVEN_B).teacher_fraction(100) * 100 - 4 * spec.parameters  # a share is rounded to bytes
     engine = load_engine(EngineOptions(ckpt_path=str(tmp_path), backend="hf", device="cpu", n_logprobs=5))
     reading = Reading(token_ids=np.arange(length, dtype=np.int32) % 50, positions=np.arange(length - 8, length))
     with PeakMemory() as used:
@@ -616,7 +616,7 @@ def test_a_folder_that_cannot_be_read_is_a_model_error(monkeypatch, tmp_path):
         f"actor_rollout_ref.teacher.model.path={tmp_path}/nowhere",
     ]
     with pytest.raises(ModelError, match="nowhere: the model's configuration cannot be used"):
-        memory(load_config(lacking), SEVEN_B).share_of_teacher(CARD)
+        memory(load_config(lacking), SEVEN_B).teacher_fraction(CARD)
     (tmp_path / "student").mkdir()
     with pytest.raises(ModelError, match="student: the model's configuration cannot be used"):
         student_spec(load_config(lacking))
@@ -685,7 +685,7 @@ def test_a_run_that_saves_at_its_last_step_alone_takes_no_memory_for_copies(tmp_
         spec, place = student_spec(saving), placed()
         place = dataclasses.replace(place, free_host_bytes=GIB)
         plan = plan_of(saving, spec, "cpu", steps=steps)
-        return "checkpoint" in str(plan), holds_copies([place], plan.copy_bytes)
+        return "checkpoint" in str(plan), host_memory_suffices([place], plan.copy_bytes)
 
     validates = ("data.val_files=x", "trainer.test_freq=5", "trainer.best_metric=val/forward_kl", "trainer.save_freq=9")
     for overrides in (["trainer.save_freq=5"], validates):
@@ -706,14 +706,14 @@ def test_a_host_without_the_memory_for_a_copy_is_said_once_and_training_waits(tm
             Placement(rank=rank, host=host, pid=rank, visible_devices="", free_host_bytes=int(free))
             for rank, host in enumerate(hosts)
         ]
-        return holds_copies(places, needed)
+        return host_memory_suffices(places, needed)
 
     assert placed("aaa", 4 * needed)
     assert placed("aab", 3 * needed)
     assert caplog.text == ""
     assert not placed("aab", 2 * needed)
-    assert caplog.text.count("training waits for checkpoints: 2 worker(s) at a would take 0.0 GiB") == 1
-    assert not holds_copies([], plan_of(config(), SEVEN_B, "cuda").copy_bytes)
+    assert caplog.text.count("checkpoints are not written in the background: 2 worker(s) at a would need 0.0 GiB") == 1
+    assert not host_memory_suffices([], plan_of(config(), SEVEN_B, "cuda").copy_bytes)
 
 
 def test_free_memory_of_a_host_is_that_of_its_container(tmp_path):

@@ -154,6 +154,6 @@ def test_what_follows_a_part_that_has_failed_is_no_step():
     part = MiniBatch(micro_batches=(), num_tokens=1)
     with pytest.raises(DeviceMemoryError, match="ppo_max_token_len_per_gpu"):
         updater.accumulate(part)
-    with pytest.raises(WorkerError, match="worker 0: a part of the update before this one has failed"):
+    with pytest.raises(WorkerError, match="worker 0: an earlier part of the update has failed"):
         updater.update([part])
     assert not steps

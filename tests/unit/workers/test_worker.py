@@ -73,7 +73,7 @@ def test_an_engine_that_has_made_room_gets_the_weights_of_the_last_publish_befor
     worker.actor = SimpleNamespace(full_tensors=lambda dtype: iter([("weight", 1.0)]))
     worker.shared = SimpleNamespace(generation=nullcontext, trim_after_publish=lambda: 0.0)
     worker.residency = SimpleNamespace(
-        enter=lambda phase, **_: phases.append(phase), prepare=lambda *_, **__: 0, takes_turns=False,
+        enter=lambda phase, **_: phases.append(phase), prepare=lambda *_, **__: 0, has_movable_owners=False,
         take_seconds=dict,
     )
     worker.publish(3)
