@@ -37,7 +37,7 @@ from hybrid_gkd.student.logprob_model import LogprobModel, refuse_unsupported
 from hybrid_gkd.teacher.client.connection import query_status
 from hybrid_gkd.teacher.client.store import ScoreStore
 from hybrid_gkd.teacher.keys import load_keys
-from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated
+from hybrid_gkd.types import GenerationRequest, SampleId, Task, generated_sample
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def reward_model(facts: Facts) -> str:
     texts = RewardTexts(facts.tokenizer, own if other else None, limit)
     nothing = np.zeros(0, np.int32)
     request = GenerationRequest(id=SampleId(1, 0, 0), prompt_ids=nothing, seed=0)
-    empty = generated(request, nothing, version=0, status="stop", logprobs=None)
+    empty = generated_sample(request, nothing, version=0, status="stop", logprobs=None)
     for prompt in (*facts.train_prompts, *facts.val_prompts):
         texts.tokens(prompt, empty)  # a template that rejects a chat raises now
     facts.reward_texts = texts

@@ -34,7 +34,7 @@ from hybrid_gkd.teacher.client.store import ScoredBy, ScoreStore
 from hybrid_gkd.teacher.engines.options import EngineOptions, positive
 from hybrid_gkd.teacher.server.local import TeacherProcess
 from hybrid_gkd.teacher_client import TeacherClient
-from hybrid_gkd.types import Reading, TopK, given
+from hybrid_gkd.types import Reading, TopK, given_sample
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def score(options: argparse.Namespace) -> int:
     for check in (inputs.student, inputs.teacher, inputs.files, inputs.data, check_compatibility):
         logger.info("%s: %s", check.__name__.removeprefix("check_"), check(facts))
     tasks = [task for task in facts.train_prompts if task.response_ids is not None]
-    readings = [completion_view(task, given(task, 1, 0.0)) for task in tasks]
+    readings = [completion_view(task, given_sample(task, 1, 0.0)) for task in tasks]
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(ScoreStore(options.out)))
         client = stack.enter_context(connect_or_start(options, facts))

@@ -38,7 +38,7 @@ from hybrid_gkd.scoring.reference import KLPenalty, reference_scorer
 from hybrid_gkd.scoring.rewards import Reward, RewardScorer
 from hybrid_gkd.scoring.scorer import WorkersScorer, scored
 from hybrid_gkd.student.checkpoint_store import Best, CheckpointStore, TrainerState
-from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, drawn, replaced, with_tasks
+from hybrid_gkd.types import Arrays, Pair, Rollout, Sample, Task, TrainerLog, replace_by_id, with_tasks, without_given
 from hybrid_gkd.workers.batches import Batches, mean_metrics
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class PPOTrainer:
         get none.
         """
         everything, greedy, metrics = samples or [*rollout.samples], [*rollout.greedy], dict[str, float]()
-        samples = drawn(everything)
+        samples = without_given(everything)
         if not samples:
             return everything, metrics
         if of_tokens is None or self.config.trains_on_rewards:
@@ -238,7 +238,7 @@ class PPOTrainer:
             with self.clock.span("values"):
                 samples = scored(self.critic.values, self.pairs(samples))
         samples, found = with_advantages(self.config, rollout, samples, greedy, of_tokens)
-        everything = replaced(everything, samples)
+        everything = replace_by_id(everything, samples)
         if self.critic is None:
             return everything, metrics | found
         steps = updates_per_step(self.config.data.train_batch_size, self.config.resolved_critic)
@@ -262,7 +262,7 @@ class PPOTrainer:
         """
         section, prompts = self.config.algorithm, self.config.data.train_batch_size
         policy_loss = policy_loss and updates_per_step(prompts, self.config.actor_rollout_ref.actor) > 1
-        own = drawn(samples)
+        own = without_given(samples)
         if not own or not (section.compares_logprobs or policy_loss):
             return samples, {}
         known, metrics = self.with_old_logprobs(own), dict[str, float]()
@@ -270,7 +270,7 @@ class PPOTrainer:
         if section.compares_logprobs:
             of_sampled = self.config.has_sampled_loss
             own, metrics = with_rollout_correction(section, own, logprobs, of_sampled=of_sampled)
-        return replaced(samples, own), metrics
+        return replace_by_id(samples, own), metrics
 
     def with_old_logprobs(self, samples: list[Sample]) -> list[Sample]:
         """Add log-probabilities of the trained tokens under the present weights, unless they are there."""

@@ -16,7 +16,7 @@ from hybrid_gkd.compat.vllm import versions as vllm_compat
 from hybrid_gkd.config import Config
 from hybrid_gkd.errors import ConfigError, WorkerError
 from hybrid_gkd.runtime.imports import is_import_path, load_object
-from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams, generated
+from hybrid_gkd.types import GenerationRequest, Sample, SamplingParams, generated_sample
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ class RolloutEngine(Protocol):
         new_ids = np.asarray(new_ids, np.int32)
         if self.num_ids is not None and (largest := new_ids.max(initial=0)) >= self.num_ids:
             raise WorkerError(f"{KEY}: {self.description} has drawn {largest}; tokens are the ids below {self.num_ids}")
-        return generated(
+        return generated_sample(
             request, new_ids, version=self.weight_version, status=status,
             logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         )

@@ -21,7 +21,7 @@ from hybrid_gkd.runtime.waiting import Timeout
 from hybrid_gkd.scoring.teacher import TeacherScorer
 from hybrid_gkd.teacher.server.local import TeacherProcess, child_environment
 from hybrid_gkd.testing import make_tiny_model
-from hybrid_gkd.types import given
+from hybrid_gkd.types import given_sample
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|a|>{{ m['content'] }}<|end|>{% else %}"
@@ -89,7 +89,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
     inputs.student(facts)
     inputs.files(facts)
     inputs.data(facts)
-    pairs = [(task, given(task, 1, 0.0)) for task in facts.train_prompts if task.response_ids is not None]
+    pairs = [(task, given_sample(task, 1, 0.0)) for task in facts.train_prompts if task.response_ids is not None]
     assert len(pairs) == ROWS - 1
     assert facts.tokenizer.decode(pairs[0][1].tokens) == "What is 1 + 1?<|a|>It is 2.<|end|>"
 
@@ -105,7 +105,7 @@ def test_answers_are_scored_once_and_a_run_needs_no_teacher_for_them(folder, ser
         mask = np.arange(len(first.token_ids) + 2) >= len(first.token_ids)
         task = dataclasses.replace(first, response_ids=np.array([1, 2], np.int32), loss_mask=mask)
         with pytest.raises(TeacherError, match=r"^row 1, sample 0 has no scores in"):
-            take(scorer, [(task, given(task, 1, 0.0))])
+            take(scorer, [(task, given_sample(task, 1, 0.0))])
     assert found.keys() == expected.keys()
     for each, scores in found.items():
         for name in ("ids", "logprobs", "tail_logprobs", "sampled_logprobs"):

@@ -26,7 +26,7 @@ def test_models_are_told_from_overrides_and_named_once():
 def test_a_model_is_an_argument(words, capsys):
     with pytest.raises(SystemExit):
         parse(words)
-    assert "named as arguments" in capsys.readouterr().err
+    assert "as an argument" in capsys.readouterr().err
 
 
 def test_a_teacher_that_is_given_is_asked_unless_told_not_to():

@@ -81,7 +81,7 @@ def test_a_grace_period_that_is_over_ends_the_run_and_says_so(stopping, caplog):
     with pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 128 + signal.SIGTERM
-    assert "not done and saved within 0.05 s (trainer.grace_period)" in caplog.text
+    assert "not finished and saved within 0.05 s (trainer.grace_period)" in caplog.text
 
 
 def test_a_step_that_is_saved_in_time_is_not_ended(stopping):
@@ -111,7 +111,7 @@ def test_no_signal_interrupts_the_stopping(stopping, caplog):
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     wait_for_threads()
-    assert "is being stopped" in caplog.text
+    assert "the run is shutting down" in caplog.text
     other = Stopping()
     other.install()
     with other.uninterrupted_shutdown():
