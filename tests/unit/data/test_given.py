@@ -120,12 +120,12 @@ def test_what_is_no_answer_is_named_with_its_row(tmp_path, row, message):
 
 
 def test_a_template_that_writes_history_differently_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"row 1: the chat template writes the beginning .* differently"):
+    with pytest.raises(DataError, match=r"row 1: the chat template renders the beginning .* differently"):
         load(tmp_path, [{"prompt": "p", "response": "r"}], template=FORGETFUL)
 
 
 def test_several_messages_need_a_chat_template(tmp_path):
-    with pytest.raises(DataError, match="row 1: the tokenizer has no chat template to tell the roles"):
+    with pytest.raises(DataError, match="row 1: several messages need a chat template"):
         load(tmp_path, [{"prompt": "p", "response": CHAT[3:]}], template=None)
 
 
@@ -137,7 +137,7 @@ def test_a_long_answer_is_an_error_or_left_out_or_loses_its_end(tmp_path, caplog
         load(tmp_path, LONG, template=None, max_response_length=4)
     [left] = load(tmp_path, LONG, template=None, max_response_length=4, filter_overlong_prompts=True)
     assert left.index == 1
-    assert "left out 1 of 2 prompts" in caplog.text
+    assert "skipped 1 of 2 prompts" in caplog.text
     cut, whole = load(tmp_path, LONG, template=None, max_response_length=4, truncation="left")
     assert (trained(cut), trained(whole)) == ("abcd", "ab<|end|>")
 

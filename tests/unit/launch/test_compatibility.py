@@ -96,7 +96,7 @@ def test_a_prompt_with_a_token_that_a_model_has_no_row_for_is_named(models, tmp_
                     for name in ("short", "whole"))  # fmt: skip
     check(models, "student", *short)
     data, at_fault = f"data.train_files={tmp_path}/train.jsonl", r"row 2 has the token '<y>' with the id 260; the "
-    with pytest.raises(DataError, match=rf"data\.train_files: the prompt of {at_fault}student .*short has only 260 rows"):
+    with pytest.raises(DataError, match=rf"data\.train_files: the prompt of {at_fault}student .*short has only 260"):
         check(models, "student", short[0], whole[1], data)
     with pytest.raises(DataError, match=rf"{at_fault}teacher .*short has only 260 rows"):
         check(models, "student", whole[0], short[1], data)

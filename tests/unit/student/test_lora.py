@@ -267,7 +267,7 @@ def test_the_layers_are_those_that_are_named(tmp_path):
     [
         ({"target_modules": ["q_proj", "qproj"]}, r"target_modules: the model has no such layer.*qproj"),
         ({"target_modules": ["nothing"]}, r"target_modules: .*nothing.* not found"),
-        ({"target_modules": ["embed_tokens"]}, r"only linear layers can have adapters, and model.embed_tokens is none"),
+        ({"target_modules": ["embed_tokens"]}, r"only linear layers can have adapters, but model.embed_tokens is not linear"),
         ({"target_modules": ["q_proj", "lm_head"]}, r"the output head \(lm_head\) cannot have an adapter"),
         ({"exclude_modules": ["kproj"]}, r"exclude_modules: the model has no such layer.*kproj"),
     ],
@@ -283,7 +283,7 @@ def test_experts_are_not_left_out_in_silence(tmp_path):
         num_key_value_heads=1, num_local_experts=2,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="holds its experts in weights that are no linear layers"):
+    with pytest.raises(ConfigError, match="are not linear layers, so all-linear would skip them"):
         spec_of(tmp_path, lora_rank=2)
     assert spec_of(tmp_path, lora_rank=2, target_modules=["q_proj"]).adapter_parameters == 2 * (32 + 32)
 
@@ -324,12 +324,12 @@ def rename_a_weight(folder):
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "must be a folder of peft's with"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "must be a PEFT folder with"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{", encoding="utf-8"),
             "adapter_config.json cannot be read",
         ),
-        (lambda folder: change_config(folder, peft_type="IA3"), "not one of the kind IA3"),
+        (lambda folder: change_config(folder, peft_type="IA3"), "not one of type IA3"),
         (lambda folder: change_config(folder, use_dora=True), "matrices alone, without use_dora"),
         (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "without modules_to_save"),
         (lambda folder: change_config(folder, r=3), r"is \[2, \d+\] there and \[3, \d+\] in the model"),
